@@ -1,0 +1,1 @@
+"""Hydra configuration groups: data, not code. Reached as `pkg://longseq.conf`."""

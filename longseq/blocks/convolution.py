@@ -1,0 +1,75 @@
+"""The short causal convolution that the recurrent mixers put before their recurrence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.kernels import short_convolution, short_convolution_step
+
+
+class ShortConvolution(nn.Module):
+    """Depthwise causal convolution over the last `width` tokens, with an optional activation.
+
+    The state holds the last `width - 1` inputs, oldest first: `[B, channels, width - 1]`.
+    """
+
+    def __init__(self, channels: int, width: int = 4, *, activation: str | None = "silu", bias: bool = False) -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"convolution width {width}: at least 1 (the token itself)")
+        self.channels = channels
+        self.width = width
+        self.activation = activation
+        self.backend = "auto"
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the taps as `nn.Conv1d` does: uniform in ±1/sqrt(width)."""
+        bound = 1 / math.sqrt(self.width)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token."""
+        y, state = short_convolution(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            initial_state=state,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            backend=self.backend,
+        )
+        assert state is not None
+        return y, state
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve one more token `x [B, channels]`."""
+        return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Tensor:
+        """Return zeros `[batch, channels, width - 1]`."""
+        return torch.zeros(batch, self.channels, self.width - 1, device=device, dtype=dtype)
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations over one sequence."""
+        return 2 * tokens * self.channels * self.width
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, width={self.width}, activation={self.activation!r}, bias={self.bias is not None}"

@@ -1,0 +1,24 @@
+"""Token mixers, registered by name: `create("deltanet", d_model=192)`, `list_mixers()`.
+
+One mixer a file. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module here and write
+`conf/mixer/name.yaml`; contract tests, image models, export and `longseq describe` then cover it.
+"""
+
+from longseq.mixers import attention, deltanet, linear_attention, longhorn, longhorn_exact, mamba
+from longseq.mixers.base import Mixer
+from longseq.mixers.registry import create, get, list_mixers, options, register
+
+__all__ = [
+    "Mixer",
+    "attention",
+    "create",
+    "deltanet",
+    "get",
+    "linear_attention",
+    "list_mixers",
+    "longhorn",
+    "longhorn_exact",
+    "mamba",
+    "options",
+    "register",
+]

@@ -1,0 +1,125 @@
+"""The contract of a token mixer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Mixer(nn.Module):
+    """A layer that mixes information along a sequence: project in, scan, project out.
+
+        y, state = mixer(x, state)              x, y [B, T, d_model]
+        y_t, state = mixer.step(x_t, state)     x_t, y_t [B, d_model]
+
+    `in_proj` and `out_proj` act on each token alone; everything that looks along the sequence (convolution, gates that
+    follow it, recurrence, output norm) happens in between, in `scan`. The split lets two directions over an image share
+    their projections. A subclass creates the two projections and defines `scan`, `scan_step`, `initial_state` and
+    `scan_flops`; a batched sequence, any split of it with the state carried over, and token-by-token steps all give the
+    same numbers.
+
+    Class attributes:
+        paper: the source of the layer.
+        operations: names of the `longseq.kernels` operations that `scan` calls.
+        undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
+        supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
+    """
+
+    paper: ClassVar[str] = ""
+    operations: ClassVar[tuple[str, ...]] = ()
+    undecayed: ClassVar[tuple[str, ...]] = ()
+    supports_noncausal: ClassVar[bool] = False
+
+    in_proj: nn.Linear | None
+    out_proj: nn.Linear | None
+
+    def __init__(self, d_model: int, *, backend: str = "auto") -> None:
+        super().__init__()
+        if d_model < 1:
+            raise ValueError(f"d_model={d_model}: a mixer needs at least one channel")
+        self.d_model = d_model
+        self.backend = backend
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Mix a batch of sequences.
+
+        Args:
+            x: `[B, T, d_model]`.
+            state: what an earlier call returned, or None at the start of a sequence.
+            cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1); the state then has
+                N rows.
+            mask: `[B, T]`, True at real tokens. Padding leaves the state alone; its outputs are not defined.
+
+        Returns:
+            `y [B, T, d_model]` and the state after the last real token.
+        """
+        y, state = self.scan(self.project_in(x), state, cu_seqlens=cu_seqlens, mask=mask)
+        return self.project_out(y), state
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
+        y, state = self.scan_step(self.project_in(x), state)
+        return self.project_out(y), state
+
+    def project_in(self, x: Tensor) -> Tensor:
+        """Project tokens `[..., d_model]` to what `scan` reads `[..., P]`, each token alone."""
+        assert self.in_proj is not None, "this copy only scans: its projections belong to another mixer"
+        return self.in_proj(x)
+
+    def project_out(self, y: Tensor) -> Tensor:
+        """Project what `scan` gives `[..., I]` back to tokens `[..., d_model]`, each token alone."""
+        assert self.out_proj is not None, "this copy only scans: its projections belong to another mixer"
+        return self.out_proj(y)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]` and the state."""
+        raise NotImplementedError
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
+        raise NotImplementedError
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Any:
+        """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.
+
+        `dtype` is that of the inputs; recurrent memories are float32 whatever it is (float64 for float64).
+        """
+        raise NotImplementedError
+
+    def scan_flops(self, tokens: int) -> int:
+        """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form."""
+        raise NotImplementedError
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
+        projections = sum(p.in_features * p.out_features for p in (self.in_proj, self.out_proj) if p is not None)
+        return 2 * tokens * projections + self.scan_flops(tokens)
+
+    def init_recurrence(self) -> None:
+        """Set the parameters with an initial value of their own; call it after a general initialisation."""
+
+    def release_projections(self) -> None:
+        """Keep only the scan, for a mixer that shares another one's projections."""
+        self.in_proj = None
+        self.out_proj = None
+
+
+def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype of a recurrent memory for inputs of `dtype`: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def accumulation(x: Tensor) -> Tensor:
+    """Widen half precision to float32, where a gate or a normaliser would lose its small differences."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

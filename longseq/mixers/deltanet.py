@@ -1,0 +1,131 @@
+"""DeltaNet: linear attention that corrects what a key already stores."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.norm import RMSNorm
+from longseq.kernels import delta_rule, delta_rule_step
+from longseq.mixers.base import Mixer, accumulation, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.registry import register
+
+FEATURE_MAPS = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "elu_plus_one": lambda x: functional.elu(x) + 1,
+    "identity": lambda x: x,
+}
+KEY_NORMS = {"l2": 2.0, "l1": 1.0}
+
+
+class DeltaNetState(NamedTuple):
+    """The convolution's last inputs `[B, 3 d_model, W - 1]` (None without convolution), the memory `[B, H, K, K]`."""
+
+    convolution: Tensor | None
+    memory: Tensor
+
+
+@register("deltanet")
+class DeltaNet(Mixer):
+    """Multi-head delta rule with normalised keys.
+
+        q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  β = sigmoid(W_β x)
+        S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q)
+
+    Args:
+        num_heads, head_dim: either or neither; by default heads of 128 channels (64, 32, ... where 128 does not divide).
+        convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
+        feature_map: φ, one of silu, relu, elu_plus_one, identity.
+        key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
+        negative_eigenvalues: β in (0, 2), which lets a step reverse what a key stores.
+
+    Source: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024), section 3.3.
+    """
+
+    paper = "DeltaNet (arXiv:2406.06484), section 3.3"
+    operations = ("short_convolution", "delta_rule")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        convolution_width: int = 4,
+        feature_map: str = "silu",
+        key_norm: str = "l2",
+        negative_eigenvalues: bool = False,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
+        if key_norm not in KEY_NORMS:
+            raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
+        self.feature_map = feature_map
+        self.key_norm = key_norm
+        self.negative_eigenvalues = negative_eigenvalues
+        self.in_proj = nn.Linear(d_model, 3 * d_model + self.num_heads, bias=False)
+        self.convolution = (
+            ShortConvolution(3 * d_model, convolution_width, activation=None) if convolution_width > 0 else None
+        )
+        self.norm = RMSNorm(self.head_dim, eps=norm_eps)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, DeltaNetState]:
+        convolution, memory = (None, None) if state is None else state
+        mixed, beta = self._split(projected)
+        if self.convolution is not None:
+            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        if mask is not None:
+            beta = beta * mask.unsqueeze(-1)
+        o, memory = delta_rule(
+            *self._features(mixed),
+            beta,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:
+        convolution, memory = state
+        mixed, beta = self._split(projected)
+        if self.convolution is not None:
+            mixed, convolution = self.convolution.step(mixed, convolution)
+        o, memory = delta_rule_step(*self._features(mixed), beta, memory)
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:
+        convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
+        shape = (batch, self.num_heads, self.head_dim, self.head_dim)
+        return DeltaNetState(convolution, torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, beta = projected.split([3 * self.d_model, self.num_heads], dim=-1)
+        beta = accumulation(beta).sigmoid()
+        return mixed, 2 * beta if self.negative_eigenvalues else beta
+
+    def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        feature_map, order = FEATURE_MAPS[self.feature_map], KEY_NORMS[self.key_norm]
+        q = functional.normalize(feature_map(accumulation(q)), p=order, dim=-1)
+        k = functional.normalize(feature_map(accumulation(k)), p=order, dim=-1)
+        return q, k, functional.silu(v)
+
+    def scan_flops(self, tokens: int) -> int:
+        # Reading at the key, writing there and reading at the query take 2 K V each.
+        recurrence = 6 * self.d_model * self.head_dim
+        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
+        return tokens * recurrence + convolution

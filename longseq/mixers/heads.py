@@ -1,0 +1,30 @@
+"""How a width is cut into heads."""
+
+from __future__ import annotations
+
+
+def choose_heads(width: int, num_heads: int | None, head_dim: int | None, *, preferred: int) -> tuple[int, int]:
+    """Return `(num_heads, head_dim)` with `num_heads · head_dim == width`, from whichever of the two is given.
+
+    With neither given, the head has `preferred` channels if that divides the width, else half of that, a quarter, and
+    so on, so that every width works without an option.
+
+    Raises:
+        ValueError: the given numbers do not multiply to the width.
+    """
+    if num_heads is None and head_dim is None:
+        head_dim = preferred
+        while width % head_dim:
+            head_dim //= 2
+    if head_dim is None:
+        assert num_heads is not None
+        if num_heads < 1 or width % num_heads:
+            raise ValueError(f"num_heads={num_heads} does not divide the width {width}; choose a divisor of {width}")
+        head_dim = width // num_heads
+    if num_heads is None:
+        if head_dim < 1 or width % head_dim:
+            raise ValueError(f"head_dim={head_dim} does not divide the width {width}; choose a divisor of {width}")
+        num_heads = width // head_dim
+    if num_heads * head_dim != width:
+        raise ValueError(f"num_heads={num_heads} times head_dim={head_dim} is not the width {width}; give one of them")
+    return num_heads, head_dim

@@ -1,0 +1,97 @@
+"""Linear attention with a positive feature map."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.kernels import linear_attention, linear_attention_step
+from longseq.mixers.base import Mixer, accumulation, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.registry import register
+
+
+class LinearAttentionState(NamedTuple):
+    """The memory `[B, H, K, V]`; with the normaliser its last value channel is the running sum of the keys."""
+
+    memory: Tensor
+
+
+@register("linear_attention")
+class LinearAttention(Mixer):
+    """Causal linear attention with φ = ELU + 1.
+
+        S ← S + φ(k) vᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / zᵀ φ(q))
+
+    Args:
+        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        normalizer: divide by zᵀ φ(q). Without it the output grows with the sequence.
+
+    Source: Transformers are RNNs (Katharopoulos et al., 2020), equations 16 to 20.
+    """
+
+    paper = "Linear attention (arXiv:2006.16236), equations 16 to 20"
+    operations = ("linear_attention",)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        normalizer: bool = True,
+        eps: float = 1e-6,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
+        self.normalizer = normalizer
+        self.eps = eps
+        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, LinearAttentionState]:
+        q, k, v = self._features(projected)
+        if mask is not None:
+            k = k * mask[..., None, None]
+        o, memory = linear_attention(
+            q,
+            k,
+            v,
+            initial_state=None if state is None else state.memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert memory is not None
+        return self._normalise(o).flatten(-2), LinearAttentionState(memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
+        o, memory = linear_attention_step(*self._features(projected), state.memory)
+        return self._normalise(o).flatten(-2), LinearAttentionState(memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> LinearAttentionState:
+        shape = (batch, self.num_heads, self.head_dim, self.head_dim + int(self.normalizer))
+        return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+
+    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        q, k = (functional.elu(accumulation(x)) + 1 for x in (q, k))
+        if self.normalizer:
+            # A value channel of ones sums the keys: numerator and denominator in one pass over one state.
+            v = functional.pad(accumulation(v), (0, 1), value=1.0)
+        return q, k, v
+
+    def _normalise(self, o: Tensor) -> Tensor:
+        if not self.normalizer:
+            return o
+        return o[..., :-1] / o[..., -1:].clamp_min(self.eps)
+
+    def scan_flops(self, tokens: int) -> int:
+        # Writing at the key and reading at the query take 2 K V each.
+        return 4 * tokens * self.d_model * (self.head_dim + int(self.normalizer))

@@ -1,0 +1,68 @@
+"""Longhorn with the diagonal approximation that the paper trains."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longseq.kernels import longhorn_scan, longhorn_scan_step
+from longseq.mixers.registry import register
+from longseq.mixers.selective import SelectiveMixer
+
+
+@register("longhorn")
+class Longhorn(SelectiveMixer):
+    """Online associative recall in closed form, the state transition reduced to its diagonal.
+
+        ε = β / (1 + β kᵀk);   S ← (1 − ε ⊗ k²) ⊙ S + (ε ⊙ x) ⊗ k;   y = S q;   β = sigmoid(rate)
+
+    The memory is `[B, I, N]` with I = expand · d_model channels and N = state_size.
+
+    Source: Longhorn: State Space Models are Amortized Online Learners (Liu et al., 2024), algorithm 1 and equation 7.
+    """
+
+    paper = "Longhorn (arXiv:2407.14207), equation 7"
+    operations = ("short_convolution", "longhorn_scan")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        expand: int = 2,
+        state_size: int = 16,
+        convolution_width: int = 4,
+        rate_rank: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            rates=None,
+            expand=expand,
+            state_size=state_size,
+            convolution_width=convolution_width,
+            rate_rank=rate_rank,
+            rate_bias=True,
+            backend=backend,
+        )
+
+    def recur(
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        beta = rate.sigmoid()
+        if mask is not None:
+            beta = beta * mask.unsqueeze(-1)
+        y, final = longhorn_scan(
+            x,
+            query,
+            key,
+            beta,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert final is not None
+        return y, final
+
+    def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return longhorn_scan_step(x, query, key, rate.sigmoid(), memory)

@@ -1,0 +1,92 @@
+"""Longhorn without the diagonal approximation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longseq.kernels import delta_rule, delta_rule_step
+from longseq.mixers.base import accumulation
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.registry import register
+from longseq.mixers.selective import SelectiveMixer
+
+
+@register("longhorn_exact")
+class LonghornExact(SelectiveMixer):
+    """Online associative recall in closed form, as derived, with one rate for a head of channels.
+
+        ε = β / (1 + β kᵀk);   S ← (I − ε k kᵀ) S + ε k xᵀ;   y = Sᵀ q;   β = sigmoid(rate)
+
+    The full transition matrix needs the delta rule, whose keys and rates are shared by the channels of a head: k and q
+    are common to all heads, as in the diagonal form, and β is one number a head instead of one a channel. The memory is
+    `[B, H, N, P]` with H heads of P = head_dim channels and N = state_size.
+
+    Source: Longhorn: State Space Models are Amortized Online Learners (Liu et al., 2024), equation 6.
+    """
+
+    paper = "Longhorn (arXiv:2407.14207), equation 6"
+    operations = ("short_convolution", "delta_rule")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        expand: int = 2,
+        state_size: int = 16,
+        head_dim: int | None = None,
+        convolution_width: int = 4,
+        rate_rank: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        num_heads, head_dim = choose_heads(expand * d_model, None, head_dim, preferred=64)
+        super().__init__(
+            d_model,
+            rates=num_heads,
+            expand=expand,
+            state_size=state_size,
+            convolution_width=convolution_width,
+            rate_rank=rate_rank,
+            rate_bias=True,
+            backend=backend,
+        )
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+
+    def recur(
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        strength = self._strength(key, rate)
+        if mask is not None:
+            strength = strength * mask.unsqueeze(-1)
+        y, final = delta_rule(
+            self._to_heads(query),
+            self._to_heads(key),
+            x.unflatten(-1, (self.num_heads, self.head_dim)),
+            strength,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert final is not None
+        return y.flatten(-2), final
+
+    def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        strength = self._strength(key, rate)
+        y, memory = delta_rule_step(self._to_heads(query), self._to_heads(key), x, strength, memory)
+        return y.flatten(-2), memory
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.state_size, self.head_dim
+
+    def _strength(self, key: Tensor, rate: Tensor) -> Tensor:
+        """ε of equation 6: one write strength a head, `[..., H]`."""
+        key = accumulation(key)
+        beta = accumulation(rate).sigmoid()
+        return beta / (1 + beta * key.square().sum(-1, keepdim=True))
+
+    def _to_heads(self, key: Tensor) -> Tensor:
+        return key.unsqueeze(-2).expand(*key.shape[:-1], self.num_heads, self.state_size)

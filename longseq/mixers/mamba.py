@@ -1,0 +1,99 @@
+"""Mamba's selective state space layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.kernels import selective_scan, selective_scan_step
+from longseq.mixers.base import accumulation
+from longseq.mixers.registry import register
+from longseq.mixers.selective import SelectiveMixer
+
+
+@register("mamba")
+class Mamba(SelectiveMixer):
+    """A diagonal state space whose step size and input and output maps depend on the token.
+
+        Δ = softplus(rate + b);   S ← exp(Δ A) ⊙ S + (Δ x) ⊗ B;   y = S C;   A = −exp(A_log)
+
+    The memory is `[B, I, N]` with I = expand · d_model channels and N = state_size. The steps start between `dt_min`
+    and `dt_max`, spread evenly on a log scale, and A_n = −n.
+
+    Source: Mamba: Linear-Time Sequence Modeling with Selective State Spaces (Gu and Dao, 2023), algorithm 2 and
+    section 3.6.
+    """
+
+    paper = "Mamba (arXiv:2312.00752), algorithm 2"
+    operations = ("short_convolution", "selective_scan")
+    undecayed = ("D", "A_log", "rate_bias")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        expand: int = 2,
+        state_size: int = 16,
+        convolution_width: int = 4,
+        rate_rank: int | None = None,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            rates=None,
+            expand=expand,
+            state_size=state_size,
+            convolution_width=convolution_width,
+            rate_rank=rate_rank,
+            rate_bias=False,
+            backend=backend,
+        )
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: step sizes are positive and dt_min is the smaller one")
+        self.dt_min = dt_min
+        self.dt_max = dt_max
+        self.rate_bias = nn.Parameter(torch.empty(self.inner))
+        self.A_log = nn.Parameter(torch.empty(self.inner, state_size))
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        self.D.fill_(1.0)
+        self.A_log.copy_(torch.arange(1, self.state_size + 1).log().expand_as(self.A_log))
+        bound = self.rate_rank**-0.5
+        self.rate_proj.weight.uniform_(-bound, bound)
+        low, high = math.log(self.dt_min), math.log(self.dt_max)
+        step = torch.empty_like(self.rate_bias).uniform_(low, high).exp()
+        self.rate_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def recur(
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        step = self._step_size(rate)
+        if mask is not None:
+            step = step * mask.unsqueeze(-1)
+        y, final = selective_scan(
+            x,
+            step,
+            -self.A_log.exp(),
+            key,
+            query,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert final is not None
+        return y, final
+
+    def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return selective_scan_step(x, self._step_size(rate), -self.A_log.exp(), key, query, memory)
+
+    def _step_size(self, rate: Tensor) -> Tensor:
+        return functional.softplus(accumulation(rate) + self.rate_bias)

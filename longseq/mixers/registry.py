@@ -1,0 +1,59 @@
+"""Mixers by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from longseq.mixers.base import Mixer
+
+_REGISTRY: dict[str, type[Mixer]] = {}
+
+MixerClass = TypeVar("MixerClass", bound=type[Mixer])
+
+
+def register(name: str) -> Callable[[MixerClass], MixerClass]:
+    """Enter a mixer class under `name`: `@register("deltanet")`."""
+
+    def enter(mixer: MixerClass) -> MixerClass:
+        if name in _REGISTRY:
+            raise ValueError(f"the mixer name {name!r} is taken by {_REGISTRY[name].__qualname__}; choose another name")
+        _REGISTRY[name] = mixer
+        return mixer
+
+    return enter
+
+
+def list_mixers() -> tuple[str, ...]:
+    """Return the names of all mixers, in alphabetical order."""
+    return tuple(sorted(_REGISTRY))
+
+
+def get(name: str) -> type[Mixer]:
+    """Return the class registered under `name`; a ValueError lists the valid names."""
+    if name not in _REGISTRY:
+        near = difflib.get_close_matches(str(name), _REGISTRY, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown mixer {name!r}: {hint}the mixers are {', '.join(list_mixers())}")
+    return _REGISTRY[name]
+
+
+def options(name: str) -> dict[str, Any]:
+    """Return the keyword options of a mixer's constructor with their defaults."""
+    parameters = inspect.signature(get(name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def create(name: str, d_model: int, **chosen: Any) -> Mixer:
+    """Build the mixer `name` for `d_model` channels; the further keywords are its constructor's options.
+
+    Raises:
+        ValueError: the name or an option is unknown; the message lists the valid ones.
+    """
+    known = options(name)
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        raise ValueError(f"mixer {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
+    return get(name)(d_model, **chosen)

@@ -1,0 +1,106 @@
+"""The block that Mamba introduced and Longhorn kept: expand, convolve, scan with input-dependent rates, gate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.mixers.base import Mixer, memory_dtype
+
+
+class SelectiveState(NamedTuple):
+    """What a selective mixer remembers: the convolution's last inputs `[B, I, W - 1]` and the recurrent memory."""
+
+    convolution: Tensor
+    memory: Tensor
+
+
+class SelectiveMixer(Mixer):
+    """Shared frame of Mamba and Longhorn; a subclass supplies the recurrence.
+
+        x, z = in_proj(u);  x = SiLU(conv(x));  r, k, q = x_proj(x)
+        y = out_proj((recurrence(x, rate_proj(r), k, q) + D x) SiLU(z))
+
+    I = expand · d_model channels run through the recurrence; r has `rate_rank` entries, k and q have `state_size`.
+
+    Source: Mamba (Gu and Dao, 2023), figure 3; Longhorn (Liu et al., 2024), section 3, keeps the block.
+    """
+
+    undecayed = ("D",)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        rates: int | None,
+        expand: int,
+        state_size: int,
+        convolution_width: int,
+        rate_rank: int | None,
+        rate_bias: bool,
+        backend: str,
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        self.inner = expand * d_model
+        self.state_size = state_size
+        self.rate_rank = math.ceil(d_model / 16) if rate_rank is None else rate_rank
+        self.in_proj = nn.Linear(d_model, 2 * self.inner, bias=False)
+        self.convolution = ShortConvolution(self.inner, convolution_width, bias=True)
+        self.x_proj = nn.Linear(self.inner, self.rate_rank + 2 * state_size, bias=False)
+        self.rate_proj = nn.Linear(self.rate_rank, self.inner if rates is None else rates, bias=rate_bias)
+        self.D = nn.Parameter(torch.ones(self.inner))
+        self.out_proj = nn.Linear(self.inner, d_model, bias=False)
+
+    def recur(
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`."""
+        raise NotImplementedError
+
+    def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the recurrence over one token; the shapes of `recur` without T."""
+        raise NotImplementedError
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, SelectiveState]:
+        convolution, memory = (None, None) if state is None else state
+        x, gate = projected.chunk(2, dim=-1)
+        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask)
+        return self._gate(y, x, gate), SelectiveState(convolution, memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:
+        x, gate = projected.chunk(2, dim=-1)
+        x, convolution = self.convolution.step(x, state.convolution)
+        y, memory = self.recur_step(x, *self._selection(x), state.memory)
+        return self._gate(y, x, gate), SelectiveState(convolution, memory)
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """Shape of one sequence's recurrent memory."""
+        return self.inner, self.state_size
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SelectiveState:
+        memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
+        return SelectiveState(self.convolution.initial_state(batch, device, dtype), memory)
+
+    def _selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rank, key, query = self.x_proj(x).split([self.rate_rank, self.state_size, self.state_size], dim=-1)
+        return self.rate_proj(rank), key, query
+
+    def _gate(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+        return torch.addcmul(y, x, self.D.to(y.dtype)) * functional.silu(gate)
+
+    def scan_flops(self, tokens: int) -> int:
+        projections = sum(p.in_features * p.out_features for p in (self.x_proj, self.rate_proj))
+        # Per channel and key entry: the decay and the input take two each, the update and the readout two each.
+        recurrence = 8 * self.inner * self.state_size
+        skip_and_gate = 4 * self.inner
+        return tokens * (2 * projections + recurrence + skip_and_gate) + self.convolution.flops(tokens)

@@ -1,0 +1,24 @@
+"""Questions about parameters: how many, and which of them weight decay must leave alone."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
+    """Count the parameters of `module`, shared ones once; with `trainable`, only those that require a gradient."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trainable)
+
+
+def no_weight_decay(module: nn.Module) -> set[str]:
+    """Names, relative to `module`, of the parameters that its parts list in their class attribute `undecayed`.
+
+    Decaying a decay rate or a step size pulls the recurrence towards another memory length instead of regularising
+    it. The list lives on the classes, so it survives copies of the module, which attributes on tensors do not.
+    """
+    names = set()
+    for prefix, part in module.named_modules():
+        for name in getattr(part, "undecayed", ()):
+            if getattr(part, name, None) is not None:
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return names

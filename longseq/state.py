@@ -1,0 +1,51 @@
+"""Recurrent state is a value: a (nested) named tuple of tensors whose leading dimension is the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+State = TypeVar("State")
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply `function` to every tensor of `state` and keep its type, `None` entries included."""
+    mapped: Any
+    if state is None:
+        mapped = None
+    elif isinstance(state, Tensor):
+        mapped = function(state)
+    elif isinstance(state, tuple) and hasattr(state, "_fields"):
+        mapped = type(state)(*(map_state(function, part) for part in state))
+    elif isinstance(state, (tuple, list)):
+        mapped = type(state)(map_state(function, part) for part in state)
+    else:
+        raise TypeError(f"a state holds tensors and tuples of them, not {type(state).__name__}")
+    return mapped
+
+
+def state_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield `(name, tensor)` for every tensor of `state`; names of nested fields are joined by dots."""
+    if isinstance(state, Tensor):
+        yield prefix, state
+    elif isinstance(state, tuple | list):
+        fields = getattr(state, "_fields", range(len(state)))
+        for field, part in zip(fields, state, strict=True):
+            yield from state_tensors(part, f"{prefix}.{field}" if prefix else str(field))
+
+
+def detach_state(state: State) -> State:
+    """Cut the gradient at a state that is carried from one training window to the next."""
+    return map_state(Tensor.detach, state)
+
+
+def select_state(state: State, index: Tensor) -> State:
+    """Pick or reorder sequences: `index [N]` counts along the batch dimension of every tensor."""
+    return map_state(lambda tensor: tensor.index_select(0, index), state)
+
+
+def state_size(state: Any) -> int:
+    """Count the numbers in `state`, over the whole batch."""
+    return sum(tensor.numel() for _, tensor in state_tensors(state))

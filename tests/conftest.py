@@ -1,0 +1,22 @@
+"""Settings of the whole suite: one thread a process, GPU tests skipped with a reason where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Set before torch is imported anywhere: the suite runs one process a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,268 @@
+"""Every registered mixer: whole sequence = any split with the state carried = token by token = packed = padded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longseq import mixers
+from longseq.parameters import no_weight_decay
+from longseq.state import map_state, select_state, state_tensors
+
+NAMES = mixers.list_mixers()
+D_MODEL = 32
+TOKENS = 37
+
+
+def make(name: str, **options: Any) -> mixers.Mixer:
+    torch.manual_seed(0)
+    mixer = mixers.create(name, D_MODEL, **options).double().eval()
+    # Larger weights than at initialisation, so that gates and state decide the output and mistakes in them show.
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            if parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
+                parameter.mul_(2)
+    return mixer
+
+
+def make_tokens(batch: int, tokens: int = TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, tokens, D_MODEL, generator=generator, dtype=torch.float64)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    actual, expected = dict(state_tensors(actual)), dict(state_tensors(expected))
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_same(actual[name], expected[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_and_state_type(name: str) -> None:
+    mixer = make(name)
+    x = make_tokens(3)
+    y, state = mixer(x)
+    assert y.shape == x.shape
+    initial = mixer.initial_state(3, dtype=torch.float64)
+    assert type(initial) is type(state)
+    assert hasattr(state, "_fields")
+    for (label, before), (_, after) in zip(state_tensors(initial), state_tensors(state), strict=True):
+        assert before.dtype == after.dtype, label
+        if name != "attention":
+            assert before.shape == after.shape, f"{label}: the state must not grow with the sequence"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_none_is_the_initial_state(name: str) -> None:
+    mixer = make(name)
+    x = make_tokens(2)
+    from_none, from_initial = mixer(x), mixer(x, mixer.initial_state(2, dtype=x.dtype))
+    assert_same(from_none[0], from_initial[0])
+    assert_same_state(from_none[1], from_initial[1])
+
+
+@pytest.mark.parametrize("split", [[1, 36], [16, 21], [3, 0, 30, 4], [36, 1]])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_split_is_the_whole(name: str, split: list[int]) -> None:
+    mixer = make(name)
+    x = make_tokens(2)
+    expected, expected_state = mixer(x)
+    state, parts = None, []
+    for part in x.split(split, dim=1):
+        if part.shape[1] == 0:
+            continue
+        y, state = mixer(part, state)
+        parts.append(y)
+    assert_same(torch.cat(parts, dim=1), expected)
+    assert_same_state(state, expected_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_the_whole(name: str) -> None:
+    mixer = make(name)
+    x = make_tokens(2)
+    expected, expected_state = mixer(x)
+    state, parts = mixer.initial_state(2, dtype=x.dtype), []
+    for token in x.unbind(1):
+        y, state = mixer.step(token, state)
+        parts.append(y)
+    assert_same(torch.stack(parts, dim=1), expected)
+    assert_same_state(state, expected_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_output_depends_on_the_past_only(name: str) -> None:
+    mixer = make(name)
+    x = make_tokens(1)
+    changed = x.clone()
+    changed[:, 20] += 1.0
+    y, y_changed = mixer(x)[0], mixer(changed)[0]
+    assert_same(y_changed[:, :20], y[:, :20])
+    assert (y_changed[:, 20:] - y[:, 20:]).abs().amax(-1).min() > 1e-12, "every later output sees the change"
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_are_separate(name: str, carried: bool) -> None:
+    mixer = make(name)
+    lengths = [5, 0, 1, 31]
+    x = make_tokens(1, sum(lengths))
+    borders = torch.tensor([0, 5, 5, 6, 37])
+    state = mixer(make_tokens(4, 7))[1] if carried else None
+    packed, packed_state = mixer(x, state, cu_seqlens=borders)
+    for row, (start, end) in enumerate(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)):
+        if start == end:
+            continue
+        own = None if state is None else select_state(state, torch.tensor([row]))
+        alone, alone_state = mixer(x[:, start:end], own)
+        assert_same(packed[:, start:end], alone)
+        if name == "attention":
+            continue  # its state has room for the longest sequence; `test_packed_attention_goes_on` compares outputs
+        assert_same_state(select_state(packed_state, torch.tensor([row])), alone_state)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_leaves_no_trace(name: str, side: str) -> None:
+    mixer = make(name)
+    lengths = [37, 20, 1]
+    x = make_tokens(3)
+    position = torch.arange(TOKENS)
+    real = torch.stack([position < n if side == "right" else position >= TOKENS - n for n in lengths])
+    state = mixer(make_tokens(3, 4))[1]
+    padded, padded_state = mixer(x, state, mask=real)
+    following = make_tokens(3, 2)
+    continued, _ = mixer(following, padded_state)
+    assert padded.isfinite().all()
+    for row, length in enumerate(lengths):
+        own = select_state(state, torch.tensor([row]))
+        alone, alone_state = mixer(x[row : row + 1, real[row]], own)
+        assert alone.shape[1] == length
+        assert_same(padded[row : row + 1, real[row]], alone)
+        alone_continued, _ = mixer(following[row : row + 1], alone_state)
+        assert_same(continued[row : row + 1], alone_continued)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_and_the_state_get_gradients(name: str) -> None:
+    mixer = make(name)
+    x = make_tokens(2).requires_grad_()
+    state = map_state(
+        lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, mixer(make_tokens(2, 5))[1]
+    )
+    y, final = mixer(x, state)
+    loss = y.square().mean() + sum(t.square().mean() for _, t in state_tensors(final) if t.is_floating_point())
+    loss.backward()
+    leaves = [(n, t) for n, t in state_tensors(state) if t.is_floating_point()]
+    for label, tensor in [("x", x), *mixer.named_parameters(), *leaves]:
+        assert tensor.grad is not None, label
+        assert tensor.grad.isfinite().all(), label
+        assert tensor.grad.abs().max() > 0, label
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_backend_gives_the_same(name: str) -> None:
+    if not mixers.get(name).operations:
+        with pytest.raises(ValueError, match="reference"):
+            mixers.create(name, D_MODEL, backend="reference")(make_tokens(1).float())
+        return
+    mixer = make(name)
+    slow = copy.deepcopy(mixer)
+    slow.backend = "reference"
+    x = make_tokens(2)
+    assert_same(mixer(x)[0], slow(x)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_autocast_stays_close(name: str) -> None:
+    mixer = make(name).float()
+    x = make_tokens(2).float()
+    exact, _ = mixer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = mixer(x)
+    assert (y - exact).norm() < 0.05 * exact.norm()
+    if name != "attention":
+        assert state.memory.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_undecayed_parameters_exist(name: str) -> None:
+    mixer = make(name)
+    names = no_weight_decay(mixer)
+    parameters = dict(mixer.named_parameters())
+    assert names <= parameters.keys()
+    assert set(mixer.undecayed) <= names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flops_grow_with_the_sequence(name: str) -> None:
+    mixer = make(name)
+    projections = 2 * sum(p.in_features * p.out_features for p in (mixer.in_proj, mixer.out_proj))
+    one, two = mixer.flops(100), mixer.flops(200)
+    assert one > 100 * projections
+    if name == "attention":
+        assert two > 2 * one
+    else:
+        assert two == 2 * one
+
+
+def test_packed_attention_goes_on() -> None:
+    mixer = make("attention")
+    x, following = make_tokens(1, 9), make_tokens(2, 3)
+    _, packed_state = mixer(x, cu_seqlens=torch.tensor([0, 2, 9]))
+    continued, _ = mixer(following, packed_state)
+    for row, part in enumerate((x[:, :2], x[:, 2:])):
+        alone, _ = mixer(torch.cat([part, following[row : row + 1]], dim=1))
+        assert_same(continued[row : row + 1], alone[:, -3:])
+
+
+def test_noncausal_attention_sees_everything_once() -> None:
+    mixer = make("attention", causal=False)
+    x = make_tokens(2)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
+    assert_same(mixer(x[:, order])[0], mixer(x)[0][:, order])
+    real = torch.arange(TOKENS) < torch.tensor([[TOKENS], [11]])
+    assert_same(mixer(x, mask=real)[0][1:, :11], mixer(x[1:, :11])[0])
+    packed = mixer(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, TOKENS, 2 * TOKENS]))[0]
+    assert_same(packed.unflatten(1, (2, TOKENS))[0], mixer(x)[0])
+    with pytest.raises(ValueError, match="causal=True"):
+        mixer.step(x[:, 0], None)
+
+
+def test_longhorn_forms_agree_with_one_key_channel() -> None:
+    """With N = 1 the transition is a number, its diagonal is itself, and both forms are the same recurrence."""
+    diagonal, exact = make("longhorn", state_size=1), make("longhorn_exact", state_size=1, head_dim=1)
+    exact.load_state_dict(diagonal.state_dict())
+    x = make_tokens(2)
+    assert_same(exact(x)[0], diagonal(x)[0])
+
+
+@pytest.mark.parametrize("option", [{"feature_map": "relu"}, {"feature_map": "elu_plus_one"}, {"key_norm": "l1"},
+                                    {"convolution_width": 0}, {"negative_eigenvalues": True}])  # fmt: skip
+def test_deltanet_ablations_keep_the_contract(option: dict[str, Any]) -> None:
+    mixer = make("deltanet", **option)
+    x = make_tokens(2)
+    expected, _ = mixer(x)
+    assert (expected - make("deltanet")(x)[0]).abs().max() > 1e-3, "the option changes the layer"
+    state, parts = mixer.initial_state(2, dtype=x.dtype), []
+    for token in x.unbind(1):
+        y, state = mixer.step(token, state)
+        parts.append(y)
+    assert_same(torch.stack(parts, dim=1), expected)
+
+
+def test_mamba_step_sizes_start_in_their_range() -> None:
+    torch.manual_seed(0)
+    mixer = mixers.create("mamba", 64, dt_min=0.01, dt_max=0.05)
+    steps = torch.nn.functional.softplus(mixer.rate_bias)
+    assert steps.min() >= 0.0099
+    assert steps.max() <= 0.0501
+    torch.testing.assert_close(-mixer.A_log.exp()[0], -torch.arange(1.0, 17.0))

@@ -1,0 +1,48 @@
+"""Mixers by name, and what a wrong name or option tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from longseq import mixers
+
+
+def test_unknown_name_lists_the_names_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown mixer 'longhron': did you mean 'longhorn'\?.*deltanet"):
+        mixers.create("longhron", 32)
+
+
+def test_unknown_option_lists_the_options() -> None:
+    with pytest.raises(ValueError, match="'mamba' has no option heads; its options are expand, state_size"):
+        mixers.create("mamba", 32, heads=4)
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="'mamba' is taken by Mamba"):
+        mixers.register("mamba")(mixers.get("longhorn"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 5}, "num_heads=5 does not divide the width 32"),
+        ({"head_dim": 7}, "head_dim=7 does not divide the width 32"),
+        ({"num_heads": 2, "head_dim": 8}, "num_heads=2 times head_dim=8 is not the width 32"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixers.create("deltanet", 32, **options)
+
+
+@pytest.mark.parametrize(("width", "heads", "dim"), [(192, 3, 64), (256, 2, 128), (96, 3, 32), (30, 15, 2)])
+def test_heads_are_chosen_for_every_width(width: int, heads: int, dim: int) -> None:
+    mixer = mixers.create("deltanet", width)
+    assert (mixer.num_heads, mixer.head_dim) == (heads, dim)
+
+
+@pytest.mark.parametrize("name", mixers.list_mixers())
+def test_every_mixer_names_its_source(name: str) -> None:
+    mixer = mixers.get(name)
+    assert mixer.paper
+    assert "Source:" in (mixer.__doc__ or "")
