@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 # Set before torch is imported anywhere: the suite runs one process a core.
@@ -11,6 +12,13 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Triton decides at its import whether its own functions are emulated, and each kernel of ours when it is imported,
+    # in the tests that set the variable again. Elsewhere in the suite `auto` must not choose the emulation.
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.language")
+    del os.environ["TRITON_INTERPRET"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -39,7 +39,7 @@ class DeltaNet(Mixer):
         S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q)
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 128 channels (64, 32, ... where 128 does not divide).
+        num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).
         convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
@@ -97,6 +97,7 @@ class DeltaNet(Mixer):
             cu_seqlens=cu_seqlens,
             backend=self.backend,
         )
+        assert memory is not None
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:

@@ -69,11 +69,11 @@ class LinearAttention(Mixer):
             backend=self.backend,
         )
         assert memory is not None
-        return self._normalise(o).flatten(-2), LinearAttentionState(memory)
+        return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
         o, memory = linear_attention_step(*self._features(projected), state.memory)
-        return self._normalise(o).flatten(-2), LinearAttentionState(memory)
+        return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> LinearAttentionState:
         shape = (batch, self.num_heads, self.head_dim, self.head_dim + int(self.normalizer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class SelectiveMixer(Mixer):
     Source: Mamba (Gu and Dao, 2023), figure 3; Longhorn (Liu et al., 2024), section 3, keeps the block.
     """
 
-    undecayed = ("D",)
+    undecayed: ClassVar[tuple[str, ...]] = ("D",)
 
     def __init__(
         self,

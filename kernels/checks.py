@@ -1,0 +1,100 @@
+"""Input checks that the operations share. None reads a value, so none waits for a device."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.dispatch import is_exporting
+
+
+def check_tensors(
+    op: str,
+    layouts: Mapping[str, tuple[Tensor | None, str]],
+    cu_seqlens: Tensor | None,
+    *,
+    mask: Tensor | None = None,
+) -> dict[str, int]:
+    """Check the tensors of a call against their layouts and return the size of each dimension by name.
+
+    `layouts` maps an argument's name to its tensor (None when it was left out) and its dimensions, such as "B T H K";
+    the first one holds B and T and must be there. The same letter must have the same size everywhere. "S" is the
+    leading dimension of a state: the batch size, or the number of segments when `cu_seqlens` is given; "W-1" is one
+    less than "W". While a graph is exported nothing is compared, because a comparison of symbolic sizes would become a
+    condition of the graph.
+    """
+    given = {name: (tensor, layout.split()) for name, (tensor, layout) in layouts.items() if tensor is not None}
+    if is_exporting():
+        return {dim: size for tensor, layout in given.values() for dim, size in zip(layout, tensor.shape, strict=True)}
+    sizes: dict[str, int] = {}
+    source: dict[str, str] = {}
+    if cu_seqlens is not None:
+        sizes["S"], source["S"] = _check_cu_seqlens(op, cu_seqlens), "the segments of cu_seqlens"
+    first_name, (first, _) = next(iter(given.items()))
+    for name, (tensor, layout) in given.items():
+        shape = tuple(tensor.shape)
+        if len(shape) != len(layout):
+            raise ValueError(
+                f"{op}: {name} has shape {shape}, but must have {len(layout)} dimensions [{', '.join(layout)}]"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{op}: {name} is {tensor.dtype}, but must be floating point; cast it first")
+        if tensor.device != first.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} but {first_name} on {first.device}; move it there")
+        for dim, size in zip(layout, shape, strict=True):
+            if dim == "B":
+                sizes.setdefault("S", size)
+                source.setdefault("S", f"the batch of {name}")
+            if dim == "W":
+                sizes["W-1"], source["W-1"] = size - 1, f"{name}, less the current token"
+            if size != sizes.setdefault(dim, size):
+                raise ValueError(
+                    f"{op}: {name} has shape {shape}, but its {dim} of [{', '.join(layout)}] "
+                    f"must be {sizes[dim]} as in {source[dim]}"
+                )
+            source.setdefault(dim, name)
+    for dim in ("B", "T"):
+        if sizes[dim] < 1:
+            raise ValueError(f"{op}: {first_name} has shape {tuple(first.shape)}, but its {dim} must be at least 1")
+    if mask is not None:
+        _check_mask(op, mask, first_name, first)
+    if cu_seqlens is not None and sizes["B"] != 1:
+        raise ValueError(
+            f"{op}: cu_seqlens needs a batch of 1, but {first_name} has a batch of {sizes['B']}; "
+            "concatenate the sequences along time"
+        )
+    return sizes
+
+
+def _check_cu_seqlens(op: str, cu_seqlens: Tensor) -> int:
+    """Check dtype and shape; return the number of segments."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, but must be int32 or int64; cast it first")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be [N + 1] with N >= 1 segments: "
+            "0, the end of each segment"
+        )
+    return cu_seqlens.shape[0] - 1
+
+
+def check_chunk_size(op: str, chunk_size: int, *, power_of_two: bool = False) -> None:
+    """Check that a chunk size is positive, and a power of two where chunks are split in halves."""
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size is {chunk_size}, but must be at least 1")
+    if power_of_two and chunk_size & (chunk_size - 1):
+        nearest = 1 << (chunk_size.bit_length() - 1)
+        raise ValueError(
+            f"{op}: chunk_size is {chunk_size}, but must be a power of two; use {nearest} or {2 * nearest}"
+        )
+
+
+def _check_mask(op: str, mask: Tensor, name: str, like: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{op}: mask is {mask.dtype}, but must be bool with True at real tokens; use mask.bool()")
+    if mask.device != like.device:
+        raise ValueError(f"{op}: mask is on {mask.device} but {name} on {like.device}; move it there")
+    if mask.shape != like.shape[:2]:
+        raise ValueError(
+            f"{op}: mask has shape {tuple(mask.shape)}, but must be [B, T] = {tuple(like.shape[:2])} as {name}"
+        )

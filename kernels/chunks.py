@@ -1,0 +1,180 @@
+"""Pieces that the chunk forms share: splitting time into chunks, decays, the triangular inverse, the pass over chunks.
+
+All of it can be compiled by TorchScript and followed by torch.export. Chunked tensors are [n, M, C, ...]: chunks first
+(so that one chunk of every sequence is one block of memory), M = B * H, C = tokens of a chunk.
+Decays are sums of logs g <= 0 over a range of tokens. Each is added up over its own range and never found as a
+difference of two prefix sums, so that nothing cancels and every exponent is <= 0, whatever the size of g.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def fit_chunk_size(chunk_size: int, tokens: int) -> int:
+    """The chunk size to use for so many tokens: the given one, halved while over an eighth would be padding.
+
+    Not below 16, unless there are fewer tokens.
+    """
+    while chunk_size >= 2 * tokens and chunk_size > 1:
+        chunk_size = chunk_size // 2
+    while chunk_size > 16 and 8 * (-tokens % chunk_size) > tokens + -tokens % chunk_size:
+        chunk_size = chunk_size // 2
+    return chunk_size
+
+
+def split_chunks(x: Tensor, dtype: torch.dtype, chunks: int, chunk_size: int) -> Tensor:
+    """[B, T, H, D] -> [n, B * H, C, D], zeros after the last token."""
+    batch, tokens, heads, width = x.shape
+    x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, chunks * chunk_size - tokens))
+    x = x.reshape(batch, chunks, chunk_size, heads, width).permute(1, 0, 3, 2, 4)
+    return x.reshape(chunks, batch * heads, chunk_size, width).contiguous()
+
+
+def join_chunks(x: Tensor, batch: int, tokens: int) -> Tensor:
+    """[n, B * H, C, D] -> [B, T, H, D], the inverse of `split_chunks`."""
+    chunks, rows, chunk_size, width = x.shape
+    x = x.reshape(chunks, batch, rows // batch, chunk_size, width).permute(1, 0, 3, 2, 4)
+    return x.reshape(batch, chunks * chunk_size, rows // batch, width)[:, :tokens]
+
+
+def join_like(x: Tensor, like: Tensor) -> Tensor:
+    """[n * B * H, C, D] -> the shape and dtype of `like`, [B, T, H, D] or [B, T, H]: a gradient in its input's form."""
+    batch, tokens, heads = like.shape[:3]
+    x = join_chunks(x.unflatten(0, (-1, batch * heads)), batch, tokens)
+    return x.reshape(like.shape).to(like.dtype)
+
+
+def times(x: Tensor, decay: Tensor | None) -> Tensor:
+    """x ⊙ decay, where no decay is a decay of one."""
+    return x if decay is None else x * decay
+
+
+def reverse_cumsum(x: Tensor) -> Tensor:
+    """Sums over the rows from each one to the last; x [..., C, D]."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def later_sum(x: Tensor) -> Tensor:
+    """Sums over the rows after each one; x [..., C, D]."""
+    return F.pad(reverse_cumsum(x)[..., 1:, :], (0, 0, 0, 1))
+
+
+def earlier_sum(x: Tensor) -> Tensor:
+    """Sums over the rows before each one; x [..., C, D]."""
+    return F.pad(x.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
+
+
+def decay_matrix(g: Tensor) -> Tensor:
+    """exp(g_{j+1} + ... + g_i) for i >= j, else 0: how much of token j is left at token i; g [..., C, 1]."""
+    size = g.shape[-2]
+    return (g + g.new_zeros(size)).tril(-1).cumsum(-2).exp().tril()
+
+
+def decay_matrix_backward(d_log: Tensor) -> Tensor:
+    """Gradient of g [..., C, 1] from the gradient of the logarithm of `decay_matrix` (zero above the diagonal)."""
+    return reverse_cumsum(d_log).tril(-1).sum(-1, keepdim=True)
+
+
+def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Σ_c q_ic k_jc exp(g_{j+1,c} + ... + g_ic) for i >= j, else 0; q, k, g [m, C, K], C a power of two -> [m, C, C].
+
+    Blocks double from 1. The lower left quarter of a block of 2b is a plain product of queries decayed since the middle
+    and keys decayed until the middle, so that decays are never divided.
+    """
+    rows, size, _ = q.shape
+    products = (q * k).sum(-1).reshape(rows * size, 1, 1)
+    half = 1
+    while half < size:
+        early, late = _halves(g, half)
+        query = _halves(q, half)[1] * late.cumsum(-2).exp()
+        key = _halves(k, half)[0] * later_sum(early).exp()
+        pairs = products.reshape(-1, 2, half, half)
+        left = F.pad(torch.cat((pairs[:, 0], torch.bmm(query, key.transpose(-1, -2))), 1), (0, half))
+        products = left + F.pad(pairs[:, 1], (half, 0, half, 0))
+        half *= 2
+    return products.reshape(rows, size, size)
+
+
+def decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, d_products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read."""
+    _, size, _ = q.shape
+    d_diagonal = d_products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    d_q, d_k, d_g = d_diagonal * k, d_diagonal * q, torch.zeros_like(g)
+    half = 1
+    while half < size:
+        early, late = _halves(g, half)
+        since, until = late.cumsum(-2).exp(), later_sum(early).exp()
+        query, key = _halves(q, half)[1] * since, _halves(k, half)[0] * until
+        blocks = [d_products[:, i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
+        d_cross = torch.stack(blocks, 1).flatten(0, 1)
+        d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
+        _halves(d_q, half)[1].add_(d_query * since)
+        _halves(d_k, half)[0].add_(d_key * until)
+        _halves(d_g, half)[1].add_(reverse_cumsum(d_query * query))
+        _halves(d_g, half)[0].add_(earlier_sum(d_key * key))
+        half *= 2
+    return d_q, d_k, d_g
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """The first and the second halves of each block of 2 * half rows: two views [m * C / (2 * half), half, K]."""
+    pairs = x.view(-1, 2, half, x.shape[-1])
+    return pairs[:, 0], pairs[:, 1]
+
+
+def unit_lower_inverse(strict: Tensor) -> Tensor:
+    """(I + L)^{-1} for strictly lower triangular L [m, C, C], C a power of two, by block forward substitution.
+
+    Blocks of up to 16 are inverted in place, doubling from 1: X <- X - X L_b X, where L_b is the part of L between the
+    two halves of each block of 2b. Above that, halves are merged: [[A, 0], [-B L A, B]]. Unlike the product of powers
+    of L, this is stable for repeated and correlated keys. On a CPU it is faster than a triangular solve (0.9 against
+    1.4 ms for 96 blocks of 64), and ONNX has no triangular solve.
+    """
+    size = strict.shape[-1]
+    base = min(size, 16)
+    blocks = [strict[:, i : i + base, i : i + base] for i in range(0, size, base)]
+    lower = torch.stack(blocks, 1).flatten(0, 1)
+    index = torch.arange(base, device=strict.device)
+    inverse = torch.eye(base, dtype=strict.dtype, device=strict.device).expand(lower.shape)
+    half = 1
+    while half < base:
+        same = index[:, None] // (2 * half) == index // (2 * half)
+        part = lower * (same & (index[:, None] // half > index // half))
+        inverse = inverse - (part if half == 1 else torch.bmm(torch.bmm(inverse, part), inverse))
+        half *= 2
+    while half < size:
+        blocks = [strict[:, i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
+        lower = torch.stack(blocks, 1).flatten(0, 1)
+        pairs = inverse.unflatten(0, (-1, 2))
+        top, bottom = pairs[:, 0], pairs[:, 1]
+        left = F.pad(torch.cat((top, -torch.bmm(torch.bmm(bottom, lower), top)), 1), (0, half))
+        inverse = left + F.pad(bottom, (half, 0, half, 0))
+        half *= 2
+    return inverse
+
+
+def export_plan(chunk_size: int, tokens: int) -> tuple[int, int, bool]:
+    """For torch.export: the chunk size, the number of chunks, and whether to unroll the loop over them.
+
+    With a symbolic T the number of chunks is always at least two: a number that could be one would become a condition
+    of the exported program.
+    """
+    if not isinstance(tokens, int):
+        return chunk_size, (tokens + 2 * chunk_size - 1) // chunk_size, False
+    chunk_size = fit_chunk_size(chunk_size, tokens)
+    chunks = -(-tokens // chunk_size)
+    return chunk_size, chunks, chunks <= 16
+
+
+def scan(
+    step: Callable[..., list[Tensor]], carry: Tensor, xs: list[Tensor], constants: tuple[Tensor, ...] = ()
+) -> list[Tensor]:
+    """Apply step(carry, *slices of xs, *constants) -> [carry, *outputs] along dimension 0: one Scan when exported.
+
+    Returns the final carry and the stacked outputs. What a step returns must not share memory. The operator is called
+    directly because its documented wrapper runs dynamo, in which one export leaves traces for the next.
+    """
+    return torch.ops.higher_order.scan(step, [carry.contiguous()], xs, constants)

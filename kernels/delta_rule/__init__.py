@@ -1,0 +1,86 @@
+"""The delta rule with a read key, a write key and an optional decay."""
+
+from torch import Tensor
+
+from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.delta_rule.chunk import delta_rule_chunk
+from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    is_exporting,
+    loop_reasons,
+    register,
+    select,
+    unpacking_reasons,
+)
+
+__all__ = ["delta_rule", "delta_rule_step"]
+
+register(
+    "delta_rule",
+    Backend("torch", delta_rule_chunk, unpacking_reasons),
+    Backend("reference", delta_rule_reference, loop_reasons),
+)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    write_key: Tensor | None = None,
+    g: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Replace what a key reads from the state by a new value, at strength beta.
+
+        S_t = e^{g_t} S_{t-1};   S_t += beta_t w_t (v_t - S_tᵀ k_t)ᵀ;   o_t = scale S_tᵀ q_t
+
+    where the write key w_t is k_t unless `write_key` is given. The recurrence is stable for k = w of unit length and
+    beta in [0, 2]; the operation does not normalise keys. Tokens with beta = 0 and g = 0 leave the state as it is.
+
+    Shapes: q, k, write_key [B, T, H, K]; v, o [B, T, H, V]; beta, g [B, T, H] with g <= 0 (a log); states
+    [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V].
+    Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two,
+    changes speed and memory but not the result. Returns (o, final state or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
+    the decay is that of Yang et al. 2024, "Gated Delta Networks", eq. 10.
+    """
+    check_chunk_size("delta_rule", chunk_size, power_of_two=True)
+    sizes = check_tensors(
+        "delta_rule",
+        {
+            "q": (q, "B T H K"),
+            "k": (k, "B T H K"),
+            "v": (v, "B T H V"),
+            "beta": (beta, "B T H"),
+            "write_key": (write_key, "B T H K"),
+            "g": (g, "B T H"),
+            "initial_state": (initial_state, "S H K V"),
+        },
+        cu_seqlens,
+    )
+    run = select("delta_rule", backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(
+        q,
+        k,
+        v,
+        beta,
+        write_key=write_key,
+        g=g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )

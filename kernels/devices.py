@@ -1,0 +1,26 @@
+"""Where Triton kernels run."""
+
+import importlib.util
+import os
+
+import torch
+
+from longseq.kernels.dispatch import Call
+
+# Looked up once, without importing it: a look-up in a call would break compiled graphs.
+TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def triton_reasons(call: Call) -> list[str]:
+    """The reasons against any of our Triton kernels."""
+    reasons = []
+    if not TRITON_IS_INSTALLED:
+        reasons.append("Triton is not installed (pip install triton)")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if call.device.type != "cuda" and not interpreted:
+        reasons.append(f"it runs on a CUDA device, not on {call.device.type} (TRITON_INTERPRET=1 emulates one, slowly)")
+    if call.dtype == torch.float64:
+        reasons.append("it computes in float32, and the inputs are float64 (use backend='torch')")
+    if call.exporting:
+        reasons.append("an exported graph would need this package to run it (use backend='torch')")
+    return reasons

@@ -1,0 +1,174 @@
+"""Diagonal scans h_t = a_t h_{t-1} + b_t over a state [D, N]: Longhorn's and Mamba's."""
+
+from typing import Any
+
+from torch import Tensor
+
+from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.devices import triton_reasons
+from longseq.kernels.diagonal_scan.chunk import longhorn_scan_chunk, selective_scan_chunk
+from longseq.kernels.diagonal_scan.reference import (
+    longhorn_scan_reference,
+    longhorn_scan_step,
+    selective_scan_reference,
+    selective_scan_step,
+)
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    is_exporting,
+    loop_reasons,
+    register,
+    select,
+    unpacking_reasons,
+)
+
+__all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
+
+TRITON_ENTRIES = 64  # of a state's row, held in registers
+
+
+def _scan_reasons(call: Call) -> list[str]:
+    reasons = triton_reasons(call)
+    if call.sizes.get("N", 1) > TRITON_ENTRIES:
+        reasons.append(f"N = {call.sizes['N']}, and it holds at most {TRITON_ENTRIES} entries (use backend='torch')")
+    return reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _longhorn_scan_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    from longseq.kernels.diagonal_scan.triton_scan import longhorn_scan_triton
+
+    return longhorn_scan_triton(*args, **kwargs)
+
+
+def _selective_scan_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    from longseq.kernels.diagonal_scan.triton_scan import selective_scan_triton
+
+    return selective_scan_triton(*args, **kwargs)
+
+
+register(
+    "longhorn_scan",
+    Backend("triton", _longhorn_scan_triton, _scan_reasons),
+    Backend("torch", longhorn_scan_chunk, unpacking_reasons),
+    Backend("reference", longhorn_scan_reference, loop_reasons),
+)
+register(
+    "selective_scan",
+    Backend("triton", _selective_scan_triton, _scan_reasons),
+    Backend("torch", selective_scan_chunk, unpacking_reasons),
+    Backend("reference", selective_scan_reference, loop_reasons),
+)
+
+
+def longhorn_scan(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Learn x online from the key k: each channel solves a least-squares step in closed form, diagonalised.
+
+        epsilon_t = beta_t / (1 + beta_t k_tᵀk_t)
+        S_t = (1 - epsilon_t ⊗ k_t²) ⊙ S_{t-1} + (epsilon_t ⊙ x_t) ⊗ k_t;   o_t = S_t q_t
+
+    With beta >= 0 the decay lies in (0, 1] whatever the keys. Tokens with beta = 0 leave the state as it is.
+
+    Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N]. With `cu_seqlens` [N + 1]
+    (0, the end of each packed segment) B is 1 and states have one row for each segment. Arithmetic and state are
+    float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes) changes speed
+    and memory but not the result. Returns (o, final state or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
+    """
+    if chunk_size is not None:
+        check_chunk_size("longhorn_scan", chunk_size)
+    sizes = check_tensors(
+        "longhorn_scan",
+        {
+            "x": (x, "B T D"),
+            "q": (q, "B T N"),
+            "k": (k, "B T N"),
+            "beta": (beta, "B T D"),
+            "initial_state": (initial_state, "S D N"),
+        },
+        cu_seqlens,
+    )
+    run = select("longhorn_scan", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(
+        x,
+        q,
+        k,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+
+
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Mamba's state space model with input-dependent step sizes.
+
+        S_t = exp(delta_t ⊗ 1 ⊙ A) ⊙ S_{t-1} + (delta_t ⊙ x_t) ⊗ B_t;   o_t = S_t C_t
+
+    Tokens with delta = 0 leave the state as it is. The skip connection D x and the gate are left to the caller.
+
+    Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
+    [B, D, N]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each
+    segment. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None:
+    chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
+    authors' simplification delta B of the discretised B.
+    """
+    if chunk_size is not None:
+        check_chunk_size("selective_scan", chunk_size)
+    sizes = check_tensors(
+        "selective_scan",
+        {
+            "x": (x, "B T D"),
+            "delta": (delta, "B T D"),
+            "A": (A, "D N"),
+            "B": (B, "B T N"),
+            "C": (C, "B T N"),
+            "initial_state": (initial_state, "S D N"),
+        },
+        cu_seqlens,
+    )
+    run = select("selective_scan", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(
+        x,
+        delta,
+        A,
+        B,
+        C,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )

@@ -1,0 +1,99 @@
+"""The diagonal scans as their recurrences: the definitions that every other form is compared with."""
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+
+
+def longhorn_scan_step(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of `longhorn_scan`: x, beta [B, D]; q, k [B, N]; state [B, D, N].
+
+    Returns o [B, D] in x's dtype and the next state.
+    """
+    dtype = state.dtype
+    value, q, k, beta = x.to(dtype), q.to(dtype), k.to(dtype), beta.to(dtype)
+    epsilon = beta / (1 + beta * (k * k).sum(-1, keepdim=True))  # [B, D]
+    k = k[:, None]  # [B, 1, N]
+    state = (1 - epsilon[..., None] * k * k) * state + (epsilon * value)[..., None] * k
+    return (state * q[:, None]).sum(-1).to(x.dtype), state
+
+
+def selective_scan_step(
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of `selective_scan`: x, delta [B, D]; A [D, N]; B, C [B, N]; state [B, D, N].
+
+    Returns o [B, D] in x's dtype and the next state.
+    """
+    dtype = state.dtype
+    value, delta, A, B, C = x.to(dtype), delta.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
+    state = (delta[..., None] * A).exp() * state + (delta * value)[..., None] * B[:, None]
+    return (state * C[:, None]).sum(-1).to(x.dtype), state
+
+
+def longhorn_scan_reference(
+    x: Tensor,
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`longhorn_scan`, one token at a time. `chunk_size` has no meaning here."""
+
+    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for t in range(sequences[0].shape[1]):
+            x_t, q_t, k_t, beta_t = token(sequences, t)
+            o_t, state = longhorn_scan_step(x_t, q_t, k_t, beta_t, state)
+            outputs.append(o_t)
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(
+        recurrence,
+        (x, q, k, beta),
+        initial_state,
+        (x.shape[2], k.shape[2]),
+        output_dtype=x.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )
+
+
+def selective_scan_reference(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`selective_scan`, one token at a time. `chunk_size` has no meaning here."""
+
+    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for t in range(sequences[0].shape[1]):
+            x_t, delta_t, B_t, C_t = token(sequences, t)
+            o_t, state = selective_scan_step(x_t, delta_t, A, B_t, C_t, state)
+            outputs.append(o_t)
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(
+        recurrence,
+        (x, delta, B, C),
+        initial_state,
+        A.shape,
+        output_dtype=x.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )

@@ -1,0 +1,116 @@
+"""The registry of operations and their backends: which one runs, and why the others do not."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend may judge a call by: everything but the values, so that judging never waits for a device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    packed: bool = False  # called with cu_seqlens
+    exporting: bool = False  # inside torch.export, torch.onnx.export or torch.jit.trace
+    sizes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by dimension name ("T", "K", ...); what is absent is not known
+
+
+def no_reasons(call: Call) -> list[str]:
+    """The reasons of a backend that runs everything."""
+    return []
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation. `function` takes the operation's arguments without `backend`."""
+
+    name: str
+    function: Callable[..., Any]
+    reasons: Callable[[Call], list[str]] = no_reasons
+
+
+_BACKENDS: dict[str, tuple[Backend, ...]] = {}
+
+
+def register(op: str, *backends: Backend) -> None:
+    """Register an operation with its backends, the preferred one first."""
+    assert op not in _BACKENDS, f"operation {op} is registered twice"
+    assert len({backend.name for backend in backends}) == len(backends) > 0
+    _BACKENDS[op] = backends
+
+
+def list_ops() -> tuple[str, ...]:
+    """Names of the registered operations, sorted."""
+    return tuple(sorted(_BACKENDS))
+
+
+def backends(op: str) -> tuple[Backend, ...]:
+    """The backends of an operation in the order in which `backend="auto"` tries them."""
+    if op not in _BACKENDS:
+        raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
+    return _BACKENDS[op]
+
+
+def explain(
+    op: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    exporting: bool = False,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, list[str]]:
+    """For each backend of `op`, in order of preference, the reasons why it would refuse such a call.
+
+    `backend="auto"` runs the first one whose list is empty. `sizes` maps dimension names to sizes, for example
+    `{"T": 197, "K": 64}`; a backend that limits a size is silent about sizes that are not given.
+    """
+    call = Call(torch.device(device), dtype, packed, exporting, sizes or {})
+    return {backend.name: backend.reasons(call) for backend in backends(op)}
+
+
+def select(op: str, name: str, call: Call) -> Callable[..., Any]:
+    """The function of the backend called `name`, or of the first willing one for "auto".
+
+    Raises ValueError with every reason when the named backend, or each backend, refuses the call.
+    """
+    candidates = backends(op)
+    if name != "auto":
+        candidates = tuple(backend for backend in candidates if backend.name == name)
+        if not candidates:
+            present = ", ".join(backend.name for backend in backends(op))
+            raise ValueError(f"{op} has no backend {name!r}: choose one of auto, {present}")
+    refusals = []
+    for backend in candidates:
+        reasons = backend.reasons(call)
+        if not reasons:
+            return backend.function
+        refusals.append(f"backend {backend.name!r} of {op} cannot run: {'; '.join(reasons)}")
+    raise ValueError(". ".join(refusals))
+
+
+def is_exporting() -> bool:
+    """Whether an artefact is being made: torch.export, torch.onnx.export or torch.jit.trace."""
+    # Up to torch 2.11 at least, code that torch.compile traces is told that it is being exported. Exports trace without
+    # Dynamo (strict=False, the default, and torch.onnx.export).
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return exporting or torch.jit.is_tracing()
+
+
+def loop_reasons(call: Call) -> list[str]:
+    """The reasons of a backend that loops over time in Python."""
+    if call.exporting:
+        return ["its Python loop over time would fix an exported graph to one length (use backend='torch')"]
+    return []
+
+
+def unpacking_reasons(call: Call) -> list[str]:
+    """The reasons of a backend that reads the values of cu_seqlens on the host."""
+    if call.exporting and call.packed:
+        return ["cu_seqlens holds lengths that an exported graph cannot follow (export with a padded batch)"]
+    return []

@@ -1,0 +1,80 @@
+"""Linear attention, plain or gated per head or per key channel."""
+
+from torch import Tensor
+
+from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    is_exporting,
+    loop_reasons,
+    register,
+    select,
+    unpacking_reasons,
+)
+from longseq.kernels.linear_attention.chunk import linear_attention_chunk
+from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step
+
+__all__ = ["linear_attention", "linear_attention_step"]
+
+register(
+    "linear_attention",
+    Backend("torch", linear_attention_chunk, unpacking_reasons),
+    Backend("reference", linear_attention_reference, loop_reasons),
+)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Accumulate outer products of keys and values in a decaying state.
+
+        S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ;   o_t = scale S_tᵀ q_t
+
+    Tokens with k = 0 or v = 0, and g = 0, leave the state as it is. No feature map and no normaliser are applied.
+
+    Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g [B, T, H] (one decay per head) or [B, T, H, K] (one per key
+    channel), g <= 0 (a log; any magnitude is safe); states [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each
+    packed segment) B is 1 and states are [N, H, K, V]. Arithmetic and state are float32, or float64 for float64 inputs;
+    o has v's dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state
+    or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 9; gates per channel as in Yang et al. 2023, "Gated
+    Linear Attention Transformers with Hardware-Efficient Training", eq. 3.
+    """
+    check_chunk_size("linear_attention", chunk_size, power_of_two=True)
+    sizes = check_tensors(
+        "linear_attention",
+        {
+            "q": (q, "B T H K"),
+            "k": (k, "B T H K"),
+            "v": (v, "B T H V"),
+            "g": (g, "B T H" if g is not None and g.dim() == 3 else "B T H K"),
+            "initial_state": (initial_state, "S H K V"),
+        },
+        cu_seqlens,
+    )
+    run = select("linear_attention", backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(
+        q,
+        k,
+        v,
+        g=g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )

@@ -1,0 +1,56 @@
+"""Gated linear attention as its recurrence: the definition that every other form is compared with."""
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+
+
+def linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """One token of `linear_attention`: q, k [B, H, K]; v [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
+
+    Returns o [B, H, V] in v's dtype and the next state.
+    """
+    dtype = state.dtype
+    if g is not None:
+        decay = g.to(dtype).exp()
+        state = state * (decay[..., None, None] if g.dim() == 2 else decay[..., None])
+    state = state + k.to(dtype)[..., None] * v.to(dtype)[..., None, :]
+    o = scale * (state * q.to(dtype)[..., None]).sum(-2)
+    return o.to(v.dtype), state
+
+
+def linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_attention`, one token at a time. `chunk_size` has no meaning here."""
+
+    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for t in range(sequences[0].shape[1]):
+            q_t, k_t, v_t, g_t = token(sequences, t)
+            o_t, state = linear_attention_step(q_t, k_t, v_t, state, g=g_t, scale=scale)
+            outputs.append(o_t)
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(
+        recurrence,
+        (q, k, v, g),
+        initial_state,
+        (*k.shape[2:], v.shape[3]),
+        output_dtype=v.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )

@@ -1,0 +1,27 @@
+"""In which precision the operations compute: float32, or float64 where an input is float64."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype of the arithmetic and of the state for these inputs."""
+    if any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors):
+        return torch.float64
+    return torch.float32
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """A context in which autocast leaves the tensor's device alone.
+
+    Costs nothing, and adds nothing to an exported graph, where autocast is off already.
+    """
+    device_type = tensor.device.type
+    if device_type == "meta":  # which torch cannot be asked about
+        return nullcontext()
+    # Compiled code is traced before autocast is set as it will be in the backward pass.
+    if torch.compiler.is_dynamo_compiling() or torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

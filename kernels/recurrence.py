@@ -1,0 +1,137 @@
+"""What surrounds the core of every recurrence: its precision, its first state, and packed sequences.
+
+Packed sequences lie end to end in one batch row; cu_seqlens = [0, end of segment 0, end of segment 1, ..., T].
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.precision import compute_dtype, without_autocast
+
+# the tensors of a call that have time in dimension 1, None for each that was left out
+Sequences = Sequence[Any]
+# (sequences [B, T, ...], state [B, ...]) -> (output [B, T, ...], final state [B, ...])
+Core = Callable[[Sequences, Tensor], tuple[Tensor, Tensor]]
+# how to run a core on packed sequences: (core, sequences, state [N, ...], cu_seqlens [N + 1]) -> as the core
+Unpack = Callable[[Core, Sequences, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def run_recurrence(
+    core: Core,
+    sequences: Sequences,
+    initial_state: Tensor | None,
+    state_shape: Sequence[int],
+    *,
+    output_dtype: torch.dtype,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    unpack: Unpack,
+) -> tuple[Tensor, Tensor | None]:
+    """Run `core` from the given state, or from zero, on packed sequences or not.
+
+    The state is float32 (float64 if an input is float64), and the core computes in its dtype. The sequences are passed
+    as they are, so that what a core saves for its backward is no larger; the first one must be present. `state_shape`
+    is a state's shape without its leading dimension.
+    """
+    first = sequences[0]
+    with without_autocast(first):
+        dtype = compute_dtype(*sequences, initial_state)
+        if initial_state is None:
+            rows = first.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            state = first.new_zeros((rows, *state_shape), dtype=dtype)
+        else:
+            state = initial_state.to(dtype)
+        if cu_seqlens is None:
+            output, final_state = core(sequences, state)
+        else:
+            output, final_state = unpack(core, sequences, state, cu_seqlens)
+    return output.to(output_dtype), final_state if output_final_state else None
+
+
+def token(sequences: Sequences, t: int) -> list[Any]:
+    """Token t of each sequence."""
+    return [None if x is None else x[:, t] for x in sequences]
+
+
+def segment_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """The values of cu_seqlens on the host, checked. Waits for the device that holds them."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts with {bounds[0]}, but must start with 0")
+    if bounds[-1] != tokens:
+        raise ValueError(
+            f"cu_seqlens ends with {bounds[-1]}, but must end with T = {tokens}, the number of packed tokens"
+        )
+    for start, end in pairwise(bounds):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens falls from {start} to {end}, but must not decrease; sort the ends of the segments"
+            )
+    return bounds
+
+
+def run_segments(core: Core, sequences: Sequences, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `core` on each segment alone: the definition of packing."""
+    bounds = segment_bounds(cu_seqlens, _tokens(sequences))
+    outputs, states = [], []
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        if start == end:
+            states.append(state[index : index + 1])
+            continue
+        segment = [None if x is None else x[:, start:end] for x in sequences]
+        output, final_state = core(segment, state[index : index + 1])
+        outputs.append(output)
+        states.append(final_state)
+    return torch.cat(outputs, dim=1), torch.cat(states)
+
+
+def run_padded(core: Core, sequences: Sequences, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `core` on padded batches of segments of similar length.
+
+    Padding is zeros, which the core must take as tokens that leave the state as it is. A batch holds segments of over
+    half the length of its longest one, so more than half of what is computed is real.
+    """
+    bounds = segment_bounds(cu_seqlens, _tokens(sequences))
+    outputs, states, tokens, segments = [], [], [], []
+    for members in _similar_lengths(bounds):
+        longest = max(bounds[n + 1] - bounds[n] for n in members)
+        token_of = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in members]).to(state.device)
+        slot_of = torch.cat([i * longest + torch.arange(bounds[n + 1] - bounds[n]) for i, n in enumerate(members)])
+        slot_of = slot_of.to(state.device)
+        batch = [None if x is None else _scatter(x[0, token_of], slot_of, len(members), longest) for x in sequences]
+        output, final_state = core(batch, state[members])
+        outputs.append(output.flatten(0, 1)[slot_of])
+        states.append(final_state)
+        tokens.append(token_of)
+        segments.extend(members)
+    empty = [n for n in range(len(bounds) - 1) if bounds[n] == bounds[n + 1]]
+    states.append(state[empty])
+    by_segment = torch.tensor(segments + empty, device=state.device).argsort()
+    by_token = torch.cat(tokens).argsort()
+    return torch.cat(outputs)[by_token].unsqueeze(0), torch.cat(states)[by_segment]
+
+
+def _similar_lengths(bounds: list[int]) -> list[list[int]]:
+    """Group the segments that are not empty; in a group the shortest is over half as long as the longest."""
+    lengths = {n: bounds[n + 1] - bounds[n] for n in range(len(bounds) - 1) if bounds[n + 1] > bounds[n]}
+    groups: list[list[int]] = []
+    for n in sorted(lengths, key=lambda n: -lengths[n]):
+        if groups and 2 * lengths[n] > lengths[groups[-1][0]]:
+            groups[-1].append(n)
+        else:
+            groups.append([n])
+    return groups
+
+
+def _scatter(tokens: Tensor, slot_of: Tensor, rows: int, length: int) -> Tensor:
+    """Place tokens [n, ...] in the slots of a zero batch [rows, length, ...]."""
+    batch = tokens.new_zeros((rows * length, *tokens.shape[1:]))
+    return batch.index_copy(0, slot_of, tokens).unflatten(0, (rows, length))
+
+
+def _tokens(sequences: Sequences) -> int:
+    return next(x.shape[1] for x in sequences if x is not None)

@@ -1,0 +1,94 @@
+"""The short causal convolution in front of a recurrent mixer."""
+
+from typing import Any
+
+from torch import Tensor
+
+from longseq.kernels.checks import check_tensors
+from longseq.kernels.devices import triton_reasons
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    is_exporting,
+    loop_reasons,
+    register,
+    select,
+    unpacking_reasons,
+)
+from longseq.kernels.short_convolution.chunk import short_convolution_chunk
+from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step
+
+__all__ = ["short_convolution", "short_convolution_step"]
+
+
+def _short_convolution_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    # Imported in the call, because importing this package must not import Triton; an import statement, because
+    # torch.compile follows one.
+    from longseq.kernels.short_convolution.triton_convolution import short_convolution_triton
+
+    return short_convolution_triton(*args, **kwargs)
+
+
+register(
+    "short_convolution",
+    Backend("triton", _short_convolution_triton, triton_reasons),
+    Backend("torch", short_convolution_chunk, unpacking_reasons),
+    Backend("reference", short_convolution_reference, loop_reasons),
+)
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve each channel over the last W tokens, the current one included.
+
+        y_t = activation(bias + Σ_j weight[:, j] ⊙ x_{t-W+1+j}),   j = 0 ... W-1
+
+    Inputs before the first token come from the initial state, zero if there is none. The state is the last W-1 inputs,
+    oldest first.
+
+    Shapes: x, y [B, T, D]; weight [D, W]; bias [D]; states [B, D, W-1]; `activation` None or "silu". `mask` [B, T] bool
+    is True at real tokens: the others are passed over as if they were not there, and their output is zero. With
+    `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1, no tap crosses into another segment, and states are
+    [N, D, W-1]. Arithmetic and state are float32, or float64 for float64 inputs; y has x's dtype. Returns (y, final
+    state or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
+    """
+    if activation not in (None, "silu"):
+        raise ValueError(f"short_convolution: activation is {activation!r}, but must be None or 'silu'")
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError("short_convolution: mask and cu_seqlens are both given; packed sequences have no padding")
+    sizes = check_tensors(
+        "short_convolution",
+        {
+            "x": (x, "B T D"),
+            "weight": (weight, "D W"),
+            "bias": (bias, "D"),
+            "initial_state": (initial_state, "S D W-1"),
+        },
+        cu_seqlens,
+        mask=mask,
+    )
+    run = select("short_convolution", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+    )

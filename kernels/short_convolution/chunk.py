@@ -1,0 +1,98 @@
+"""The short convolution as one depthwise convolution over all tokens."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longseq.kernels.recurrence import Core, Sequences, run_recurrence, segment_bounds
+
+
+def short_convolution_chunk(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`short_convolution` by torch's convolution."""
+
+    def convolve(window: Tensor) -> Tensor:
+        dtype = window.dtype
+        y = F.conv1d(
+            window, weight.to(dtype).unsqueeze(1), None if bias is None else bias.to(dtype), groups=len(weight)
+        )
+        return F.silu(y) if activation == "silu" else y
+
+    return convolve_windows(
+        convolve,
+        x,
+        weight.shape,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+    )
+
+
+def convolve_windows(
+    convolve: Callable[[Tensor], Tensor],
+    x: Tensor,
+    weight_shape: Sequence[int],
+    *,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve with real tokens moved next to each other and the state in front of them.
+
+    `convolve` takes a window [B, D, W-1 + L] of inputs to the L outputs [B, D, L] that see W of them.
+    """
+
+    def dense(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat((state, sequences[0].to(state.dtype).mT), dim=-1)  # [B, D, W-1 + T]
+        return convolve(window).mT, window[..., x.shape[1] :].contiguous()
+
+    def padded(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        assert mask is not None
+        count = mask.cumsum(1)
+        place = torch.where(mask, count - 1, count[:, -1:] + (~mask).cumsum(1) - 1).unsqueeze(-1).expand(x.shape)
+        real = sequences[0].to(state.dtype).masked_fill(~mask.unsqueeze(-1), 0)
+        window = torch.cat((state, torch.zeros_like(real).scatter(1, place, real).mT), dim=-1)
+        last = count[:, -1:] + torch.arange(state.shape[2], device=x.device)  # the W-1 inputs before the padding
+        output = convolve(window).mT.gather(1, place).masked_fill(~mask.unsqueeze(-1), 0)
+        return output, window.gather(2, last.unsqueeze(1).expand(state.shape))
+
+    def packed(core: Core, sequences: Sequences, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, taps = x.shape[1], state.shape[2]
+        segment_bounds(cu_seqlens, tokens)
+        cu_seqlens = cu_seqlens.to(x.device, torch.int64)
+        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+        # before the tokens of each segment come the inputs of its state
+        shift = taps * torch.arange(len(starts), device=x.device)
+        token = torch.arange(tokens, device=x.device)
+        token_place = token + taps * (torch.searchsorted(ends, token, right=True) + 1)
+        tap = torch.arange(taps, device=x.device)
+        state_place = ((starts + shift).unsqueeze(-1) + tap).flatten()
+        rows = state.new_zeros(tokens + taps * len(starts), x.shape[2])
+        rows = rows.index_copy(0, token_place, sequences[0][0].to(state.dtype))
+        rows = rows.index_copy(0, state_place, state.mT.flatten(0, 1))
+        output = convolve(rows.mT.unsqueeze(0))[..., token_place - taps]
+        return output.mT, rows[(ends + shift).unsqueeze(-1) + tap].mT
+
+    return run_recurrence(
+        dense if mask is None else padded,
+        (x,),
+        initial_state,
+        (weight_shape[0], weight_shape[1] - 1),
+        output_dtype=x.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=packed,
+    )

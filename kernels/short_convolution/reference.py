@@ -1,0 +1,61 @@
+"""The short convolution as a loop over tokens: the definition that every other form is compared with."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
+
+
+def short_convolution_step(
+    x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None = None, *, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token of `short_convolution`: x [B, D]; weight [D, W]; bias [D]; state [B, D, W-1].
+
+    Returns y [B, D] in x's dtype and the next state.
+    """
+    dtype = state.dtype
+    window = torch.cat((state, x.to(dtype)[..., None]), dim=-1)  # [B, D, W]
+    y = (window * weight.to(dtype)).sum(-1)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if activation == "silu":
+        y = F.silu(y)
+    return y.to(x.dtype), window[..., 1:]
+
+
+def short_convolution_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`short_convolution`, one token at a time."""
+
+    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = sequences
+        outputs = []
+        for t in range(x.shape[1]):
+            y_t, next_state = short_convolution_step(x[:, t], weight, state, bias, activation=activation)
+            if mask is not None:
+                real = mask[:, t, None]
+                y_t, next_state = torch.where(real, y_t, 0), torch.where(real[..., None], next_state, state)
+            outputs.append(y_t)
+            state = next_state
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(
+        recurrence,
+        (x,),
+        initial_state,
+        (weight.shape[0], weight.shape[1] - 1),
+        output_dtype=x.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )

@@ -1,0 +1,266 @@
+"""Inputs of every registered operation, and comparisons, for contract tests that enumerate the registry.
+
+A new operation takes part in every contract test once it has a maker here: a function from a `Draw` and the name of a
+variant to `Inputs`.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import longseq.kernels as kernels
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call of an operation: its float tensors by argument name, those with time in dimension 1 apart."""
+
+    op: str
+    sequences: dict[str, Tensor]
+    initial_state: Tensor
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return next(iter(self.sequences.values())).shape[1]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the call by argument name."""
+        return {**self.sequences, **self.parameters, "initial_state": self.initial_state}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """The same call with `function` applied to each tensor."""
+        return replace(
+            self,
+            sequences={name: function(x) for name, x in self.sequences.items()},
+            parameters={name: function(x) for name, x in self.parameters.items()},
+            initial_state=function(self.initial_state),
+        )
+
+    def cut(self, start: int, stop: int, initial_state: Tensor | None = None) -> "Inputs":
+        """The call on tokens start to stop, from `initial_state` if given."""
+        state = self.initial_state if initial_state is None else initial_state
+        return replace(self, sequences={k: x[:, start:stop] for k, x in self.sequences.items()}, initial_state=state)
+
+    def run(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """Output and final state of the operation."""
+        call = {**self.tensors, "output_final_state": True, **self.options, **options}
+        return getattr(kernels, self.op)(**call)
+
+    def step(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and next state of the operation's one-token form at token t."""
+        token = {name: x[:, t] for name, x in self.sequences.items()}
+        return getattr(kernels, f"{self.op}_step")(**token, **self.parameters, state=state, **self.options)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random tensors of one call. `rows` is the leading dimension of its state."""
+
+    batch: int
+    tokens: int
+    rows: int
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def unit(self, *shape: int) -> Tensor:
+        return F.normalize(self.normal(*shape), dim=-1)
+
+    def decays(self, *shape: int) -> Tensor:
+        """Log decays of every size: none, mild, and so strong that nothing is left."""
+        sizes = torch.tensor([0.0, 1e-3, 1.0, 30.0, 1e4], dtype=self.dtype)
+        return -self.uniform(*shape) * sizes[torch.randint(len(sizes), shape, generator=self.generator)]
+
+
+Maker = Callable[[Draw, str], Inputs]
+_MAKERS: dict[str, tuple[Maker, tuple[str, ...]]] = {}
+
+
+def _maker(op: str, *variants: str) -> Callable[[Maker], Maker]:
+    def register(maker: Maker) -> Maker:
+        _MAKERS[op] = maker, variants
+        return maker
+
+    return register
+
+
+def list_variants(op: str) -> tuple[str, ...]:
+    """The kinds of input that `make_inputs` knows for an operation; the first one is the plainest."""
+    return _MAKERS[op][1]
+
+
+def make_inputs(
+    op: str,
+    variant: str | None = None,
+    *,
+    batch: int = 2,
+    tokens: int = 37,
+    segments: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Inputs:
+    """Small random inputs of an operation. With `segments` the state has one row for each and the batch is 1."""
+    maker, variants = _MAKERS[op]
+    batch = batch if segments is None else 1
+    draw = Draw(batch, tokens, segments or batch, dtype, torch.Generator().manual_seed(seed))
+    return maker(draw, variant or variants[0])
+
+
+@_maker(
+    "delta_rule",
+    "plain",
+    "gated",
+    "write_key",
+    "gated_write_key",
+    "beta_0",
+    "beta_1",
+    "beta_2",
+    "repeated_keys",
+    "correlated_keys",
+    "extreme_decay",
+)
+def _delta_rule(draw: Draw, variant: str) -> Inputs:
+    heads, key_dim, value_dim = 2, 4, 3
+    shape = (draw.batch, draw.tokens, heads)
+    k = draw.unit(*shape, key_dim)
+    if variant == "repeated_keys":
+        k = k[:, :1].expand_as(k).clone()
+    elif variant == "correlated_keys":
+        k = F.normalize(k[:, :1] + 0.3 * k, dim=-1)
+    beta = 2 * draw.uniform(*shape)
+    if variant.startswith("beta_"):
+        beta = torch.full_like(beta, float(variant[-1]))
+    sequences = {"q": draw.normal(*shape, key_dim), "k": k, "v": draw.normal(*shape, value_dim), "beta": beta}
+    if "write_key" in variant:
+        sequences["write_key"] = F.normalize(k + 0.3 * draw.unit(*shape, key_dim), dim=-1)
+    if "gated" in variant:
+        sequences["g"] = -draw.uniform(*shape)
+    elif variant == "extreme_decay":
+        sequences["g"] = draw.decays(*shape)
+    state = draw.normal(draw.rows, heads, key_dim, value_dim)
+    return Inputs("delta_rule", sequences, state, options={"scale": 0.5})
+
+
+@_maker("linear_attention", "plain", "head_gated", "channel_gated", "extreme_head_decay", "extreme_channel_decay")
+def _linear_attention(draw: Draw, variant: str) -> Inputs:
+    heads, key_dim, value_dim = 2, 4, 3
+    shape = (draw.batch, draw.tokens, heads)
+    sequences = {
+        "q": draw.normal(*shape, key_dim),
+        "k": draw.normal(*shape, key_dim),
+        "v": draw.normal(*shape, value_dim),
+    }
+    if variant != "plain":
+        gate_shape = (*shape, key_dim) if "channel" in variant else shape
+        sequences["g"] = draw.decays(*gate_shape) if "extreme" in variant else -draw.uniform(*gate_shape)
+    state = draw.normal(draw.rows, heads, key_dim, value_dim)
+    return Inputs("linear_attention", sequences, state, options={"scale": 0.5})
+
+
+@_maker("longhorn_scan", "plain", "beta_0", "beta_1", "repeated_keys", "extreme_decay")
+def _longhorn_scan(draw: Draw, variant: str) -> Inputs:
+    channels, width = 5, 3
+    shape = (draw.batch, draw.tokens)
+    k, beta = draw.normal(*shape, width), draw.uniform(*shape, channels)
+    if variant == "repeated_keys":
+        k = k[:, :1].expand_as(k).clone()
+    elif variant == "extreme_decay":
+        k[..., 1:] = 0  # so that 1 - epsilon k² comes as near to 0 as beta is large
+        beta = 1e6 * beta
+    elif variant.startswith("beta_"):
+        beta = torch.full_like(beta, float(variant[-1]))
+    sequences = {"x": draw.normal(*shape, channels), "q": draw.normal(*shape, width), "k": k, "beta": beta}
+    return Inputs("longhorn_scan", sequences, draw.normal(draw.rows, channels, width))
+
+
+@_maker("selective_scan", "plain", "extreme_decay")
+def _selective_scan(draw: Draw, variant: str) -> Inputs:
+    channels, width = 5, 3
+    shape = (draw.batch, draw.tokens)
+    delta = -draw.decays(*shape, channels) if variant == "extreme_decay" else draw.uniform(*shape, channels)
+    sequences = {
+        "x": draw.normal(*shape, channels),
+        "delta": delta,
+        "B": draw.normal(*shape, width),
+        "C": draw.normal(*shape, width),
+    }
+    rate = -draw.uniform(channels, width).exp()
+    return Inputs("selective_scan", sequences, draw.normal(draw.rows, channels, width), parameters={"A": rate})
+
+
+@_maker("short_convolution", "plain", "silu", "one_tap")
+def _short_convolution(draw: Draw, variant: str) -> Inputs:
+    channels, width = 5, 1 if variant == "one_tap" else 4
+    return Inputs(
+        "short_convolution",
+        {"x": draw.normal(draw.batch, draw.tokens, channels)},
+        draw.normal(draw.rows, channels, width - 1),
+        parameters={"weight": draw.normal(channels, width), "bias": draw.normal(channels)},
+        options={"activation": "silu" if variant == "silu" else None},
+    )
+
+
+def list_forms(op: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[str, ...]:
+    """The backends of an operation, but for the reference, that run there."""
+    return tuple(name for name, reasons in kernels.explain(op, device=device, dtype=dtype).items() if not reasons)[:-1]
+
+
+def takes_chunk_size(op: str) -> bool:
+    """Whether an operation has the option chunk_size."""
+    return "chunk_size" in inspect.signature(getattr(kernels, op)).parameters
+
+
+# The largest difference that counts as equal, relative to 1 + the largest magnitude of what is expected.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to 1 + the largest magnitude of `expected`; infinite where one is not finite."""
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return 0.0
+    actual, expected = actual.detach().double(), expected.detach().double()
+    largest = ((actual - expected).abs().max() / (1 + expected.abs().max())).item()
+    return largest if largest == largest else float("inf")
+
+
+def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor, name: str) -> None:
+    """Fail unless two ways of computing one thing agree to the precision of `actual`."""
+    difference, limit = error(actual, expected), _TOLERANCE[actual.dtype]
+    assert difference <= limit, f"{name} is off by {difference:.1e}, allowed {limit:.0e}"
+
+
+def assert_accurate(actual: Tensor, peer: Tensor, exact: Tensor, name: str) -> None:
+    """Fail if `actual` is over eight times as far from the exact result as `peer`, a plain form in the same precision.
+
+    Chunks of reflections (beta = 2) add up in another order than the recurrence does, which costs a factor of four.
+    """
+    difference, limit = error(actual, exact), 8 * (error(peer, exact) + torch.finfo(actual.dtype).eps)
+    assert difference <= limit, (
+        f"{name} is off by {difference:.1e}, allowed {limit:.1e} from the plain form's own error"
+    )
+
+
+def gradients(
+    inputs: Inputs, run: Callable[..., tuple[Tensor, Tensor]] = Inputs.run, **options: Any
+) -> dict[str, Tensor]:
+    """Output, final state and the gradient of every tensor, for a fixed random loss over both of what `run` returns."""
+    inputs = inputs.map(lambda x: x.detach().requires_grad_())
+    results = dict(zip(("output", "final_state"), run(inputs, **options), strict=True))
+    draw = Draw(1, 1, 1, torch.float64, torch.Generator().manual_seed(1))
+    loss = torch.stack([(x.double() * draw.normal(*x.shape).to(x.device)).sum() for x in results.values()]).sum()
+    grads = torch.autograd.grad(loss, list(inputs.tensors.values()), materialize_grads=True)
+    return {**results, **{f"gradient of {name}": grad for name, grad in zip(inputs.tensors, grads, strict=True)}}

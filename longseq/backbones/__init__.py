@@ -1,0 +1,1 @@
+"""Stacks of mixers: timm image models."""

@@ -1,0 +1,497 @@
+"""Image models with exchangeable token mixers, as models of timm.
+
+    import longseq, timm
+    model = timm.create_model("longseq_tiny_patch16_224", mixer="longhorn", num_classes=10, img_size=32, patch_size=4)
+
+Two chassis. `longseq_{tiny,small,base}_patch16_224` is Vim's: 24 blocks of one mixer each, RMSNorm, residual in
+float32, no MLP, class token in the middle of the sequence. `longseq_vit_{tiny,small,base}_patch16_224` is the Vision
+Transformer's: 12 blocks of mixer and MLP, LayerNorm, class token first; with mixer="attention" it is DeiT.
+
+Sources: Vision Mamba (Zhu et al., 2024), section 3; Longhorn (Liu et al., 2024), section 5.5; DeiT (Touvron et al.,
+2021).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import Mlp, lecun_normal_, trunc_normal_
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from longseq.blocks.patches import PatchEmbed
+from longseq.blocks.positions import Layout, insert_token, layout_of, resize_positions, split_token
+from longseq.blocks.residual import Block, ResidualNorm, at_least_float32
+from longseq.blocks.scan import Directions, scan_orders
+from longseq.mixers import Mixer
+from longseq.mixers import create as create_mixer
+from longseq.mixers import get as get_mixer
+from longseq.parameters import no_weight_decay
+
+POOLS = ("token", "avg", "")
+
+# They ask for types and sizes, which a symbolic trace does not have: it keeps the calls.
+torch.fx.wrap("at_least_float32")
+torch.fx.wrap("resize_positions")
+
+
+class ImageBackbone(nn.Module):
+    """Patches, positions, a stack of mixing blocks, a norm, pooling and a linear head.
+
+    Args:
+        img_size, patch_size, stride: in pixels, one number or (height, width). `stride` defaults to `patch_size`;
+            half of it makes patches overlap and quadruples the tokens.
+        in_chans, num_classes: channels of the images; classes, 0 for no head.
+        mixer, mixer_options: a name from `longseq.mixers.list_mixers()` and keywords of its constructor.
+        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.scan`). A mixer that can see all
+            tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`.
+        share_directions: what several readings of the image share: projections, all or none.
+        merge: sum or mean of the readings.
+        backend: the kernel backend of all mixers; auto takes the first that can run.
+        class_token: middle, first or none. Features come out with the token first, wherever it stood.
+        global_pool: token, avg (mean over the patches), or "" for no pooling.
+        mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
+        norm: rms or layer.
+        residual_in_float32: keep the residual in float32 when the weights are in half precision.
+        depth_scaled_init: divide the initial output projections of the mixers by sqrt(depth).
+        drop_rate, pos_drop_rate, drop_path_rate: dropout before the head and after the positions; drop path of the
+            last block, growing linearly from 0.
+        dynamic_img_size: accept any image of at least one patch; positions are interpolated to its grid.
+
+    Raises:
+        ValueError: an option has a value that does not exist or contradicts another.
+    """
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        stride: int | tuple[int, int] | None = None,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 192,
+        depth: int = 24,
+        mixer: str = "longhorn",
+        mixer_options: dict[str, Any] | None = None,
+        direction: str = "bidirectional",
+        share_directions: str = "projections",
+        merge: str = "sum",
+        backend: str = "auto",
+        class_token: str = "middle",
+        global_pool: str = "token",
+        mlp_ratio: float = 0.0,
+        norm: str = "rms",
+        residual_in_float32: bool = True,
+        depth_scaled_init: bool = True,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        dynamic_img_size: bool = False,
+    ) -> None:
+        super().__init__()
+        self.mixer_name = mixer
+        self.direction = direction
+        self.class_token = class_token
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.dynamic_img_size = dynamic_img_size
+        self.residual_in_float32 = residual_in_float32
+        self.grad_checkpointing = False
+        self.global_pool = self._check_pool(global_pool)
+
+        self.patch_embed = PatchEmbed(
+            img_size=img_size,
+            patch_size=patch_size,
+            stride=stride,
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            strict_img_size=not dynamic_img_size,
+        )
+        has_token = layout_of(*self.patch_embed.grid_size, class_token).token is not None
+        self.num_prefix_tokens = int(has_token)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if has_token else None
+        self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, embed_dim))
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+
+        make_norm = partial(_make_norm, norm, embed_dim)
+        make_mixing = partial(
+            make_directions,
+            mixer,
+            embed_dim,
+            mixer_options or {},
+            direction=direction,
+            share=share_directions,
+            merge=merge,
+            backend=backend,
+        )
+        self.blocks = nn.Sequential()
+        for layer, rate in enumerate(torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()):
+            mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
+            mlp_norm = make_norm() if mlp_ratio else None
+            mixing = make_mixing(layer=layer)
+            self.blocks.append(Block(mixing, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
+        self.feature_info = [
+            {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
+            for layer in range(depth)
+        ]
+        self.norm = make_norm()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self.depth_scaled_init = depth_scaled_init
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Initialise as the Vision Transformer does; recurrences then set the values that are theirs."""
+        trunc_normal_(self.pos_embed, std=0.02)
+        if self.cls_token is not None:
+            trunc_normal_(self.cls_token, std=0.02)
+        lecun_normal_(self.patch_embed.proj.weight)
+        assert self.patch_embed.proj.bias is not None
+        nn.init.zeros_(self.patch_embed.proj.bias)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _init_linear(module)
+        for module in self.modules():
+            if isinstance(module, Mixer):
+                module.init_recurrence()
+                if self.depth_scaled_init and module.out_proj is not None:
+                    module.out_proj.weight.data.div_(math.sqrt(len(self.blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify images `[B, C, H, W]`: `[B, num_classes]`, or pooled features without a head."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return normalised tokens `[B, T, D]`: the class token, where there is one, then the patches in row order."""
+        x, layout = self._embed(x)
+        for block in self.blocks:
+            x = self._run(block, x, layout)
+        return self._token_first(self.norm(x), layout)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool the tokens of `forward_features` and classify; `pre_logits` stops before the last layer."""
+        if self.global_pool == "token":
+            x = x[:, 0]
+        elif self.global_pool == "avg":
+            x = x[:, self.num_prefix_tokens :].mean(dim=1)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, Layout]:
+        """Turn images into the sequence `[B, T, D]` that the blocks read, and its layout."""
+        x = self.patch_embed(x)  # [B, h, w, D]
+        positions: Tensor = self.pos_embed
+        grid = self.patch_embed.grid_size
+        if self.dynamic_img_size:
+            grid = (x.shape[1], x.shape[2])
+            positions = resize_positions(positions, self.patch_embed.grid_size, grid)
+        layout = layout_of(*grid, self.class_token)
+        x = x.flatten(1, 2) + positions
+        if self.cls_token is not None:
+            x = insert_token(x, self.cls_token, layout)
+        x = self.pos_drop(x)
+        return (at_least_float32(x) if self.residual_in_float32 else x), layout
+
+    def _run(self, block: nn.Module, x: Tensor, layout: Layout) -> Tensor:
+        if self.grad_checkpointing and not torch.jit.is_tracing():
+            return checkpoint(block, x, layout)
+        return block(x, layout)
+
+    def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
+        if self.class_token != "middle":
+            return x
+        token, patches = split_token(x, layout)
+        assert token is not None
+        return torch.cat([token, patches], dim=1)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> Any:
+        """Return what blocks put out, beside the features; the arguments and results of timm's VisionTransformer.
+
+        Args:
+            x: images `[B, C, H, W]`.
+            indices: the last n blocks, those with the given indices, or all.
+            return_prefix_tokens: pair each intermediate with its class token `[B, 1, D]`.
+            norm: apply the final norm to intermediates too.
+            stop_early: leave out the blocks after the last index.
+            output_fmt: NCHW, `[B, D, h, w]`; or NLC, `[B, N, D]`.
+            intermediates_only: return only the list of intermediates.
+            output_dict: return a dictionary with the keys image_intermediates, image_intermediates_prefix (on request)
+                and image_features.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt={output_fmt!r} is not one of NCHW, NLC")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        x, layout = self._embed(x)
+        taps = []
+        for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = self._run(block, x, layout)
+            if index in taken:
+                taps.append(split_token(self.norm(x) if norm else x, layout))
+        tokens, intermediates = [token for token, _ in taps], [patches for _, patches in taps]
+        if output_fmt == "NCHW":
+            grid = (layout.height, layout.width)
+            intermediates = [patches.transpose(1, 2).unflatten(2, grid).contiguous() for patches in intermediates]
+        with_tokens = return_prefix_tokens and layout.token is not None
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": intermediates}
+            if with_tokens:
+                result["image_intermediates_prefix"] = tokens
+            if not intermediates_only:
+                result["image_features"] = self._token_first(self.norm(x), layout)
+            return result
+        listed = list(zip(intermediates, tokens, strict=True)) if with_tokens else intermediates
+        return listed if intermediates_only else (self._token_first(self.norm(x), layout), listed)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove the blocks after the last of `indices`, and the norm and head on request; returns absolute indices."""
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    def get_classifier(self) -> nn.Module:
+        """Return the last layer."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one for `num_classes` (0: none), and the pooling if one is named."""
+        if global_pool is not None:
+            self.global_pool = self._check_pool(global_pool)
+        self.num_classes = num_classes
+        if num_classes > 0:
+            like = self.pos_embed
+            self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
+            _init_linear(self.head)
+        else:
+            self.head = nn.Identity()
+        self.head.train(self.training)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Change the image size (and patch size) of the model; positions are interpolated to the new grid."""
+        grid = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        if self.patch_embed.grid_size != grid:
+            table = resize_positions(self.pos_embed.detach(), grid, self.patch_embed.grid_size)
+            self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
+        for feature in self.feature_info:
+            feature["reduction"] = self.patch_embed.feat_ratio()
+        # Where timm looks for the current size: to configure data, and to build the model again.
+        for record in ("_traits", "_model_args"):
+            setattr(self, record, {**getattr(self, record, {}), "img_size": self.patch_embed.img_size})
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that weight decay must leave alone: positions, class token, recurrences."""
+        return {"pos_embed", "cls_token"} | no_weight_decay(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's patterns that group parameters by depth, for layer-wise learning rates."""
+        return {
+            "stem": r"^cls_token|pos_embed|patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    def flops(self, img_size: int | tuple[int, int] | None = None) -> int:
+        """Count the floating-point operations of one image's forward pass; a multiply-add counts as two.
+
+        Projections, convolutions, recurrences and attention products are counted; norms and additions are not.
+        """
+        size = self.patch_embed.img_size if img_size is None else img_size
+        height, width = self.patch_embed.dynamic_feat_size((size, size) if isinstance(size, int) else size)
+        tokens = height * width + self.num_prefix_tokens
+        stem = 2 * height * width * self.patch_embed.proj.weight.numel()
+        blocks: Any = self.blocks
+        return stem + sum(block.flops(tokens) for block in blocks) + 2 * self.embed_dim * self.num_classes
+
+    def _check_pool(self, pool: str) -> str:
+        if pool not in POOLS:
+            raise ValueError(f"global_pool={pool!r} is not one of {', '.join(map(repr, POOLS))}")
+        if pool == "token" and self.class_token == "none":
+            raise ValueError("global_pool='token' needs a class token; use global_pool='avg' or class_token='middle'")
+        if pool == "token" and self.class_token == "first" and self.direction == "forward":
+            raise ValueError(
+                "direction='forward' with class_token='first': the token never sees the image; "
+                "use global_pool='avg', class_token='middle' or direction='bidirectional'"
+            )
+        return pool
+
+
+def make_directions(
+    mixer: str,
+    d_model: int,
+    options: dict[str, Any],
+    *,
+    direction: str,
+    layer: int,
+    share: str,
+    merge: str,
+    backend: str,
+) -> Directions:
+    """Build the mixing layer with index `layer`: the mixer, reading in the orders that `direction` asks for."""
+    orders = scan_orders(direction, layer)
+    options = dict(options)
+    if "causal" in options:
+        raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
+    if backend != "auto":
+        options["backend"] = backend
+    if get_mixer(mixer).supports_noncausal:
+        options["causal"] = len(orders) == 1
+        if len(orders) > 1:
+            orders = scan_orders("forward")
+    return Directions(partial(create_mixer, mixer, d_model, **options), orders, share=share, merge=merge)
+
+
+def _make_norm(kind: str, width: int) -> nn.Module:
+    if kind == "rms":
+        return ResidualNorm(width, eps=1e-5)
+    if kind == "layer":
+        return nn.LayerNorm(width, eps=1e-6)
+    raise ValueError(f"norm={kind!r} is not one of rms, layer")
+
+
+def _init_linear(module: nn.Linear) -> None:
+    trunc_normal_(module.weight, std=0.02)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
+    """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
+
+    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.mixers.0.in_proj` and
+    `blocks.i.attn.proj` is `blocks.i.mixer.mixers.0.out_proj`. The position of timm's class token joins the token
+    itself, which stands at no place of the grid. A position table of another size is taken for a square grid and
+    interpolated.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = dict(state_dict.get("state_dict", state_dict))
+    table = state_dict.get("pos_embed")
+    if any(".attn.qkv." in name for name in state_dict) and table is not None:
+        state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
+        table = table[:, 1:]
+    if table is not None:
+        cells = table.shape[1]
+        if cells != model.patch_embed.num_patches:
+            side = math.isqrt(cells)
+            if side * side != cells:
+                raise ValueError(
+                    f"pos_embed has {cells} cells, which is no square grid, and the model has a grid of "
+                    f"{model.patch_embed.grid_size}; build the model at the checkpoint's img_size, then set_input_size"
+                )
+            table = resize_positions(table, (side, side), model.patch_embed.grid_size)
+        state_dict["pos_embed"] = table
+    renamed = ((".attn.qkv.", ".mixer.mixers.0.in_proj."), (".attn.proj.", ".mixer.mixers.0.out_proj."))
+    for old, new in renamed:
+        state_dict = {name.replace(old, new): value for name, value in state_dict.items()}
+    return state_dict
+
+
+def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: dict[str, Any]) -> ImageBackbone:
+    options = {**chassis, **options}
+    device, dtype = options.pop("device", None), options.pop("dtype", None)
+    features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
+    with nullcontext() if device is None else torch.device(device):
+        model = build_model_with_cfg(
+            ImageBackbone,
+            variant,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn,
+            feature_cfg=features,
+            **options,
+        )
+    return model if dtype is None else model.to(dtype)
+
+
+VIM = {"depth": 24}
+VIT = {
+    "depth": 12,
+    "mixer": "deltanet",
+    "class_token": "first",
+    "mlp_ratio": 4.0,
+    "norm": "layer",
+    "residual_in_float32": False,
+    "depth_scaled_init": False,
+}
+
+
+def _cfg() -> dict[str, Any]:
+    return {
+        "input_size": (3, 224, 224),
+        "fixed_input_size": True,
+        "num_classes": 1000,
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {f"longseq_{chassis}{size}_patch16_224": _cfg() for chassis in ("", "vit_") for size in ("tiny", "small", "base")}
+)
+
+
+@register_model
+def longseq_tiny_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
+    """Vim's chassis, 192 channels."""
+    return _create("longseq_tiny_patch16_224", pretrained, {**VIM, "embed_dim": 192}, options)
+
+
+@register_model
+def longseq_small_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
+    """Vim's chassis, 384 channels."""
+    return _create("longseq_small_patch16_224", pretrained, {**VIM, "embed_dim": 384}, options)
+
+
+@register_model
+def longseq_base_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
+    """Vim's chassis, 768 channels."""
+    return _create("longseq_base_patch16_224", pretrained, {**VIM, "embed_dim": 768}, options)
+
+
+@register_model
+def longseq_vit_tiny_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
+    """The Vision Transformer's chassis, 192 channels."""
+    return _create("longseq_vit_tiny_patch16_224", pretrained, {**VIT, "embed_dim": 192}, options)
+
+
+@register_model
+def longseq_vit_small_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
+    """The Vision Transformer's chassis, 384 channels."""
+    return _create("longseq_vit_small_patch16_224", pretrained, {**VIT, "embed_dim": 384}, options)
+
+
+@register_model
+def longseq_vit_base_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
+    """The Vision Transformer's chassis, 768 channels."""
+    return _create("longseq_vit_base_patch16_224", pretrained, {**VIT, "embed_dim": 768}, options)

@@ -1,0 +1,79 @@
+"""Cut an image into patches and project each to a token."""
+
+from __future__ import annotations
+
+from timm import layers
+from torch import Tensor
+
+
+class PatchEmbed(layers.PatchEmbed):
+    """timm's patch embedding with a stride of its own; overlapping patches give more tokens at the same image size.
+
+    Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1.
+    """
+
+    img_size: tuple[int, int]
+    grid_size: tuple[int, int]
+    num_patches: int
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int],
+        patch_size: int | tuple[int, int],
+        stride: int | tuple[int, int] | None,
+        in_chans: int,
+        embed_dim: int,
+        strict_img_size: bool,
+    ) -> None:
+        super().__init__(
+            img_size=None,
+            patch_size=patch_size,  # type: ignore[arg-type]
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            output_fmt="NHWC",
+            strict_img_size=strict_img_size,
+        )
+        self.stride = self.patch_size if stride is None else layers.to_2tuple(stride)
+        self.proj.stride = self.stride
+        self.img_size, self.grid_size, self.num_patches = self._init_img_size(img_size)
+
+    def _init_img_size(self, img_size):
+        if img_size is None:
+            return None, None, None
+        img_size = layers.to_2tuple(img_size)
+        if any(size < patch for size, patch in zip(img_size, self.patch_size, strict=True)):
+            raise ValueError(
+                f"img_size={img_size} is smaller than one patch, {self.patch_size}; choose a smaller patch_size"
+            )
+        grid_size = self.dynamic_feat_size(img_size)
+        return img_size, grid_size, grid_size[0] * grid_size[1]
+
+    def set_input_size(self, img_size=None, patch_size=None) -> None:
+        """Change the image size, and the patch size where patches do not overlap (its weights are resampled)."""
+        overlapping = self.stride != self.patch_size
+        if patch_size is not None and layers.to_2tuple(patch_size) != self.patch_size:
+            if overlapping:
+                raise ValueError(
+                    f"patch_size={patch_size}: patches of {self.patch_size} with stride {self.stride} keep their size; "
+                    "build a new model"
+                )
+            self.stride = layers.to_2tuple(patch_size)
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """Return the stride of the token grid in pixels."""
+        return max(self.stride) if as_scalar else self.stride
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the token grid (h, w) of an image size (H, W)."""
+        (height, width), (patch_height, patch_width), (down, right) = img_size, self.patch_size, self.stride
+        return (height - patch_height) // down + 1, (width - patch_width) // right + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        if self.strict_img_size:
+            expected = f"the model expects {self.img_size}; resize, or build it with dynamic_img_size=True"
+            layers._assert(height == self.img_size[0], f"image height {height}: {expected}")
+            layers._assert(width == self.img_size[1], f"image width {width}: {expected}")
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))  # [B, h, w, D]

@@ -1,0 +1,141 @@
+"""The orders in which a mixer reads the tokens of an image, and how several readings become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from longseq.blocks.positions import Layout, split_token
+
+DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
+SHARING = ("projections", "all", "none")
+MERGES = ("sum", "mean")
+
+# An order reads rows or columns first, from the start or from the end.
+ROWS, ROWS_REVERSED, COLUMNS, COLUMNS_REVERSED = "rows", "rows_reversed", "columns", "columns_reversed"
+
+
+def scan_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
+    """Name the orders that `direction` asks of the layer with index `layer`.
+
+    forward reads rows; bidirectional reads rows both ways; cross reads rows and columns both ways; alternating reads
+    rows forward in even layers and backward in odd ones.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction={direction!r} is not one of {', '.join(DIRECTIONS)}")
+    return {
+        "forward": (ROWS,),
+        "bidirectional": (ROWS, ROWS_REVERSED),
+        "cross": (ROWS, ROWS_REVERSED, COLUMNS, COLUMNS_REVERSED),
+        "alternating": (ROWS_REVERSED,) if layer % 2 else (ROWS,),
+    }[direction]
+
+
+def reorder(x: Tensor, order: str, layout: Layout | None) -> Tensor:
+    """Bring `x [B, T, ...]` from row order into `order`; the class token keeps its index, reversed orders flip all."""
+    if order in (COLUMNS, COLUMNS_REVERSED):
+        assert layout is not None
+        x = _transpose(x, layout, layout.height, layout.width)
+    return x.flip(1) if order in (ROWS_REVERSED, COLUMNS_REVERSED) else x
+
+
+def restore(x: Tensor, order: str, layout: Layout | None) -> Tensor:
+    """Undo `reorder`."""
+    x = x.flip(1) if order in (ROWS_REVERSED, COLUMNS_REVERSED) else x
+    if order in (COLUMNS, COLUMNS_REVERSED):
+        assert layout is not None
+        x = _transpose(x, layout, layout.width, layout.height)
+    return x
+
+
+def _transpose(x: Tensor, layout: Layout, height: int, width: int) -> Tensor:
+    token, patches = split_token(x, layout)
+    patches = patches.unflatten(1, (height, width)).transpose(1, 2).flatten(1, 2)
+    if token is None:
+        return patches
+    return torch.cat([patches[:, : layout.token], token, patches[:, layout.token :]], dim=1)
+
+
+@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
+class Directions(nn.Module):
+    """One mixing layer over an image: a mixer, or several, reading the tokens in one or more orders.
+
+    What the orders share decides the parameter count; P counts those of a mixer's two projections, S those of its scan
+    (convolution, gates, recurrence), n the orders:
+
+        projections   P + n S   a scan for each order between one pair of projections (Vim, Vision Longhorn)
+        all           P + S     one mixer; the orders are stacked along the batch
+        none          n (P + S) a mixer for each order
+
+    Args:
+        build: makes one mixer (see `longseq.mixers.Mixer`).
+        orders: names of orders, as `scan_orders` gives them.
+        share: one of `SHARING`.
+        merge: `sum` of the readings or their `mean`.
+    """
+
+    def __init__(
+        self, build: Callable[[], Any], orders: tuple[str, ...], *, share: str = "projections", merge: str = "sum"
+    ) -> None:
+        super().__init__()
+        if share not in SHARING:
+            raise ValueError(f"share_directions={share!r} is not one of {', '.join(SHARING)}")
+        if merge not in MERGES:
+            raise ValueError(f"merge={merge!r} is not one of {', '.join(MERGES)}")
+        self.orders = orders
+        self.share = share
+        self.merge = merge
+        mixers = [build() for _ in range(1 if share == "all" else len(orders))]
+        if share == "projections":
+            for mixer in mixers[1:]:
+                mixer.release_projections()
+        self.mixers: Any = nn.ModuleList(mixers)
+
+    def forward(self, x: Tensor, layout: Layout | None = None, *, mask: Tensor | None = None) -> Tensor:
+        """Mix `x [B, T, D]`.
+
+        Args:
+            layout: where the patches stand; needed by orders that read columns.
+            mask: `[B, T]`, True at real tokens, for orders that read rows of sequences padded on either side.
+        """
+        if layout is None and (COLUMNS in self.orders or COLUMNS_REVERSED in self.orders):
+            raise ValueError(
+                "direction='cross' reads columns and needs the patch grid; pass layout=Layout(height, width, token)"
+            )
+        first = self.mixers[0]
+        if self.share == "none":
+            return self._merge([_read(m, x, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)])
+        projected = first.project_in(x)
+        if self.share == "all":
+            return first.project_out(self._merge(self._read_stacked(projected, layout, mask)))
+        readings = [_read(m.scan, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
+        return first.project_out(self._merge(readings))
+
+    def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
+        stacked = torch.cat([reorder(projected, order, layout) for order in self.orders])
+        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in self.orders])
+        readings = self.mixers[0].scan(stacked, mask=masks)[0].chunk(len(self.orders))
+        return [restore(reading, order, layout) for reading, order in zip(readings, self.orders, strict=True)]
+
+    def _merge(self, readings: list[Tensor]) -> Tensor:
+        total = reduce(torch.add, readings)
+        return total / len(readings) if self.merge == "mean" else total
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
+        repeated = (len(self.orders) - len(self.mixers)) * self.mixers[0].scan_flops(tokens)
+        return sum(mixer.flops(tokens) for mixer in self.mixers) + repeated
+
+    def extra_repr(self) -> str:
+        return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+def _read(scan: Callable[..., Any], x: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
+    """Run `scan` over `x` in `order`; its output comes back in row order."""
+    mask = None if mask is None else reorder(mask, order, layout)
+    return restore(scan(reorder(x, order, layout), mask=mask)[0], order, layout)

@@ -1,0 +1,74 @@
+"""The pieces of the chunk forms at the inputs that break weaker ways of computing them."""
+
+import pytest
+import torch
+
+from longseq.kernels.chunks import (
+    decay_matrix,
+    decayed_products,
+    fit_chunk_size,
+    join_chunks,
+    split_chunks,
+    unit_lower_inverse,
+)
+from longseq.kernels.testing import assert_accurate, assert_equal_up_to_rounding
+
+
+def gram(kind, size, beta, width=64):
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(3, size, width, generator=generator, dtype=torch.float64)
+    if kind == "correlated":
+        k = k[:, :1] + 0.3 * k
+    elif kind == "identical":
+        k = k[:, :1].expand_as(k)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return (beta * k @ k.mT).tril(-1)
+
+
+@pytest.mark.parametrize("kind", ["random", "correlated", "identical"])
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("size", [1, 2, 16, 64, 128])
+def test_inverse_is_as_accurate_as_a_triangular_solve(kind, beta, size):
+    strict = gram(kind, size, beta)
+    exact = torch.linalg.solve_triangular(
+        strict, torch.eye(size).double().expand_as(strict), upper=False, unitriangular=True
+    )
+    eye = torch.eye(size).expand(strict.shape)
+    peer = torch.linalg.solve_triangular(strict.float(), eye, upper=False, unitriangular=True)
+    assert_accurate(unit_lower_inverse(strict.float()), peer, exact, "inverse")
+
+
+def test_a_great_decay_leaves_small_ones_after_it_exact():
+    """A difference of prefix sums would lose the small decays behind the great one."""
+    g = torch.full((1, 64, 1), -0.01)
+    g[:, 20] = -1e6
+    after = decay_matrix(g)[0, 63, 21]
+    assert_equal_up_to_rounding(after, torch.tensor(-0.01 * 42).exp(), "decay")
+    one = torch.ones(1, 64, 1)
+    assert_equal_up_to_rounding(decayed_products(one, one, g)[0, 63, 21], after, "product")
+
+
+def test_a_gate_of_minus_infinity_forgets():
+    g = torch.zeros(1, 8, 1)
+    g[:, 3] = -torch.inf
+    expected = torch.ones(8, 8).tril()
+    expected[3:, :3] = 0
+    one = torch.ones(1, 8, 1)
+    assert torch.equal(decay_matrix(g)[0], expected)
+    assert torch.equal(decayed_products(one, one, g)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "tokens", "fitted"),
+    [(64, 1, 1), (64, 9, 16), (64, 64, 64), (64, 65, 16), (64, 197, 32), (64, 1024, 64), (64, 4000, 64), (16, 17, 16)],
+)
+def test_chunks_fit_the_tokens(chunk_size, tokens, fitted):
+    assert fit_chunk_size(chunk_size, tokens) == fitted
+
+
+def test_chunks_join_to_what_was_split():
+    x = torch.randn(2, 13, 3, 5)
+    chunks = split_chunks(x, x.dtype, 4, 4)
+    assert chunks.shape == (4, 6, 4, 5)
+    assert torch.equal(join_chunks(chunks, 2, 13), x)
+    assert not chunks.reshape(4, 2, 3, 4, 5)[3, :, :, 1:].any()

@@ -1,0 +1,233 @@
+"""The laws that every operation and each of its backends obeys, over everything that the registry holds."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longseq.kernels import list_ops
+from longseq.kernels.testing import (
+    assert_accurate,
+    assert_equal_up_to_rounding,
+    gradients,
+    list_forms,
+    list_variants,
+    make_inputs,
+    takes_chunk_size,
+)
+
+CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
+FORMS = [(op, backend) for op in list_ops() for backend in list_forms(op)]
+BACKENDS = FORMS + [(op, "reference") for op in list_ops()]
+CHUNKED = [op for op in list_ops() if takes_chunk_size(op)]
+
+quick = settings(max_examples=10, deadline=None, derandomize=True, database=None)
+
+
+def assert_same(actual, expected):
+    for name, value in expected.items():
+        assert_equal_up_to_rounding(actual[name], value, name)
+
+
+def bounds_of(lengths):
+    return [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_forms_equal_the_recurrence(op, variant, tokens):
+    inputs = make_inputs(op, variant, tokens=tokens)
+    expected = gradients(inputs, backend="reference")
+    assert all(value.isfinite().all() for value in expected.values())
+    for backend in list_forms(op):
+        assert_same(gradients(inputs, backend=backend), expected)
+
+
+@pytest.mark.parametrize("op", CHUNKED)
+@pytest.mark.parametrize("chunk_size", [1, 2, 8, 16, 32, 128])
+def test_chunk_size_does_not_matter(op, chunk_size):
+    for variant in list_variants(op)[:4]:
+        inputs = make_inputs(op, variant, tokens=45)
+        expected = gradients(inputs, backend="reference")
+        assert_same(gradients(inputs, backend="torch", chunk_size=chunk_size), expected)
+
+
+@pytest.mark.parametrize(("op", "variant"), [case for case in CASES if "extreme" not in case[1]])
+def test_gradients_are_those_of_finite_differences(op, variant):
+    inputs = make_inputs(op, variant, batch=1, tokens=6).map(lambda x: x.requires_grad_())
+    options = {"chunk_size": 2} if takes_chunk_size(op) else {}
+
+    def call(*tensors):
+        return inputs.run(**dict(zip(inputs.tensors, tensors, strict=True)), **options)
+
+    assert torch.autograd.gradcheck(call, tuple(inputs.tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+@given(data=st.data())
+@quick
+def test_segments_that_carry_the_state_equal_the_whole(op, backend, data):
+    tokens = data.draw(st.integers(2, 24), label="tokens")
+    cuts = sorted(data.draw(st.sets(st.integers(1, tokens - 1), max_size=3), label="cuts"))
+    variant = data.draw(st.sampled_from(list_variants(op)), label="variant")
+    options = {"backend": backend}
+    if takes_chunk_size(op):
+        options["chunk_size"] = data.draw(st.sampled_from([2, 8, 64]), label="chunk_size")
+    inputs = make_inputs(op, variant, batch=data.draw(st.integers(1, 3), label="batch"), tokens=tokens)
+    whole, final_state = inputs.run(**options)
+    parts, state = [], inputs.initial_state
+    for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True):
+        part, state = inputs.cut(start, stop, state).run(**options)
+        parts.append(part)
+    assert_equal_up_to_rounding(torch.cat(parts, 1), whole, "output")
+    assert_equal_up_to_rounding(state, final_state, "final state")
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_gradients_pass_through_a_carried_state(op):
+    inputs = make_inputs(op, tokens=20)
+    expected = gradients(inputs)
+
+    def carried(inputs):
+        first, state = inputs.cut(0, 7).run()
+        second, state = inputs.cut(7, 20, state).run()
+        return torch.cat((first, second), 1), state
+
+    assert_same(gradients(inputs, run=carried), expected)
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_steps_equal_the_whole(op, variant):
+    inputs = make_inputs(op, variant, tokens=21)
+    whole, final_state = inputs.run()
+    state, outputs = inputs.initial_state, []
+    for t in range(inputs.tokens):
+        output, state = inputs.step(t, state)
+        outputs.append(output)
+    assert_equal_up_to_rounding(torch.stack(outputs, 1), whole, "output")
+    assert_equal_up_to_rounding(state, final_state, "final state")
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+@given(data=st.data())
+@quick
+def test_packed_equals_each_alone(op, backend, data):
+    lengths = data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=5).filter(any), label="lengths")
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]), label="dtype")
+    variant = data.draw(st.sampled_from(list_variants(op)), label="variant")
+    bounds = bounds_of(lengths)
+    inputs = make_inputs(op, variant, tokens=bounds[-1], segments=len(lengths))
+    outputs, states = [], []
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        state = inputs.initial_state[n : n + 1]
+        if stop > start:
+            output, state = inputs.cut(start, stop, state).run(backend=backend)
+            outputs.append(output)
+        states.append(state)
+    packed, final_state = inputs.run(backend=backend, cu_seqlens=torch.tensor(bounds, dtype=dtype))
+    assert_equal_up_to_rounding(packed, torch.cat(outputs, 1), "output")
+    assert_equal_up_to_rounding(final_state, torch.cat(states), "final state")
+
+
+@pytest.mark.parametrize(("op", "backend"), FORMS)
+def test_packed_gradients_equal_the_recurrence(op, backend):
+    lengths = [0, 17, 1, 0, 22, 0]
+    cu_seqlens = torch.tensor(bounds_of(lengths))
+    for variant in list_variants(op)[:4]:
+        inputs = make_inputs(op, variant, tokens=sum(lengths), segments=len(lengths))
+        expected = gradients(inputs, backend="reference", cu_seqlens=cu_seqlens)
+        assert_same(gradients(inputs, backend=backend, cu_seqlens=cu_seqlens), expected)
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+def test_absent_state_is_zero(op, backend):
+    inputs = make_inputs(op)
+    output, state = inputs.run(backend=backend, initial_state=torch.zeros_like(inputs.initial_state))
+    from_nothing, its_state = inputs.run(backend=backend, initial_state=None)
+    assert torch.equal(from_nothing, output)
+    assert torch.equal(its_state, state)
+    assert inputs.run(backend=backend, output_final_state=False)[1] is None
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_strides_do_not_matter(op):
+    def strided(x):
+        return torch.stack((x, x), -1).transpose(0, -2)[..., 0].transpose(0, -1)
+
+    inputs = make_inputs(op, list_variants(op)[-1])
+    assert not any(x.is_contiguous() for x in inputs.map(strided).sequences.values())
+    assert_same(gradients(inputs.map(strided)), gradients(inputs))
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_inputs_are_left_as_they_are(op, variant):
+    inputs = make_inputs(op, variant, batch=1, tokens=16).map(lambda x: x.requires_grad_())
+    before = inputs.map(lambda x: x.detach().clone())
+    output, state = inputs.run()
+    (output.sum() + state.sum()).backward()
+    for name, tensor in inputs.tensors.items():
+        assert torch.equal(tensor, before.tensors[name]), name
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_float32_is_as_accurate_as_the_recurrence(op, variant):
+    inputs = make_inputs(op, variant, tokens=150, dtype=torch.float32)
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
+    peer, actual = gradients(inputs, backend="reference"), gradients(inputs)
+    for name, value in actual.items():
+        assert value.dtype == torch.float32
+        assert_accurate(value, peer[name], exact[name], name)
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(op, backend, dtype):
+    inputs = make_inputs(op, tokens=20, dtype=torch.float32).map(lambda x: x.to(dtype))
+    wide, wide_state = inputs.map(torch.Tensor.float).run(backend=backend)
+    output, state = inputs.run(backend=backend)
+    assert output.dtype == dtype
+    assert state.dtype == torch.float32
+    assert torch.equal(output, wide.to(dtype))
+    assert torch.equal(state, wide_state)
+    assert all(value.isfinite().all() for value in gradients(inputs, backend=backend).values())
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+def test_autocast_does_not_reach_inside(op, backend):
+    inputs = make_inputs(op, tokens=20, dtype=torch.float32)
+    expected = gradients(inputs, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradients(inputs, backend=backend)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_backward_keeps_less_than_the_states_of_all_tokens(op):
+    inputs = make_inputs(op, tokens=256, dtype=torch.float32).map(lambda x: x.requires_grad_())
+    kept: dict[int, torch.Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        inputs.run(**({"chunk_size": 8} if takes_chunk_size(op) else {}))
+    own = sum(x.numel() for x in inputs.tensors.values())
+    assert sum(x.numel() for x in kept.values()) - own < inputs.tokens * inputs.initial_state.numel()
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_compiles_to_one_graph(op):
+    inputs = make_inputs(op, tokens=3)
+    compiled = torch.compile(lambda inputs: inputs.run(), fullgraph=True, backend="aot_eager")
+    assert_same(gradients(inputs, run=compiled), gradients(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("op", "variant"), CASES)
+@pytest.mark.parametrize("tokens", [1, 37, 150])
+def test_a_gpu_gives_the_same(op, variant, tokens):
+    inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32)
+    expected = gradients(inputs, backend="reference")
+    for backend in list_forms(op, "cuda", torch.float32):
+        actual = gradients(inputs.map(torch.Tensor.cuda), backend=backend)
+        assert_same({name: value.cpu() for name, value in actual.items()}, expected)

@@ -1,0 +1,131 @@
+"""Which backend runs, why others do not, and what a user reads who passes what does not fit."""
+
+import pytest
+import torch
+
+from longseq import kernels
+from longseq.kernels import dispatch, explain, list_ops
+from longseq.kernels.testing import list_variants, make_inputs, takes_chunk_size
+
+
+@pytest.fixture
+def scratch_op(monkeypatch):
+    """An operation with a backend that wants an even K, and one that runs everything."""
+    monkeypatch.setattr(dispatch, "_BACKENDS", {})
+
+    def even(call):
+        return [f"K is {call.sizes['K']}, but must be even"] if call.sizes.get("K", 0) % 2 else []
+
+    def no_gpu(call):
+        return ["needs a GPU"] if call.device.type == "cpu" else []
+
+    dispatch.register(
+        "scratch",
+        dispatch.Backend("picky", lambda: "picky", lambda call: no_gpu(call) + even(call)),
+        dispatch.Backend("plain", lambda: "plain"),
+    )
+    return "scratch"
+
+
+def call(device="cpu", **sizes):
+    return dispatch.Call(torch.device(device), torch.float32, sizes=sizes)
+
+
+def test_auto_takes_the_first_backend_without_reasons(scratch_op):
+    assert dispatch.select(scratch_op, "auto", call("cuda", K=4))() == "picky"
+    assert dispatch.select(scratch_op, "auto", call("cuda", K=5))() == "plain"
+
+
+def test_a_named_backend_runs_or_is_refused_with_every_reason(scratch_op):
+    assert dispatch.select(scratch_op, "plain", call("cuda", K=4))() == "plain"
+    with pytest.raises(ValueError, match=r"'picky' of scratch cannot run: needs a GPU; K is 5, but must be even"):
+        dispatch.select(scratch_op, "picky", call(K=5))
+
+
+def test_an_absent_backend_is_answered_with_those_there_are(scratch_op):
+    with pytest.raises(ValueError, match=r"no backend 'fast': choose one of auto, picky, plain"):
+        dispatch.select(scratch_op, "fast", call())
+
+
+def test_explain_lists_reasons_by_backend(scratch_op):
+    assert explain(scratch_op) == {"picky": ["needs a GPU"], "plain": []}
+    assert explain(scratch_op, device="cuda", sizes={"K": 3})["picky"] == ["K is 3, but must be even"]
+    with pytest.raises(ValueError, match="unknown operation 'other': choose one of scratch"):
+        explain("other")
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_every_operation_is_public_and_has_the_common_backends(op):
+    assert callable(getattr(kernels, op))
+    assert callable(getattr(kernels, f"{op}_step"))
+    assert list(explain(op).items())[-2:] == [("torch", []), ("reference", [])]
+    with pytest.raises(ValueError, match=f"{op} has no backend 'quantum'"):
+        make_inputs(op).run(backend="quantum")
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_backends_say_what_they_cannot_export(op):
+    assert "time" in explain(op, exporting=True)["reference"][0]
+    assert "cu_seqlens" in explain(op, exporting=True, packed=True)["torch"][0]
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_each_tensor_of_another_size_is_refused_by_name(op):
+    for variant in list_variants(op):
+        inputs = make_inputs(op, variant, tokens=4)
+        for name, tensor in inputs.tensors.items():
+            longer = torch.cat((tensor, tensor[:1]))
+            with pytest.raises(ValueError, match=rf"^{op}: \w+ has shape .* must be \d+ as in .*") as caught:
+                inputs.run(**{name: longer})
+            assert "\n" not in str(caught.value)
+            with pytest.raises(ValueError, match=rf"^{op}: {name} has shape .* must have \d dimensions"):
+                inputs.run(**{name: tensor[..., None, None]})
+            with pytest.raises(ValueError, match=rf"^{op}: {name} is torch.int64, but must be floating point"):
+                inputs.run(**{name: tensor.long()})
+
+
+@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0.0, 4.0], r"float32, but must be int32 or int64"),
+        ([[0, 4]], r"shape \(1, 2\), but must be \[N \+ 1\]"),
+        ([0], r"shape \(1,\), but must be \[N \+ 1\]"),
+        ([1, 4], r"starts with 1, but must start with 0"),
+        ([0, 3], r"ends with 3, but must end with T = 4"),
+        ([0, 3, 1, 4], r"falls from 3 to 1, but must not decrease"),
+    ],
+)
+def test_wrong_segments_are_refused(op, backend, cu_seqlens, message):
+    inputs = make_inputs(op, tokens=4, batch=1)
+    with pytest.raises(ValueError, match=message):
+        inputs.run(backend=backend, initial_state=None, cu_seqlens=torch.tensor(cu_seqlens))
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_packed_input_has_one_row_and_one_state_per_segment(op):
+    cu_seqlens = torch.tensor([0, 1, 4])
+    with pytest.raises(ValueError, match=r"cu_seqlens needs a batch of 1, but .* has a batch of 2"):
+        make_inputs(op, tokens=4).run(initial_state=None, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="must be 2 as in the segments of cu_seqlens"):
+        make_inputs(op, tokens=4, segments=3).run(cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_no_tokens_are_refused(op):
+    inputs = make_inputs(op, tokens=4)
+    with pytest.raises(ValueError, match="its T must be at least 1"):
+        inputs.cut(0, 0).run()
+
+
+@pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
+def test_chunk_sizes_are_checked(op):
+    with pytest.raises(ValueError, match="chunk_size is 0, but must be at least 1"):
+        make_inputs(op).run(chunk_size=0)
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention"])
+def test_chunks_that_are_halved_need_a_power_of_two(op):
+    with pytest.raises(ValueError, match="chunk_size is 48, but must be a power of two; use 32 or 64"):
+        make_inputs(op).run(chunk_size=48)

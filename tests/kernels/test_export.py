@@ -1,0 +1,130 @@
+"""Every operation in every artefact: torch.export, ONNX and TorchScript, at other sizes than the exported ones."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from longseq.kernels import list_ops, short_convolution
+from longseq.kernels.testing import assert_equal_up_to_rounding, list_variants, make_inputs
+
+# the variants that lead to graphs of their own
+GRAPHS = ("plain", "gated", "head_gated", "channel_gated")
+CASES = [(op, variant) for op in list_ops() for variant in list_variants(op) if variant in GRAPHS]
+UNROLLED = [("delta_rule", "gated"), ("linear_attention", "channel_gated")]
+SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
+
+
+class Call(torch.nn.Module):
+    """An operation with all its tensors as positional inputs."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs = inputs
+
+    def forward(self, *tensors):
+        return self.inputs.run(**dict(zip(self.inputs.tensors, tensors, strict=True)))
+
+
+def draw(op, variant, batch, tokens):
+    inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=torch.float32)
+    return inputs, tuple(inputs.tensors.values())
+
+
+def dynamic_axes(inputs, names, over_time):
+    sequence = {0: names[0], 1: names[1]} if over_time else {0: names[0]}
+    return (*(sequence for _ in inputs.sequences), *({} for _ in inputs.parameters), {0: names[0]})
+
+
+def check(run, op, variant, sizes):
+    for batch, tokens in sizes:
+        inputs, tensors = draw(op, variant, batch, tokens)
+        for actual, expected, name in zip(run(tensors), inputs.run(), ("output", "final state"), strict=True):
+            assert_equal_up_to_rounding(torch.as_tensor(actual), expected, f"{name} at B={batch}, T={tokens}")
+
+
+@pytest.mark.parametrize("over_time", [True, False], ids=["any length", "fixed length"])
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_torch_export(op, variant, over_time):
+    inputs, tensors = draw(op, variant, 2, 70)
+    dynamic = torch.export.Dim.DYNAMIC
+    with torch.no_grad():
+        shapes = (dynamic_axes(inputs, (dynamic, dynamic), over_time),)
+        program = torch.export.export(Call(inputs), tensors, dynamic_shapes=shapes)
+    operators = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    foreign = [target for target in operators if getattr(target, "namespace", "aten") not in ("aten", "higher_order")]
+    assert not foreign
+    module = program.module()
+    check(lambda x: module(*x), op, variant, SIZES if over_time else [(1, 70), (5, 70)])
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "over_time"), [(*case, True) for case in CASES] + [(*case, False) for case in UNROLLED]
+)
+def test_onnx(op, variant, over_time):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    inputs, tensors = draw(op, variant, 2, 70)
+    shapes = (dynamic_axes(inputs, ("batch", "tokens"), over_time),)
+    with torch.no_grad():
+        program = torch.onnx.export(Call(inputs).eval(), tensors, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    assert program is not None
+    assert {node.domain for node in program.model.graph.all_nodes()} <= {""}
+    for declared, wanted in zip(program.model.graph.inputs, shapes[0], strict=True):
+        assert declared.shape is not None
+        assert all(not isinstance(declared.shape[axis], int) for axis in wanted), f"{declared.name} became fixed"
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    names = [declared.name for declared in session.get_inputs()]
+
+    def run(x):
+        return session.run(None, {name: tensor.numpy() for name, tensor in zip(names, x, strict=True)})
+
+    check(run, op, variant, SIZES if over_time else [(1, 70), (5, 70)])
+
+
+def test_onnx_of_a_masked_convolution():
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Masked(torch.nn.Module):
+        def forward(self, x, weight, mask):
+            return short_convolution(x, weight, activation="silu", mask=mask, output_final_state=True)
+
+    def tensors(batch, tokens):
+        return torch.randn(batch, tokens, 5), torch.randn(5, 4), torch.rand(batch, tokens) < 0.7
+
+    shapes: tuple[dict[int, str], ...] = ({0: "batch", 1: "tokens"}, {}, {0: "batch", 1: "tokens"})
+    program = torch.onnx.export(
+        Masked().eval(),
+        tensors(2, 30),
+        dynamo=True,
+        dynamic_shapes=shapes,
+        input_names=["x", "weight", "mask"],
+        verbose=False,
+    )
+    assert program is not None
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    for batch, tokens in SIZES:
+        x, weight, mask = tensors(batch, tokens)
+        actual = session.run(None, {"x": x.numpy(), "weight": weight.numpy(), "mask": mask.numpy()})
+        for value, expected in zip(actual, Masked()(x, weight, mask), strict=True):
+            assert_equal_up_to_rounding(torch.as_tensor(value), expected, f"at B={batch}, T={tokens}")
+
+
+def test_torchscript_loads_without_longseq_at_any_size(tmp_path):
+    for number, (op, variant) in enumerate(CASES):
+        inputs, tensors = draw(op, variant, 2, 70)
+        traced = torch.jit.trace(Call(inputs), tensors, check_trace=False)
+        check(lambda x, traced=traced: traced(*x), op, variant, SIZES)
+        inputs, tensors = draw(op, variant, 3, 33)
+        traced.save(tmp_path / f"{number}.pt")
+        torch.save((tensors, inputs.run()), tmp_path / f"{number}.tensors")
+    script = """
+import pathlib, sys, torch
+sys.modules["longseq"] = None
+for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
+    tensors, expected = torch.load(path.with_suffix(".tensors"))
+    torch.testing.assert_close(tuple(torch.jit.load(path)(*tensors)), expected, rtol=1e-4, atol=1e-4)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, tmp_path], check=True, cwd=tmp_path)

@@ -1,0 +1,63 @@
+"""What only the short convolution has: a mask, and activations."""
+
+import pytest
+import torch
+
+from longseq.kernels import short_convolution
+from longseq.kernels.testing import assert_equal_up_to_rounding, gradients, list_variants, make_inputs
+
+
+@pytest.fixture(params=["right", "left", "holes", "nothing", "everything"])
+def mask(request):
+    tokens = torch.arange(9)
+    return {
+        "right": tokens < torch.tensor([[9], [4], [1]]),
+        "left": tokens >= torch.tensor([[0], [4], [8]]),
+        "holes": torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) < 0.5,
+        "nothing": torch.ones(3, 9, dtype=torch.bool),
+        "everything": torch.zeros(3, 9, dtype=torch.bool),
+    }[request.param]
+
+
+@pytest.mark.parametrize("variant", list_variants("short_convolution"))
+def test_masked_tokens_are_passed_over(mask, variant):
+    inputs = make_inputs("short_convolution", variant, batch=3, tokens=9)
+    output, state = inputs.run(mask=mask)
+    for row in range(3):
+        alone = inputs.map(lambda x, row=row: x[row : row + 1] if x.dim() == 3 else x)
+        expected = torch.zeros_like(output[row])
+        expected_state = inputs.initial_state[row]
+        if mask[row].any():
+            alone = alone.cut(0, 9)
+            alone.sequences["x"] = alone.sequences["x"][:, mask[row]]
+            real, expected_state = alone.run()
+            expected[mask[row]], expected_state = real[0], expected_state[0]
+        assert_equal_up_to_rounding(output[row], expected, "output")
+        assert_equal_up_to_rounding(state[row], expected_state, "final state")
+
+
+def test_gradients_of_masked_input_equal_the_recurrence(mask):
+    inputs = make_inputs("short_convolution", "silu", batch=3, tokens=9)
+    expected = gradients(inputs, backend="reference", mask=mask)
+    for name, value in gradients(inputs, mask=mask).items():
+        assert_equal_up_to_rounding(value, expected[name], name)
+
+
+def test_garbage_behind_the_mask_reaches_nothing(mask):
+    inputs = make_inputs("short_convolution", batch=3, tokens=9)
+    inputs.sequences["x"][~mask] = torch.nan
+    assert all(value.isfinite().all() for value in gradients(inputs, mask=mask).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "relu"}, "activation is 'relu', but must be None or 'silu'"),
+        ({"mask": torch.ones(2, 4)}, "mask is torch.float32, but must be bool"),
+        ({"mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask has shape \(2, 5\), but must be \[B, T\] = \(2, 4\)"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool), "cu_seqlens": torch.tensor([0, 4])}, "both given"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        short_convolution(torch.zeros(2, 4, 3), torch.zeros(3, 4), **options)
