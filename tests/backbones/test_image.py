@@ -1,0 +1,329 @@
+import copy
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import timm
+import torch
+from timm.models import get_model_args, get_model_input_config
+from torch.utils.flop_counter import FlopCounterMode
+
+from longseq import mixers
+from longseq.backbones.image import checkpoint_filter_fn
+from longseq.parameters import count_parameters
+
+
+def tiny(chassis="", **options):
+    """Two narrow blocks over 4 x 3 patches."""
+    torch.manual_seed(0)
+    defaults = {"img_size": (32, 24), "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 5}
+    return timm.create_model(f"longseq_{chassis}tiny_patch16_224", **defaults | options).eval()
+
+
+def images(height=32, width=24, batch=2, channels=3):
+    torch.manual_seed(1)
+    return torch.randn(batch, channels, height, width)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "gigaflops"),
+    [
+        ("longseq_tiny_patch16_224", 6_852_904, 3.06),
+        ("longseq_small_patch16_224", 25_206_376, 10.66),
+        ("longseq_base_patch16_224", 96_418_024, 39.45),
+    ],
+)
+def test_vim_with_longhorn_has_the_published_size(name, parameters, gigaflops):
+    """Vision Longhorn: 7M and 26M in the paper's table, 6.85M and 25.21M by its settings."""
+    model = timm.create_model(name, mixer="longhorn", device="meta")
+    assert count_parameters(model) == parameters
+    assert model.flops() / 1e9 == pytest.approx(gigaflops, abs=0.01)
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_vit_with_attention_has_the_size_of_deit(size):
+    """The class token's position is part of the token, so `embed_dim` parameters fewer."""
+    ours = timm.create_model(f"longseq_vit_{size}_patch16_224", mixer="attention", device="meta")
+    deit = timm.create_model(f"deit_{size}_patch16_224", device="meta")
+    assert count_parameters(ours) == count_parameters(deit) - ours.embed_dim
+
+
+def randomised(model):
+    """Every parameter away from the zeros and ones of its initialisation."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def test_vit_with_attention_equals_deit():
+    deit = randomised(timm.create_model("deit_tiny_patch16_224"))
+    ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention").eval()
+    ours.load_state_dict(checkpoint_filter_fn(deit.state_dict(), ours))
+    x = images(224, 224)
+    with torch.no_grad():
+        assert (ours(x) - deit(x)).abs().max() < 1e-5
+        assert (ours.forward_features(x) - deit.forward_features(x)).abs().max() < 1e-5
+
+
+def test_weights_of_timm_load_through_timm_at_another_size_with_other_classes(tmp_path):
+    options = {"depth": 2, "embed_dim": 48}
+    vit = randomised(timm.create_model("vit_tiny_patch16_224", img_size=64, num_heads=3, **options))
+    path = tmp_path / "vit.pth"
+    torch.save({"state_dict": vit.state_dict()}, path)
+    ours = timm.create_model(
+        "longseq_vit_tiny_patch16_224",
+        mixer="attention",
+        mixer_options={"num_heads": 3},
+        pretrained=True,
+        pretrained_cfg_overlay={"file": str(path)},
+        img_size=(96, 64),
+        num_classes=7,
+        **options,
+    ).eval()
+    assert ours.head.out_features == 7
+    vit.set_input_size(img_size=(96, 64))
+    x = images(96, 64)
+    with torch.no_grad():
+        assert (ours.forward_features(x) - vit.forward_features(x)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"direction": "cross"}, {"class_token": "none", "global_pool": "avg"}])
+def test_our_own_weights_load_at_another_size(options):
+    source, target = tiny(**options), tiny(img_size=(64, 64), **options)
+    square = tiny(img_size=(32, 32), **options)
+    square.load_state_dict(source.state_dict() | {"pos_embed": square.pos_embed})
+    target.load_state_dict(checkpoint_filter_fn(square.state_dict(), target))
+    square.set_input_size((64, 64))
+    x = images(64, 64)
+    with torch.no_grad():
+        assert torch.equal(target(x), square(x))
+
+
+@pytest.mark.parametrize("place", ["middle", "first", "none"])
+def test_a_larger_image_sees_the_same_positions_interpolated(place):
+    """224 -> 384 without retraining: every patch keeps the position of its place in the image."""
+    pool = "avg" if place == "none" else "token"
+    model = tiny(img_size=224, patch_size=16, class_token=place, global_pool=pool)
+    rows, columns = torch.meshgrid(torch.linspace(-1, 1, 14), torch.linspace(-1, 1, 14), indexing="ij")
+    with torch.no_grad():
+        model.pos_embed.zero_()
+        model.pos_embed[0, :, 0], model.pos_embed[0, :, 1] = rows.flatten(), columns.flatten()
+        torch.nn.init.zeros_(model.patch_embed.proj.weight)
+        model.set_input_size(img_size=384)
+        sequence, layout = model._embed(images(384, 384))
+    assert layout == (24, 24, {"middle": 288, "first": 0, "none": None}[place])
+    kept = [index for index in range(sequence.shape[1]) if index != layout.token]
+    grid = sequence[0, kept].reshape(24, 24, -1)
+    assert (grid[:, :, 0].diff(dim=0) > 0).all()
+    assert (grid[:, :, 1].diff(dim=1) > 0).all()
+    if layout.token is not None:
+        assert torch.equal(sequence[:, layout.token], model.cls_token[0].expand(2, -1))
+
+
+@pytest.mark.parametrize("place", ["middle", "first", "none"])
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+def test_dynamic_size_equals_a_changed_size(direction, place):
+    options = {"direction": direction, "class_token": place, "global_pool": "avg"}
+    dynamic, fixed = tiny(dynamic_img_size=True, **options), tiny(**options)
+    fixed.load_state_dict(dynamic.state_dict())
+    with torch.no_grad():
+        assert torch.equal(dynamic(images()), fixed(images()))
+        fixed.set_input_size(img_size=(40, 64))
+        x = images(40, 64)
+        assert torch.equal(dynamic(x), fixed(x))
+        taps = dynamic.forward_intermediates(x, intermediates_only=True)
+        assert taps[0].shape == (2, 16, 5, 8)
+
+
+def test_positions_of_an_unknown_grid_are_refused():
+    with pytest.raises(ValueError, match=r"12 cells, which is no square grid.*\(8, 8\)"):
+        checkpoint_filter_fn(tiny().state_dict(), tiny(img_size=64))
+
+
+def test_a_changed_size_is_what_timm_reports():
+    model = tiny()
+    model.set_input_size(img_size=(64, 32))
+    assert get_model_input_config(model)["input_size"] == (3, 64, 32)
+    assert get_model_args(model)["img_size"] == (64, 32)
+    with pytest.raises(AssertionError, match=r"the model expects \(64, 32\)"):
+        model(images())
+
+
+def test_a_smaller_stride_gives_more_tokens():
+    model = timm.create_model("longseq_tiny_patch16_224", stride=8, device="meta")
+    assert model.pos_embed.shape[1] == 729
+    assert model.feature_info[0]["reduction"] == 8
+    shifted = tiny(stride=4)
+    with torch.no_grad():
+        assert shifted.forward_features(images()).shape == (2, 7 * 5 + 1, 16)
+
+
+def influence(model, output):
+    """Which pixels of the first image move `output(model, image)`: one number a patch."""
+    x = images(batch=1).requires_grad_()
+    output(model, x).square().sum().backward()
+    return x.grad.abs().sum(1).unfold(1, 8, 8).unfold(2, 8, 8).sum((-1, -2))[0]
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+@pytest.mark.parametrize("place", ["middle", "first"])
+def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, place):
+    model = tiny(depth=1, mixer=mixer, direction=direction, class_token=place)
+    assert (influence(model, lambda m, x: m(x)) > 0).all()
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_forward_reads_only_what_came_before(mixer):
+    model = tiny(depth=2, mixer=mixer, direction="forward")
+    seen = influence(model, lambda m, x: m(x)).flatten() > 0  # the token stands in the middle
+    assert seen.tolist() == [True] * 6 + [False] * 6
+
+
+def test_alternating_turns_from_layer_to_layer():
+    one, two = (tiny(depth=depth, direction="alternating") for depth in (1, 2))
+    assert (influence(one, lambda m, x: m(x)).flatten() > 0).tolist() == [True] * 6 + [False] * 6
+    assert (influence(two, lambda m, x: m(x)) > 0).all()
+
+
+@pytest.mark.parametrize("chassis", ["", "vit_"])
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_bfloat16_autocast_trains_without_nan(mixer, chassis):
+    model = tiny(chassis, mixer=mixer).train()
+    exact = model(images())
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(images())
+        residual, _ = model._embed(images())
+    assert residual.dtype == torch.float32
+    torch.testing.assert_close(logits.float(), exact, rtol=0.05, atol=0.05)
+    logits.float().square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_residual_of_vim_is_float32_in_half_precision():
+    model = tiny().to(torch.bfloat16)
+    assert model._embed(images().to(torch.bfloat16))[0].dtype == torch.float32
+    vit = tiny("vit_").to(torch.bfloat16)
+    assert vit._embed(images().to(torch.bfloat16))[0].dtype == torch.bfloat16
+
+
+def test_output_projections_start_smaller_the_deeper_the_model():
+    shallow, deep = tiny(depth=1, embed_dim=64), tiny(depth=16, embed_dim=64)
+    std = [model.blocks[0].mixer.mixers[0].out_proj.weight.std().item() for model in (shallow, deep)]
+    assert std[0] == pytest.approx(0.02, rel=0.1)
+    assert std[1] == pytest.approx(0.005, rel=0.1)
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_training_and_evaluation_compute_the_same(mixer):
+    model = tiny(mixer=mixer)
+    x = images()
+    evaluated = model(x)
+    torch.testing.assert_close(model.train()(x), evaluated, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), evaluated, rtol=1e-5, atol=1e-6)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    first, second = tiny(), tiny()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("chassis", ["", "vit_"])
+def test_flops_of_attention_agree_with_torch(chassis):
+    model = tiny(chassis, mixer="attention", mixer_options={"num_heads": 2})
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images(batch=1))
+    assert model.flops() == counter.get_total_flops()
+
+
+def test_flops_grow_with_the_image_and_need_no_grid_of_the_model():
+    model = tiny(mixer="longhorn")
+    larger = tiny(mixer="longhorn", img_size=(64, 48))
+    assert model.flops() < model.flops(img_size=(64, 48)) == larger.flops()
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_weight_decay_leaves_positions_token_and_recurrences_alone(mixer):
+    model = tiny(mixer=mixer)
+    free = model.no_weight_decay()
+    expected = {"pos_embed", "cls_token"}
+    for index, block in enumerate(model.blocks):
+        for scan, part in enumerate(block.mixer.mixers):
+            expected |= {f"blocks.{index}.mixer.mixers.{scan}.{name}" for name in part.undecayed}
+    assert expected <= free <= {name for name, _ in model.named_parameters()}
+
+
+def test_copies_share_their_projections_like_the_original():
+    model = tiny()
+    twin = copy.deepcopy(model)
+    assert count_parameters(twin) == count_parameters(model)
+    assert len(model.state_dict()) == len(list(model.named_parameters()))
+    with torch.no_grad():
+        assert torch.equal(twin(images()), model(images()))
+
+
+def test_torchscript_takes_any_batch_and_runs_without_longseq(tmp_path):
+    batches = [images(batch=batch) for batch in (1, 2, 5)]
+    for mixer in mixers.list_mixers():
+        model = tiny(mixer=mixer)
+        with torch.no_grad():
+            torch.jit.trace(model, images()).save(tmp_path / f"{mixer}.model")
+            torch.save([(x, model(x)) for x in batches], tmp_path / f"{mixer}.pairs")
+    code = """
+        import pathlib, sys
+        sys.modules["longseq"] = sys.modules["timm"] = None
+        import torch
+        with torch.no_grad():
+            for path in pathlib.Path.cwd().glob("*.model"):
+                model = torch.jit.load(path)
+                for x, y in torch.load(path.with_suffix(".pairs")):
+                    torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-5)
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer": "longhron"}, "unknown mixer 'longhron': did you mean 'longhorn'"),
+        ({"mixer_options": {"heads": 2}}, "mixer 'longhorn' has no option heads"),
+        ({"mixer": "attention", "mixer_options": {"causal": True}}, "causal, which the direction decides"),
+        ({"direction": "spiral"}, "direction='spiral' is not one of forward, bidirectional, cross, alternating"),
+        ({"share_directions": "some"}, "share_directions='some' is not one of projections, all, none"),
+        ({"merge": "max"}, "merge='max' is not one of sum, mean"),
+        ({"class_token": "last"}, "class_token='last' is not one of middle, first, none"),
+        ({"class_token": "none"}, "global_pool='token' needs a class token; use global_pool='avg'"),
+        ({"class_token": "first", "direction": "forward"}, "the token never sees the image; use global_pool='avg'"),
+        ({"global_pool": "map"}, "global_pool='map' is not one of 'token', 'avg', ''"),
+        ({"norm": "batch"}, "norm='batch' is not one of rms, layer"),
+        ({"img_size": 4}, r"img_size=\(4, 4\) is smaller than one patch"),
+        ({"backend": "cuda"}, "cuda"),
+    ],
+)
+def test_bad_options_raise_one_clear_line(options, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        tiny(**options)(images())
+    assert "\n" not in str(raised.value)
+
+
+def test_the_backend_reaches_every_mixer():
+    model = tiny(backend="reference", mixer_options={"backend": "torch"})
+    backends = {module.backend for module in model.modules() if isinstance(module, mixers.Mixer)}
+    assert backends == {"reference"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(images()), tiny()(images()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_refused_pooling_leaves_the_model_as_it_was():
+    model = tiny()
+    with pytest.raises(ValueError, match="global_pool='max'"):
+        model.reset_classifier(3, "max")
+    assert model.global_pool == "token"
+    assert model.num_classes == 5

@@ -1,0 +1,340 @@
+"""What timm asks of its own models, asked of every registered longseq model and of every mixer, direction and token.
+
+The registered models keep their width and depth; only the images are smaller (64 px) where a check does not depend on
+the default size. Export runs on two of their blocks: an exporter's time grows with the depth, what it can do does not.
+"""
+
+import copy
+import fnmatch
+import itertools
+
+import pytest
+import timm
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_model_data_config
+from timm.models import FeatureInfo, get_notrace_functions, get_notrace_modules
+from timm.models._manipulate import group_parameters
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+
+from longseq import mixers
+from longseq.blocks.positions import TOKEN_PLACES
+from longseq.blocks.scan import DIRECTIONS
+
+MODELS = timm.list_models("longseq_*")
+COMBINATIONS = list(itertools.product(mixers.list_mixers(), DIRECTIONS, TOKEN_PLACES))
+EXPORTED = [(mixer, "bidirectional") for mixer in mixers.list_mixers()] + [("longhorn", "cross"), ("mamba", "forward")]
+
+
+def small(name, **options):
+    """A registered model for images of 64 px."""
+    torch.manual_seed(0)
+    return timm.create_model(name, **{"img_size": 64} | options)
+
+
+def tiny(mixer="longhorn", direction="bidirectional", class_token="middle", **options):
+    """A model of two narrow blocks over 4 x 3 patches."""
+    torch.manual_seed(0)
+    pool = "avg" if class_token == "none" or (class_token, direction) == ("first", "forward") else "token"
+    defaults = {"img_size": (32, 24), "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 5}
+    return timm.create_model(
+        "longseq_tiny_patch16_224",
+        mixer=mixer,
+        direction=direction,
+        class_token=class_token,
+        **defaults | {"global_pool": pool} | options,
+    )
+
+
+def images(model, batch=2):
+    torch.manual_seed(1)
+    return torch.randn(batch, model.in_chans, *model.patch_embed.img_size)
+
+
+def traced_graph(model):
+    options = {"leaf_modules": get_notrace_modules(), "autowrap_functions": get_notrace_functions()}
+    _, nodes = get_graph_node_names(model, tracer_kwargs=options)
+    return create_feature_extractor(
+        model, eval_return_nodes=nodes[-1:], train_return_nodes=nodes[-1:], tracer_kwargs=options
+    )
+
+
+def check_gradients(model):
+    logits = model.train()(images(model))
+    logits.square().mean().backward()
+    assert not logits.isnan().any()
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not missing
+    still = [name for name, p in model.named_parameters() if not p.grad.any()]
+    assert not still
+
+
+def check_intermediates(model):
+    x = images(model)
+    height, width = model.patch_embed.grid_size
+    depth = len(model.blocks)
+    with torch.no_grad():
+        features = model.forward_features(x)
+        output, taps = model.forward_intermediates(x)
+        assert torch.equal(output, features)
+        assert [tap.shape for tap in taps] == [(2, model.num_features, height, width)] * depth
+        normed = model.forward_intermediates(x, indices=1, norm=True, output_fmt="NLC", intermediates_only=True)
+        assert torch.equal(normed[0], features[:, model.num_prefix_tokens :])
+        pairs = model.forward_intermediates(x, [0], return_prefix_tokens=True, stop_early=True, intermediates_only=True)
+        if model.num_prefix_tokens:
+            pairs = [pair[0] for pair in pairs]
+        assert torch.equal(pairs[0], taps[0])
+
+
+def test_all_models_are_listed():
+    names = {f"longseq_{chassis}{size}_patch16_224" for chassis in ("", "vit_") for size in ("tiny", "small", "base")}
+    assert set(MODELS) == names
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_at_the_default_size_with_and_without_checkpointing(name):
+    model = timm.create_model(name).eval()
+    x = torch.randn(1, *model.default_cfg["input_size"])
+    with torch.no_grad():
+        logits = model(x)
+        assert logits.shape == (1, 1000)
+        assert logits.isfinite().all()
+        model.set_grad_checkpointing()
+        assert torch.equal(model(x), logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_gets_a_gradient(name):
+    check_gradients(small(name, num_classes=42))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_default_configuration(name):
+    model = timm.create_model(name, device="meta")
+    config = model.default_cfg
+    assert config is model.pretrained_cfg
+    assert config["architecture"] == name
+    assert config["input_size"] == (3, 224, 224)
+    assert config["fixed_input_size"]
+    assert config["pool_size"] is None
+    assert (config["mean"], config["std"]) == (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+    assert (config["interpolation"], config["crop_pct"]) == ("bicubic", 0.875)
+    assert not any(config.get(source) for source in ("url", "hf_hub_id", "file"))
+    assert name not in timm.list_models("longseq_*", pretrained=True)
+    parameters = dict(model.named_parameters())
+    assert parameters[config["classifier"] + ".weight"].shape == (1000, model.num_features)
+    assert parameters[config["first_conv"] + ".weight"].shape[1] == model.in_chans == 3
+    assert resolve_model_data_config(model)["input_size"] == (3, 224, 224)
+    assert model.get_submodule(model.feature_info[-1]["module"]) is model.blocks[-1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_made_on_the_device_and_in_the_type_asked_for(name):
+    model = timm.create_model(name, device="meta", dtype=torch.bfloat16)
+    assert {(t.device.type, t.dtype) for t in model.parameters()} == {("meta", torch.bfloat16)}
+    model.eval()
+    for classes in (0, 7):
+        model.reset_classifier(classes)
+    assert {(t.device.type, t.dtype) for t in model.parameters()} == {("meta", torch.bfloat16)}
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_weights_stay_frozen(name):
+    model = timm.create_model(name, device="meta").requires_grad_(False)
+    model.reset_classifier(0, "")
+    model.set_input_size(img_size=(448, 448))
+    assert model.pos_embed.shape[1] == 28 * 28
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads(name):
+    model = small(name, in_chans=1).eval()
+    x = images(model)
+    assert x.shape == (2, 1, 64, 64)
+    assert model.num_features == model.head_hidden_size == model.embed_dim
+    with torch.no_grad():
+        features = model.forward_features(x)
+        assert features.shape == (2, 17, model.num_features)
+        pooled = model.forward_head(features, pre_logits=True)
+        assert pooled.shape == (2, model.head_hidden_size)
+        assert torch.equal(model.get_classifier()(pooled), model(x))
+        model.reset_classifier(42)
+        assert model.num_classes == 42
+        assert model(x).shape == (2, 42)
+        model.reset_classifier(0)
+        assert torch.equal(model(x), pooled)
+        model.reset_classifier(0, "avg")
+        assert torch.equal(model(x), features[:, 1:].mean(1))
+        model.reset_classifier(0, "")
+        assert torch.equal(model(x), features)
+    assert isinstance(small(name, device="meta", num_classes=0).get_classifier(), torch.nn.Identity)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_output_follows_the_type_of_the_weights(name):
+    model = small(name).eval()
+    x = images(model)
+    with torch.no_grad():
+        model(x)
+        assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_groups(name):
+    model = timm.create_model(name, device="meta")
+    names = {name for name, _ in model.named_parameters()}
+    assert all(any(fnmatch.fnmatch(name, pattern) for name in names) for pattern in model.no_weight_decay())
+    assert {"pos_embed", "cls_token"} <= model.no_weight_decay()
+    layers = group_parameters(model, model.group_matcher(), reverse=True)
+    assert set(layers) == names
+    depth = len(model.blocks)
+    assert {layers["pos_embed"], layers["cls_token"], layers["patch_embed.proj.weight"]} == {0}
+    assert [layers[f"blocks.{i}.norm1.weight"] for i in range(depth)] == list(range(1, depth + 1))
+    assert layers["norm.weight"] == depth  # learns at the rate of the last block, as in timm
+    assert layers["head.weight"] == depth + 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unknown_options_raise(name):
+    with pytest.raises(TypeError, match="not_an_option"):
+        timm.create_model(name, device="meta", not_an_option=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_intermediates(name):
+    check_intermediates(small(name).eval())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_features_only(name):
+    model = small(name, features_only=True, out_indices=(-3, -1)).eval()
+    with torch.no_grad():
+        outputs = model(torch.randn(2, 3, 64, 64))
+    assert [tuple(output.shape) for output in outputs] == [(2, c, 4, 4) for c in model.feature_info.channels()]
+    assert model.feature_info.reduction() == [16, 16]
+    assert len(model.model.head.state_dict()) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_symbolic_trace_computes_the_same_bits(name):
+    model = small(name).eval()
+    x = images(model, batch=1)
+    with torch.no_grad():
+        (traced,) = traced_graph(model)(x).values()
+        assert torch.equal(traced, model(x))
+
+
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+def test_the_symbolic_trace_keeps_the_size_dynamic(direction):
+    model = tiny(direction=direction, dynamic_img_size=True).eval()
+    traced = traced_graph(model)
+    with torch.no_grad():
+        for x in (torch.randn(2, 3, 32, 24), torch.randn(1, 3, 40, 64)):
+            assert torch.equal(traced(x)["head"], model(x))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_parity(name):
+    model = small(name, depth=2).eval()
+    check_export(model)
+
+
+def check_export(model):
+    x = images(model)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
+        for batch in (x, torch.cat([x, x.flip(-1), x])):
+            torch.testing.assert_close(exported(batch), model(batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mixer", "direction", "place"), COMBINATIONS)
+def test_every_combination_keeps_the_contract(mixer, direction, place):
+    # Pooled over all tokens: a first token alone gives the last forward scan no past, so its decay rates no gradient.
+    check_gradients(tiny(mixer, direction, place, global_pool="avg"))
+    model = tiny(mixer, direction, place).eval()
+    check_intermediates(model)
+    x = images(model)
+    with torch.no_grad():
+        logits = model(x)
+        (traced,) = traced_graph(model)(x).values()
+        assert torch.equal(traced, logits)
+        assert torch.allclose(model(x[1:]), logits[1:], rtol=1e-4, atol=1e-5)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", ["all", "none"])
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+def test_every_way_of_sharing_gives_all_parameters_a_gradient(direction, share):
+    check_gradients(tiny("longhorn", direction, share_directions=share, merge="mean"))
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_checkpointing_gives_the_same_gradients(mixer):
+    gradients = []
+    for enable in (False, True):
+        model = tiny(mixer).train()
+        model.set_grad_checkpointing(enable)
+        model(images(model)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("mixer", "direction"), EXPORTED)
+def test_every_mixer_exports(mixer, direction):
+    check_export(tiny(mixer, direction, depth=1))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "direction"), [("attention", "forward"), ("deltanet", "bidirectional"), ("longhorn", "cross")]
+)
+def test_one_export_serves_any_batch_and_resolution(mixer, direction):
+    model = tiny(mixer, direction, depth=1, dynamic_img_size=True).eval()
+    sizes = ({0: torch.export.Dim("batch"), 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
+    with torch.no_grad():
+        exported = torch.export.export(model, (torch.randn(2, 3, 96, 72),), dynamic_shapes=sizes).module()
+        for shape in [(3, 3, 32, 24), (1, 3, 200, 160), (2, 3, 100, 90)]:
+            x = torch.randn(shape)
+            torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", TOKEN_PLACES)
+def test_pruned_models_keep_their_intermediates(place):
+    model = tiny(class_token=place, depth=4, drop_rate=0.5).eval()
+    x = images(model)
+    with torch.no_grad():
+        logits = model(x)
+        taps = model.forward_intermediates(x, intermediates_only=True)
+        kept = copy.deepcopy(model)
+        kept.prune_intermediate_layers([3], prune_head=False)
+        assert torch.equal(kept(x), logits)
+    for index in range(4):
+        pruned = copy.deepcopy(model)
+        assert pruned.prune_intermediate_layers([index], prune_norm=True) == [index]
+        selected = pruned.forward_intermediates(x, [index], intermediates_only=True)
+        assert torch.equal(selected[0], taps[index])
+        sum(tap.sum() for tap in selected).backward()
+        assert [name for name, p in pruned.named_parameters() if p.grad is None] == []
+        assert len(pruned.blocks) == index + 1
+
+
+def test_intermediates_as_a_dictionary():
+    model = tiny().eval()
+    x = images(model)
+    with torch.no_grad():
+        result = model.forward_intermediates(x, return_prefix_tokens=True, output_dict=True)
+        assert set(result) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
+        assert torch.equal(result["image_features"], model.forward_features(x))
+        assert [token.shape for token in result["image_intermediates_prefix"]] == [(2, 1, 16)] * 2
+        assert set(model.forward_intermediates(x, intermediates_only=True, output_dict=True)) == {"image_intermediates"}
+    with pytest.raises(ValueError, match="output_fmt='NHWC' is not one of NCHW, NLC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+def test_feature_info_describes_the_blocks():
+    model = tiny(depth=3)
+    info = FeatureInfo(model.feature_info, len(model.feature_info))
+    assert info.channels() == [16] * 3
+    assert info.reduction() == [8] * 3
+    assert info.module_name() == ["blocks.0", "blocks.1", "blocks.2"]

@@ -1,0 +1,61 @@
+from functools import partial
+
+import pytest
+import torch
+from timm.layers import Mlp
+from torch import nn
+
+from longseq import mixers
+from longseq.blocks.residual import Block, ResidualNorm, at_least_float32
+from longseq.blocks.scan import Directions, scan_orders
+
+
+def directions(width=16, mixer="linear_attention"):
+    return Directions(partial(mixers.create, mixer, width), scan_orders("bidirectional"))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_residuals_are_at_least_float32(given, kept):
+    assert at_least_float32(torch.zeros(2, dtype=given)).dtype == kept
+
+
+def test_the_norm_reads_the_residual_and_answers_in_the_type_of_the_weights():
+    norm = ResidualNorm(16, eps=1e-5).to(torch.bfloat16)
+    x = torch.randn(3, 16) * 1e-3
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert norm(x).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x).float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_the_block_adds_its_branches_to_the_residual():
+    norm, mlp_norm = nn.LayerNorm(16), nn.LayerNorm(16)
+    mixer, mlp = directions(), Mlp(16, 32)
+    x = torch.randn(2, 5, 16)
+    between = x + mixer(norm(x))
+    assert torch.equal(Block(mixer, norm)(x), between)
+    assert torch.equal(Block(mixer, norm, mlp=mlp, mlp_norm=mlp_norm)(x), between + mlp(mlp_norm(between)))
+
+
+def test_a_residual_in_float32_passes_through_a_block_in_half_precision():
+    block = Block(directions(), ResidualNorm(16)).to(torch.bfloat16)
+    x = torch.randn(2, 5, 16)
+    assert block(x).dtype == torch.float32
+
+
+def test_drop_path_leaves_branches_out_in_training_only():
+    block = Block(directions(), nn.LayerNorm(16), drop_path=0.5)
+    x = torch.randn(64, 5, 16)
+    torch.manual_seed(0)
+    dropped = (block(x) == x).flatten(1).all(1)
+    assert 16 < dropped.sum() < 48
+    assert not (block.eval()(x) == x).flatten(1).all(1).any()
+
+
+def test_flops_count_mixer_and_mlp():
+    mixer = directions()
+    assert Block(mixer, nn.LayerNorm(16)).flops(7) == mixer.flops(7)
+    block = Block(mixer, nn.LayerNorm(16), mlp=Mlp(16, 32), mlp_norm=nn.LayerNorm(16))
+    assert block.flops(7) == mixer.flops(7) + 2 * 7 * 2 * 16 * 32

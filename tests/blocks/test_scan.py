@@ -1,0 +1,178 @@
+from functools import partial
+
+import pytest
+import torch
+
+from longseq import mixers
+from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
+from longseq.blocks.scan import DIRECTIONS, SHARING, Directions, reorder, restore, scan_orders
+from longseq.parameters import count_parameters
+
+ORDERS = scan_orders("cross")
+WIDTH = 16
+
+
+def build(mixer="longhorn", direction="bidirectional", layer=0, share="projections", merge="sum", seed=0):
+    torch.manual_seed(seed)
+    return Directions(
+        partial(mixers.create, mixer, WIDTH), scan_orders(direction, layer), share=share, merge=merge
+    ).double()
+
+
+def tokens(layout, batch=2):
+    torch.manual_seed(1)
+    count = layout.height * layout.width + (layout.token is not None)
+    return torch.randn(batch, count, WIDTH, dtype=torch.float64)
+
+
+def equal_scans(layer):
+    """Give every mixer of `layer` the weights of the first."""
+    state = layer.mixers[0].state_dict()
+    for mixer in layer.mixers[1:]:
+        mixer.load_state_dict({name: state[name] for name in mixer.state_dict()})
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("order", "place", "expected"),
+    [
+        ("rows", "none", [0, 1, 2, 3, 4, 5]),
+        ("rows_reversed", "none", [5, 4, 3, 2, 1, 0]),
+        ("columns", "none", [0, 3, 1, 4, 2, 5]),
+        ("columns_reversed", "none", [5, 2, 4, 1, 3, 0]),
+        ("columns", "middle", [0, 3, 1, -1, 4, 2, 5]),
+        ("columns_reversed", "middle", [5, 2, 4, -1, 1, 3, 0]),
+        ("columns", "first", [-1, 0, 3, 1, 4, 2, 5]),
+    ],
+)
+def test_an_order_reads_the_grid_as_named(order, place, expected):
+    layout = layout_of(2, 3, place)
+    patches = list(range(6))
+    if layout.token is not None:
+        patches.insert(layout.token, -1)
+    read = reorder(torch.tensor([patches]), order, layout)
+    assert read.tolist() == [expected]
+
+
+@pytest.mark.parametrize("place", TOKEN_PLACES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_restore_undoes_reorder(order, place):
+    layout = layout_of(3, 5, place)
+    x = tokens(layout)
+    assert torch.equal(restore(reorder(x, order, layout), order, layout), x)
+
+
+def test_directions_name_their_orders():
+    assert scan_orders("forward") == ("rows",)
+    assert scan_orders("bidirectional") == ("rows", "rows_reversed")
+    assert len(set(scan_orders("cross"))) == 4
+    assert [scan_orders("alternating", layer) for layer in range(3)] == [("rows",), ("rows_reversed",), ("rows",)]
+    with pytest.raises(ValueError, match=f"direction='up' is not one of {', '.join(DIRECTIONS)}"):
+        scan_orders("up")
+
+
+def test_separate_mixers_add_up():
+    layer = build(share="none")
+    x = tokens(Layout(3, 4, None))
+    ahead, back = layer.mixers[0](x)[0], layer.mixers[1](x.flip(1))[0].flip(1)
+    torch.testing.assert_close(layer(x), ahead + back, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(ahead, back)
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_shared_projections_equal_separate_mixers_with_tied_projections(mixer):
+    shared, separate = build(mixer), build(mixer, share="none")
+    first, second = separate.mixers
+    first.load_state_dict(shared.mixers[0].state_dict())
+    second.load_state_dict(first.state_dict() | shared.mixers[1].state_dict())
+    if getattr(second.out_proj, "bias", None) is not None:
+        torch.nn.init.zeros_(second.out_proj.bias)  # added once where the projection is shared
+    x = tokens(Layout(3, 4, None))
+    torch.testing.assert_close(shared(x), separate(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+def test_one_mixer_for_all_orders_equals_equal_scans(direction):
+    layout = layout_of(3, 4, "middle")
+    every, one = equal_scans(build(direction=direction)), build(direction=direction, share="all")
+    one.load_state_dict({name: value for name, value in every.state_dict().items() if name.startswith("mixers.0.")})
+    x = tokens(layout)
+    torch.testing.assert_close(one(x, layout), every(x, layout), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", SHARING)
+def test_mean_is_the_sum_over_the_count(share):
+    layout = layout_of(3, 4, "middle")
+    x = tokens(layout)
+    total, mean = (build(direction="cross", share=share, merge=merge)(x, layout) for merge in ("sum", "mean"))
+    torch.testing.assert_close(total / 4, mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", ["projections", "all", "none"])
+@pytest.mark.parametrize("place", TOKEN_PLACES)
+def test_cross_treats_rows_and_columns_alike(place, share):
+    layer = equal_scans(build(direction="cross", share=share))
+    layout, turned = layout_of(3, 5, place), layout_of(5, 3, place)
+    x = tokens(layout)
+    across = reorder(x, "columns", layout)  # the sequence of the transposed image
+    torch.testing.assert_close(layer(across, turned), reorder(layer(x, layout), "columns", layout))
+
+
+@pytest.mark.parametrize("place", TOKEN_PLACES)
+def test_bidirectional_treats_start_and_end_alike(place):
+    layer = equal_scans(build())
+    x = tokens(layout_of(3, 5, place))
+    torch.testing.assert_close(layer(x.flip(1)), layer(x).flip(1))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("direction", "layer"), [("bidirectional", 0), ("alternating", 1)])
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_a_flipped_padded_sequence_equals_the_flipped_unpadded_one(mixer, direction, layer, side):
+    lengths, longest = (9, 5, 1), 9
+    mixing = build(mixer, direction, layer)
+    sequences = [tokens(Layout(1, length, None), batch=1) for length in lengths]
+    padded = torch.full((len(lengths), longest, WIDTH), 7.0, dtype=torch.float64)
+    mask = torch.zeros(len(lengths), longest, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        real = slice(0, sequence.shape[1]) if side == "right" else slice(longest - sequence.shape[1], None)
+        padded[row, real], mask[row, real] = sequence[0], True
+    mixed = mixing(padded, mask=mask)
+    for row, sequence in enumerate(sequences):
+        torch.testing.assert_close(mixed[row, mask[row]], mixing(sequence)[0], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize(("direction", "orders"), [("forward", 1), ("bidirectional", 2), ("cross", 4)])
+def test_sharing_decides_the_parameter_count(mixer, direction, orders):
+    one = mixers.create(mixer, WIDTH)
+    projections = count_parameters(one.in_proj) + count_parameters(one.out_proj)
+    scan = count_parameters(one) - projections
+    counts = {share: count_parameters(build(mixer, direction, share=share)) for share in SHARING}
+    assert counts == {
+        "projections": projections + orders * scan,
+        "all": projections + scan,
+        "none": orders * (projections + scan),
+    }
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_sharing_decides_the_flops(mixer):
+    one = mixers.create(mixer, WIDTH)
+    scan = one.scan_flops(12)
+    projections = one.flops(12) - scan
+    counts = {share: build(mixer, "cross", share=share).flops(12) for share in SHARING}
+    assert counts == {
+        "projections": projections + 4 * scan,
+        "all": projections + 4 * scan,
+        "none": 4 * (projections + scan),
+    }
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match=r"share_directions='both' is not one of projections, all, none"):
+        build(share="both")
+    with pytest.raises(ValueError, match=r"merge='max' is not one of sum, mean"):
+        build(merge="max")
+    with pytest.raises(ValueError, match="needs the patch grid"):
+        build(direction="cross")(tokens(Layout(3, 4, None)))
