@@ -1,7 +1,7 @@
 """Operators of the recurrent mixers. Needs torch only; imports nothing above itself.
 
 Every operation takes `backend`: "auto" runs the first backend without a reason against it, a name runs that backend or
-raises ValueError with the reasons. `explain(op, device=...)` prints what auto would judge by.
+raises ValueError with the reasons. `explain(op, device=...)` returns the reasons that auto would judge by.
 """
 
 from longseq.kernels.delta_rule import delta_rule, delta_rule_step

@@ -201,14 +201,15 @@ def _selective_scan(draw: Draw, variant: str) -> Inputs:
     return Inputs("selective_scan", sequences, draw.normal(draw.rows, channels, width), parameters={"A": rate})
 
 
-@_maker("short_convolution", "plain", "silu", "one_tap")
+@_maker("short_convolution", "plain", "silu", "one_tap", "no_bias")
 def _short_convolution(draw: Draw, variant: str) -> Inputs:
     channels, width = 5, 1 if variant == "one_tap" else 4
+    bias = {} if variant == "no_bias" else {"bias": draw.normal(channels)}
     return Inputs(
         "short_convolution",
         {"x": draw.normal(draw.batch, draw.tokens, channels)},
         draw.normal(draw.rows, channels, width - 1),
-        parameters={"weight": draw.normal(channels, width), "bias": draw.normal(channels)},
+        parameters={"weight": draw.normal(channels, width)} | bias,
         options={"activation": "silu" if variant == "silu" else None},
     )
 

@@ -36,11 +36,6 @@ def state_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from state_tensors(part, f"{prefix}.{field}" if prefix else str(field))
 
 
-def detach_state(state: State) -> State:
-    """Cut the gradient at a state that is carried from one training window to the next."""
-    return map_state(Tensor.detach, state)
-
-
 def select_state(state: State, index: Tensor) -> State:
     """Pick or reorder sequences: `index [N]` counts along the batch dimension of every tensor."""
     return map_state(lambda tensor: tensor.index_select(0, index), state)

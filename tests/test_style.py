@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("conf", "kernels", "longseq", "tasks", "tests", "tools")
+FOLDERS = ("benchmarks", "conf", "kernels", "longseq", "tasks", "tests", "tools")
 
 
 def run_tool(name: str, *arguments: str | Path, cwd: Path = ROOT) -> None:

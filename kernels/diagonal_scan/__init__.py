@@ -87,7 +87,8 @@ def longhorn_scan(
     float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes) changes speed
     and memory but not the result. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
+    checked by the torch and reference backends; the triton backend does not wait to read them.
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -141,7 +142,8 @@ def selective_scan(
     segment. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None:
     chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
+    checked by the torch and reference backends; the triton backend does not wait to read them.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.

@@ -6,7 +6,9 @@ A program walks one sequence for BLOCK_D channels, with their states [BLOCK_D, B
 the state before every CHECKPOINT-th token. Backward it takes the blocks between them from the last to the first: it
 computes a block's states again from the checkpoint, keeps them in registers, and runs the adjoint recurrence through
 them, so that no [B, T, D, N] tensor exists at any time. Sums over all channels (the gradients of keys and queries) are
-written once a program and added by torch, in a fixed order: the result is the same in every run.
+written once a program and added by torch, in a fixed order: the result is the same in every run. The checkpoints take
+4 B T D N / CHECKPOINT bytes until the backward pass (157 MB at (128, 197, 384, 16)); gradient checkpointing of the
+blocks frees them.
 
 Tokens past the end of a sequence have rate 0, which leaves the state as it is in both recurrences.
 """
@@ -21,15 +23,18 @@ BLOCK_D = 16
 CHECKPOINT = 4
 FORWARD_UNROLL = 4
 NUM_WARPS = 1
+assert CHECKPOINT % FORWARD_UNROLL == 0, "a checkpoint is stored between two unrolled blocks"
 
 
 @triton.jit
 def _sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHECKPOINT: tl.constexpr):
     """The batch row, first token, length and first checkpoint of sequence n."""
     if PACKED:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        length = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        return n * 0, start, length, start // CHECKPOINT + n
+        # Reading the borders on the host to check them would wait for the device; held inside the tokens they can at
+        # least touch no foreign memory.
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
+        return n * 0, start, (end - start).to(tl.int32), start // CHECKPOINT + n
     return n, n * 0, T, n * tl.cdiv(T, CHECKPOINT)
 
 
@@ -212,19 +217,21 @@ def diagonal_scan(
     x, rate [B, T, D]; key, query [B, T, N]; A [D, N]; states [B or segments, D, N]. Returns o [B, T, D] in x's dtype,
     the final state, and the checkpoints that the backward pass needs (empty unless `save`).
     """
-    x, rate, key, query = (_rows(tensor) for tensor in (x, rate, key, query))
+    x, rate, key, query = (_channels_adjacent(tensor) for tensor in (x, rate, key, query))
     length, channels, entries = x.shape[1], x.shape[2], key.shape[2]
     output, final, checkpoints = _allocate(x, key, cu_seqlens, save)
     A = None if A is None else A.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     if final.numel():
-        _forward[(final.shape[0] * triton.cdiv(channels, BLOCK_D),)](
-            x, rate, key, query, _squared_norm(key, A), A, initial_state, cu_seqlens, output, final, checkpoints,
-            length, channels, entries, *_strides(x, rate, key, query),
-            HAS_INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, LONGHORN=A is None, SAVE=save,
-            BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(entries), CHECKPOINT=CHECKPOINT, UNROLL=FORWARD_UNROLL,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            _forward[(final.shape[0] * triton.cdiv(channels, BLOCK_D),)](
+                x, rate, key, query, _squared_norm(key, A), A, initial_state, cu_seqlens, output, final, checkpoints,
+                length, channels, entries, *_strides(x, rate, key, query),
+                HAS_INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, LONGHORN=A is None, SAVE=save,
+                BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(entries), CHECKPOINT=CHECKPOINT, UNROLL=FORWARD_UNROLL,
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
     return output, final, checkpoints
 
 
@@ -246,27 +253,29 @@ def diagonal_scan_backward(
     d_final: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
-    x, rate, key, query = (_rows(tensor) for tensor in (x, rate, key, query))
+    x, rate, key, query = (_channels_adjacent(tensor) for tensor in (x, rate, key, query))
     batch, length, channels = x.shape
     entries = key.shape[2]
     blocks = triton.cdiv(channels, BLOCK_D)
     d_output = d_output.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
     A = None if A is None else A.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     d_x, d_rate = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(rate.shape, dtype=rate.dtype)
     d_key, d_query = x.new_empty((2, blocks, batch, length, entries), dtype=torch.float32)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     d_initial = x.new_empty((sequences, channels, entries), dtype=torch.float32)
     d_A = x.new_empty((0 if A is None else sequences, channels, entries), dtype=torch.float32)
     if d_initial.numel():
-        _backward[(sequences * blocks,)](
-            x, rate, key, query, _squared_norm(key, A), A, cu_seqlens, checkpoints, d_output, d_final,
-            d_x, d_rate, d_key, d_query, d_A, d_initial,
-            length, channels, entries, batch * length, *_strides(x, rate, key, query),
-            HAS_FINAL=d_final is not None, PACKED=cu_seqlens is not None, LONGHORN=A is None,
-            BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(entries), CHECKPOINT=CHECKPOINT,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _backward[(sequences * blocks,)](
+                x, rate, key, query, _squared_norm(key, A), A, cu_seqlens, checkpoints, d_output, d_final,
+                d_x, d_rate, d_key, d_query, d_A, d_initial,
+                length, channels, entries, batch * length, *_strides(x, rate, key, query),
+                HAS_FINAL=d_final is not None, PACKED=cu_seqlens is not None, LONGHORN=A is None,
+                BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(entries), CHECKPOINT=CHECKPOINT,
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
     d_key, d_query = d_key.sum(0).to(key.dtype), d_query.sum(0).to(query.dtype)
     return d_x, d_rate, d_key, d_query, d_A.sum(0) if A is not None else d_A, d_initial
 
@@ -275,7 +284,7 @@ def diagonal_scan_backward(
 def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final):
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = x.new_empty((sequences, x.shape[2], key.shape[2]), dtype=torch.float32)
-    d_A = x.new_empty((0, 0, 0), dtype=torch.float32) if A is None else torch.empty_like(A, dtype=torch.float32)
+    d_A = x.new_empty((0, *state.shape[1:]) if A is None else A.shape, dtype=torch.float32)
     return (*(tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query)), d_A, state)
 
 
@@ -333,7 +342,7 @@ def _squared_norm(key: Tensor, A: Tensor | None) -> Tensor | None:
     return torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).square() if A is None else None
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _channels_adjacent(tensor: Tensor) -> Tensor:
     """The tensor with adjacent channels; batch and time may have any stride."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
@@ -355,6 +364,7 @@ def longhorn_scan_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan` as one kernel. `chunk_size` has no meaning here: the state never leaves the chip."""
     save = _needs_gradient(x, q, k, beta, initial_state)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)
     o, final, _ = diagonal_scan(x, beta, k, q, None, initial_state, cu_seqlens, save)
     return o, final if output_final_state else None
 
@@ -373,6 +383,7 @@ def selective_scan_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` as one kernel. `chunk_size` has no meaning here: the state never leaves the chip."""
     save = _needs_gradient(x, delta, A, B, C, initial_state)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)
     o, final, _ = diagonal_scan(x, delta, B, C, A, initial_state, cu_seqlens, save)
     return o, final if output_final_state else None
 

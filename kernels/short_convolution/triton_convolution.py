@@ -29,12 +29,12 @@ def _convolve(x, weight, bias, row, t, d, x_row, x_token, T, D, WIDTH: tl.conste
         z += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     for j in tl.static_range(WIDTH):
         tap = tl.load(weight + d * WIDTH + (WIDTH - 1 - j), mask=d < D, other=0.0).to(tl.float32)
-        z += tap[None, :] * _rows(x, row, t - j, d, x_row, x_token, T, D)
+        z += tap[None, :] * _tokens(x, row, t - j, d, x_row, x_token, T, D)
     return z
 
 
 @triton.jit
-def _rows(x, row, t, d, x_row, x_token, T, D):
+def _tokens(x, row, t, d, x_row, x_token, T, D):
     """x at the tokens t and the channels d of one row, zero outside the sequence."""
     inside = ((t >= 0) & (t < T))[:, None] & (d < D)[None, :]
     return tl.load(x + row * x_row + t[:, None] * x_token + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -72,7 +72,7 @@ def _backward(
     row, t, d, tile = _place(T, D, BLOCK_T, BLOCK_D)
     dx_t = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for j in tl.static_range(WIDTH):
-        dz = _rows(dy, row, t + j, d, dy_row, dy_token, T, D)
+        dz = _tokens(dy, row, t + j, d, dy_row, dy_token, T, D)
         if SILU:
             z = _convolve(x, weight, bias, row, t + j, d, x_row, x_token, T, D, WIDTH, HAS_BIAS)
             gate = tl.sigmoid(z)
@@ -83,7 +83,7 @@ def _backward(
             if HAS_BIAS:
                 tl.store(dbias + tile * D + d, tl.sum(dz, 0), mask=d < D)
             for i in tl.static_range(WIDTH):
-                dtap = tl.sum(dz * _rows(x, row, t - i, d, x_row, x_token, T, D), 0)
+                dtap = tl.sum(dz * _tokens(x, row, t - i, d, x_row, x_token, T, D), 0)
                 tl.store(dweight + (tile * D + d) * WIDTH + (WIDTH - 1 - i), dtap, mask=d < D)
     tl.store(dx + (row * T + t[:, None]) * D + d[None, :], dx_t, mask=(t < T)[:, None] & (d < D)[None, :])
 
@@ -91,14 +91,15 @@ def _backward(
 @torch.library.custom_op("longseq::causal_convolution", mutates_args=())
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last) and bias [D]; y is in x's dtype."""
-    x, weight = _channels_adjacent(x), weight.contiguous()
+    x, weight, bias = _channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
     y = x.new_empty(x.shape)
     if y.numel():
-        _forward[(_tiles(x) * triton.cdiv(x.shape[2], BLOCK_D),)](
-            x, weight, bias, y, x.shape[1], x.shape[2], x.stride(0), x.stride(1),
-            WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            _forward[(_tiles(x) * triton.cdiv(x.shape[2], BLOCK_D),)](
+                x, weight, bias, y, x.shape[1], x.shape[2], x.stride(0), x.stride(1),
+                WIDTH=weight.shape[1], HAS_BIAS=bias is not None, SILU=silu, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D,
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
     return y
 
 
@@ -113,18 +114,20 @@ def causal_convolution_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias (empty without bias)."""
     x, dy, weight = _channels_adjacent(x), _channels_adjacent(dy), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     channels, width = weight.shape
     tiles = _tiles(x)
     dx = x.new_empty(x.shape)
     dweight = x.new_empty((tiles, channels, width), dtype=torch.float32)
     dbias = x.new_empty((0 if bias is None else tiles, channels), dtype=torch.float32)
     if dx.numel():
-        _backward[(tiles * triton.cdiv(channels, BLOCK_D),)](
-            x, weight, bias, dy, dx, dweight, dbias,
-            x.shape[1], channels, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1),
-            WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _backward[(tiles * triton.cdiv(channels, BLOCK_D),)](
+                x, weight, bias, dy, dx, dweight, dbias,
+                x.shape[1], channels, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1),
+                WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D,
+                num_warps=NUM_WARPS,
+            )  # fmt: skip
     return dx, dweight.sum(0).to(weight.dtype), dbias if bias is None else dbias.sum(0).to(bias.dtype)
 
 

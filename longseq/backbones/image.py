@@ -24,9 +24,11 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
 from longseq.blocks.positions import Layout, insert_token, layout_of, resize_positions, split_token
-from longseq.blocks.residual import Block, ResidualNorm, at_least_float32
+from longseq.blocks.precision import at_least_float32
+from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
@@ -360,6 +362,8 @@ def make_directions(
     if "causal" in options:
         raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
     if backend != "auto":
+        if options.get("backend", backend) != backend:
+            raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={options['backend']!r}; give one")
         options["backend"] = backend
     if get_mixer(mixer).supports_noncausal:
         options["causal"] = len(orders) == 1
@@ -370,9 +374,9 @@ def make_directions(
 
 def _make_norm(kind: str, width: int) -> nn.Module:
     if kind == "rms":
-        return ResidualNorm(width, eps=1e-5)
+        return ResidualRMSNorm(width, eps=1e-5)
     if kind == "layer":
-        return nn.LayerNorm(width, eps=1e-6)
+        return ResidualLayerNorm(width, eps=1e-6)
     raise ValueError(f"norm={kind!r} is not one of rms, layer")
 
 
@@ -393,7 +397,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     state_dict = state_dict.get("model", state_dict)
     state_dict = dict(state_dict.get("state_dict", state_dict))
     table = state_dict.get("pos_embed")
-    if any(".attn.qkv." in name for name in state_dict) and table is not None:
+    if "reg_token" in state_dict:
+        raise ValueError("the checkpoint has register tokens (reg_token), for which this model has no place")
+    from_timm = any(".attn.qkv." in name for name in state_dict) and table is not None and "cls_token" in state_dict
+    if from_timm and math.isqrt(table.shape[1] - 1) ** 2 == table.shape[1] - 1:  # the first position is the token's
         state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
         table = table[:, 1:]
     if table is not None:

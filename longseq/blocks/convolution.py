@@ -17,14 +17,22 @@ class ShortConvolution(nn.Module):
     The state holds the last `width - 1` inputs, oldest first: `[B, channels, width - 1]`.
     """
 
-    def __init__(self, channels: int, width: int = 4, *, activation: str | None = "silu", bias: bool = False) -> None:
+    def __init__(
+        self,
+        channels: int,
+        width: int = 4,
+        *,
+        activation: str | None = "silu",
+        bias: bool = False,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
         if width < 1:
             raise ValueError(f"convolution width {width}: at least 1 (the token itself)")
         self.channels = channels
         self.width = width
         self.activation = activation
-        self.backend = "auto"
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.positions import Layout
 from longseq.blocks.scan import Directions
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Widen half-precision tensors to float32, the type in which a residual is kept."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class ResidualNorm(nn.RMSNorm):
-    """RMS norm that reads a residual in float32 and answers in the type of its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        return functional.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps).to(weight.dtype)
 
 
 class Block(nn.Module):

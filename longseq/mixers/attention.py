@@ -63,6 +63,7 @@ class Attention(Mixer):
         self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, AttentionState | None]:
         q, k, v = self._heads(projected)  # [B, H, T, K]
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
         if not self.causal:
             if state is not None:
                 raise ValueError("non-causal attention has no state to continue from; build it with causal=True")

@@ -118,8 +118,3 @@ class Mixer(nn.Module):
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """Dtype of a recurrent memory for inputs of `dtype`: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def accumulation(x: Tensor) -> Tensor:
-    """Widen half precision to float32, where a gate or a normaliser would lose its small differences."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
-from longseq.mixers.base import Mixer, accumulation, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
 
@@ -75,7 +76,9 @@ class DeltaNet(Mixer):
         self.negative_eigenvalues = negative_eigenvalues
         self.in_proj = nn.Linear(d_model, 3 * d_model + self.num_heads, bias=False)
         self.convolution = (
-            ShortConvolution(3 * d_model, convolution_width, activation=None) if convolution_width > 0 else None
+            ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
+            if convolution_width > 0
+            else None
         )
         self.norm = RMSNorm(self.head_dim, eps=norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
@@ -109,20 +112,21 @@ class DeltaNet(Mixer):
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:
+        dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)
-        return DeltaNetState(convolution, torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+        return DeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         mixed, beta = projected.split([3 * self.d_model, self.num_heads], dim=-1)
-        beta = accumulation(beta).sigmoid()
+        beta = at_least_float32(beta).sigmoid()
         return mixed, 2 * beta if self.negative_eigenvalues else beta
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
         feature_map, order = FEATURE_MAPS[self.feature_map], KEY_NORMS[self.key_norm]
-        q = functional.normalize(feature_map(accumulation(q)), p=order, dim=-1)
-        k = functional.normalize(feature_map(accumulation(k)), p=order, dim=-1)
+        q = functional.normalize(feature_map(at_least_float32(q)), p=order, dim=-1)
+        k = functional.normalize(feature_map(at_least_float32(k)), p=order, dim=-1)
         return q, k, functional.silu(v)
 
     def scan_flops(self, tokens: int) -> int:

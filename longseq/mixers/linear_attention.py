@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
-from longseq.mixers.base import Mixer, accumulation, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
 
@@ -81,10 +82,10 @@ class LinearAttention(Mixer):
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        q, k = (functional.elu(accumulation(x)) + 1 for x in (q, k))
+        q, k = (functional.elu(at_least_float32(x)) + 1 for x in (q, k))
         if self.normalizer:
             # A value channel of ones sums the keys: numerator and denominator in one pass over one state.
-            v = functional.pad(accumulation(v), (0, 1), value=1.0)
+            v = functional.pad(at_least_float32(v), (0, 1), value=1.0)
         return q, k, v
 
     def _normalise(self, o: Tensor) -> Tensor:

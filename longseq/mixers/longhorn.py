@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longseq.blocks.precision import at_least_float32
 from longseq.kernels import longhorn_scan, longhorn_scan_step
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -48,7 +49,7 @@ class Longhorn(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        beta = rate.sigmoid()
+        beta = at_least_float32(rate).sigmoid()
         if mask is not None:
             beta = beta * mask.unsqueeze(-1)
         y, final = longhorn_scan(
@@ -65,4 +66,4 @@ class Longhorn(SelectiveMixer):
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return longhorn_scan_step(x, query, key, rate.sigmoid(), memory)
+        return longhorn_scan_step(x, query, key, at_least_float32(rate).sigmoid(), memory)

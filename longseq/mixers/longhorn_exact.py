@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
-from longseq.mixers.base import accumulation
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -26,6 +26,7 @@ class LonghornExact(SelectiveMixer):
 
     paper = "Longhorn (arXiv:2407.14207), equation 6"
     operations = ("short_convolution", "delta_rule")
+    flops_per_entry = 6  # reading at the key, writing there and reading at the query
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class LonghornExact(SelectiveMixer):
 
     def _strength(self, key: Tensor, rate: Tensor) -> Tensor:
         """ε of equation 6: one write strength a head, `[..., H]`."""
-        key = accumulation(key)
-        beta = accumulation(rate).sigmoid()
+        key = at_least_float32(key)
+        beta = at_least_float32(rate).sigmoid()
         return beta / (1 + beta * key.square().sum(-1, keepdim=True))
 
     def _to_heads(self, key: Tensor) -> Tensor:

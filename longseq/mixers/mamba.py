@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
-from longseq.mixers.base import accumulation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
 
@@ -29,7 +29,7 @@ class Mamba(SelectiveMixer):
 
     paper = "Mamba (arXiv:2312.00752), algorithm 2"
     operations = ("short_convolution", "selective_scan")
-    undecayed = ("D", "A_log", "rate_bias")
+    undecayed = ("A_log", "rate_bias")
 
     def __init__(
         self,
@@ -96,4 +96,4 @@ class Mamba(SelectiveMixer):
         return selective_scan_step(x, self._step_size(rate), -self.A_log.exp(), key, query, memory)
 
     def _step_size(self, rate: Tensor) -> Tensor:
-        return functional.softplus(accumulation(rate) + self.rate_bias)
+        return functional.softplus(at_least_float32(rate) + self.rate_bias)

@@ -32,6 +32,8 @@ class SelectiveMixer(Mixer):
     """
 
     undecayed: ClassVar[tuple[str, ...]] = ("D",)
+    # Of the state, for one token: the decay and the input take two each, the update and the readout two each.
+    flops_per_entry: ClassVar[int] = 8
 
     def __init__(
         self,
@@ -46,11 +48,15 @@ class SelectiveMixer(Mixer):
         backend: str,
     ) -> None:
         super().__init__(d_model, backend=backend)
+        sizes = {"expand": expand, "state_size": state_size, "rate_rank": 1 if rate_rank is None else rate_rank}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
         self.inner = expand * d_model
         self.state_size = state_size
         self.rate_rank = math.ceil(d_model / 16) if rate_rank is None else rate_rank
         self.in_proj = nn.Linear(d_model, 2 * self.inner, bias=False)
-        self.convolution = ShortConvolution(self.inner, convolution_width, bias=True)
+        self.convolution = ShortConvolution(self.inner, convolution_width, bias=True, backend=backend)
         self.x_proj = nn.Linear(self.inner, self.rate_rank + 2 * state_size, bias=False)
         self.rate_proj = nn.Linear(self.rate_rank, self.inner if rates is None else rates, bias=rate_bias)
         self.D = nn.Parameter(torch.ones(self.inner))
@@ -89,7 +95,7 @@ class SelectiveMixer(Mixer):
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SelectiveState:
         memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
-        return SelectiveState(self.convolution.initial_state(batch, device, dtype), memory)
+        return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 
     def _selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rank, key, query = self.x_proj(x).split([self.rate_rank, self.state_size, self.state_size], dim=-1)
@@ -100,7 +106,6 @@ class SelectiveMixer(Mixer):
 
     def scan_flops(self, tokens: int) -> int:
         projections = sum(p.in_features * p.out_features for p in (self.x_proj, self.rate_proj))
-        # Per channel and key entry: the decay and the input take two each, the update and the readout two each.
-        recurrence = 8 * self.inner * self.state_size
+        recurrence = self.flops_per_entry * self.inner * self.state_size
         skip_and_gate = 4 * self.inner
         return tokens * (2 * projections + recurrence + skip_and_gate) + self.convolution.flops(tokens)

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
+from longseq.blocks.convolution import ShortConvolution
 from longseq.parameters import count_parameters
 
 
@@ -314,9 +315,11 @@ def test_bad_options_raise_one_clear_line(options, message):
 
 
 def test_the_backend_reaches_every_mixer():
-    model = tiny(backend="reference", mixer_options={"backend": "torch"})
-    backends = {module.backend for module in model.modules() if isinstance(module, mixers.Mixer)}
+    model = tiny(backend="reference")
+    backends = {module.backend for module in model.modules() if isinstance(module, (mixers.Mixer, ShortConvolution))}
     assert backends == {"reference"}
+    with pytest.raises(ValueError, match="contradicts mixer_options' backend='torch'"):
+        tiny(backend="reference", mixer_options={"backend": "torch"})
     with torch.no_grad():
         torch.testing.assert_close(model(images()), tiny()(images()), rtol=1e-4, atol=1e-5)
 

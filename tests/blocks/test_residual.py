@@ -6,7 +6,9 @@ from timm.layers import Mlp
 from torch import nn
 
 from longseq import mixers
-from longseq.blocks.residual import Block, ResidualNorm, at_least_float32
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
 
 
@@ -22,10 +24,12 @@ def test_residuals_are_at_least_float32(given, kept):
     assert at_least_float32(torch.zeros(2, dtype=given)).dtype == kept
 
 
-def test_the_norm_reads_the_residual_and_answers_in_the_type_of_the_weights():
-    norm = ResidualNorm(16, eps=1e-5).to(torch.bfloat16)
+@pytest.mark.parametrize("kind", [ResidualRMSNorm, ResidualLayerNorm])
+def test_the_norm_reads_the_residual_and_answers_in_the_type_of_the_weights(kind):
+    norm = kind(16, eps=1e-5).to(torch.bfloat16)
     x = torch.randn(3, 16) * 1e-3
-    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    centred = x - x.mean(-1, keepdim=True) if kind is ResidualLayerNorm else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert norm(x).dtype == torch.bfloat16
     torch.testing.assert_close(norm(x).float(), expected, rtol=1e-2, atol=1e-2)
 
@@ -40,7 +44,7 @@ def test_the_block_adds_its_branches_to_the_residual():
 
 
 def test_a_residual_in_float32_passes_through_a_block_in_half_precision():
-    block = Block(directions(), ResidualNorm(16)).to(torch.bfloat16)
+    block = Block(directions(), ResidualRMSNorm(16)).to(torch.bfloat16)
     x = torch.randn(2, 5, 16)
     assert block(x).dtype == torch.float32
 

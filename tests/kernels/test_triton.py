@@ -51,6 +51,19 @@ def test_packed_segments_are_separate(interpreted, op):
 
 
 @pytest.mark.parametrize("op", TRITON_OPS)
+def test_a_loss_on_the_output_alone(interpreted, op):
+    def output_gradients(backend, dtype):
+        inputs = make_inputs(op, list_variants(op)[0], tokens=6, dtype=dtype).map(lambda x: x.requires_grad_())
+        o, _ = inputs.run(backend=backend)
+        return torch.autograd.grad(o.square().sum(), list(inputs.tensors.values()), materialize_grads=True)
+
+    for ours, exact in zip(
+        output_gradients("triton", torch.float32), output_gradients("reference", torch.float64), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", TRITON_OPS)
 def test_strided_inputs_need_no_copy(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=7, dtype=torch.float32)
     strided = inputs.map(lambda x: torch.stack((x, x), dim=-2).unbind(-2)[1] if x.ndim == 3 else x)
@@ -166,6 +179,11 @@ def test_compiled_graph_holds_the_kernel(op):
 
     compiled = torch.compile(call, fullgraph=True)
     torch.testing.assert_close(compiled(**arguments), call(**arguments))
+    expected, actual = (
+        gpu_gradients(function, arguments, "triton"),
+        gpu_gradients(torch.compile(function), arguments, "triton"),
+    )
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.gpu

@@ -60,6 +60,15 @@ def test_shapes_and_state_type(name: str) -> None:
             assert before.shape == after.shape, f"{label}: the state must not grow with the sequence"
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "attention"])
+def test_state_is_float32_in_half_precision(name: str) -> None:
+    mixer = make(name).bfloat16()
+    x = make_tokens(1).bfloat16()
+    _, state = mixer(x)
+    for given in (state, mixer.initial_state(1, dtype=torch.bfloat16), mixer.step(x[:, 0], state)[1]):
+        assert {tensor.dtype for _, tensor in state_tensors(given)} == {torch.float32}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_none_is_the_initial_state(name: str) -> None:
     mixer = make(name)
@@ -257,6 +266,27 @@ def test_deltanet_ablations_keep_the_contract(option: dict[str, Any]) -> None:
         y, state = mixer.step(token, state)
         parts.append(y)
     assert_same(torch.stack(parts, dim=1), expected)
+
+
+def test_sizes_that_make_no_layer_are_refused() -> None:
+    for option in ({"expand": 1.5}, {"state_size": 0}, {"rate_rank": 0}):
+        with pytest.raises(ValueError, match="must be a whole number of at least 1"):
+            mixers.create("longhorn", 32, **option)
+
+
+def test_compiled_training_in_autocast_equals_eager() -> None:
+    """Compiled code is traced before autocast is set for the backward pass, which must not reach the recurrences."""
+    for name in NAMES:
+        torch._dynamo.reset()
+        mixer, x = make(name).float(), make_tokens(2).float()
+        gradients = []
+        for call in (mixer, torch.compile(mixer, backend="aot_eager", fullgraph=True)):
+            mixer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                y, _ = call(x)
+            y.float().square().mean().backward()
+            gradients.append(mixer.in_proj.weight.grad.clone())
+        assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm(), name
 
 
 def test_mamba_step_sizes_start_in_their_range() -> None:
