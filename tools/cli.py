@@ -78,6 +78,8 @@ def main() -> int:
 
 def _run_verb(name: str, overrides: list[str]) -> None:
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
@@ -90,8 +92,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         except Exception as error:
             if not _is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
                 raise
+            _fail(_one_line(error))
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # one bad trial does not end a sweep: Hydra goes on and fails at the end
             # Leaving here and not through Hydra keeps Hydra's own lines about a failed job out of the message.
-            raise SystemExit(_fail(_one_line(error))) from None
+            raise SystemExit(2) from None
 
     # Hydra prints several lines about an error and exits by itself unless this is set.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -117,7 +122,8 @@ def _one_line(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"no such file or folder: {error.filename}"
-    return " ".join(str(error).split())
+    # Hydra ends its message about a choice that does not exist with its search path, which is ours and not the user's.
+    return " ".join(str(error).split("Config search path")[0].split())
 
 
 def _fail(message: str) -> int:

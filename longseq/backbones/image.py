@@ -399,8 +399,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     table = state_dict.get("pos_embed")
     if "reg_token" in state_dict:
         raise ValueError("the checkpoint has register tokens (reg_token), for which this model has no place")
-    from_timm = any(".attn.qkv." in name for name in state_dict) and table is not None and "cls_token" in state_dict
-    if from_timm and math.isqrt(table.shape[1] - 1) ** 2 == table.shape[1] - 1:  # the first position is the token's
+    from_timm = any(".attn.qkv." in name for name in state_dict) and "cls_token" in state_dict
+    # timm's first position is the class token's, unless the model was built with no_embed_class.
+    if table is not None and from_timm and math.isqrt(table.shape[1] - 1) ** 2 == table.shape[1] - 1:
         state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
         table = table[:, 1:]
     if table is not None:

@@ -1,0 +1,131 @@
+"""The checkpoint that a run continues from, and the best one."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from longseq.tasks.callbacks.nonfinite import NonFiniteError
+from longseq.tasks.callbacks.updates import updated
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
+
+    `best_metrics` are the validation metrics of the moment it was written.
+    """
+
+    def __init__(self, dirpath: str, monitor: str, mode: str = "max") -> None:
+        super().__init__(
+            dirpath,
+            filename="best",
+            monitor=monitor,
+            mode=mode,
+            auto_insert_metric_name=False,
+            enable_version_counter=False,
+        )
+        self.best_metrics: dict[str, float] = {}
+
+    def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
+        # Small validation sets tie often, and the earlier of two checkpoints was trained for less long.
+        best = self.best_model_score
+        ties = current is not None and best is not None and bool(current == best)
+        if not ties and not super().check_monitor_top_k(trainer, current):
+            return False
+        self.best_metrics = {
+            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
+        }
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"best_metrics": self.best_metrics}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.best_metrics = state_dict.get("best_metrics", {})
+
+
+class LastCheckpoint(Checkpoint):
+    """Writes `last.ckpt` every n updates, every n minutes, at the end of each epoch and when the run is interrupted.
+
+    A checkpoint always describes the moment after an update, from where a resumed run repeats the uninterrupted one: an
+    interruption within a step, or between the micro batches of one update, is recorded as of the update before it.
+    After an interruption during an update or a validation the previous checkpoint stays.
+    """
+
+    def __init__(
+        self, dirpath: str, every_n_train_steps: int | None = None, every_n_minutes: float | None = None
+    ) -> None:
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ValueError(
+                f"callbacks.checkpoint.every_n_train_steps={every_n_train_steps} must be at least 1, or null for never"
+            )
+        self.path = Path(dirpath) / "last.ckpt"
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_minutes = every_n_minutes
+        self._saved_at = time.monotonic()
+        self._saved_step = -1
+        self._resume_point: dict[str, Any] | None = None  # the loops' state after the latest update
+        self._interrupted = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saved_at = time.monotonic()
+        self._saved_step = trainer.global_step
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._resume_point = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # At the last batch validation is still to come: Lightning would skip it after a resume from here.
+        if not updated(trainer, batch_idx) or trainer.is_last_batch:
+            return
+        self._resume_point = trainer.fit_loop.state_dict()
+        if self._is_due(trainer):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer)
+        self._resume_point = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # One process of several cannot write alone; SIGTERM is agreed among them.
+        alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
+        if self._resume_point is not None and alone and not isinstance(exception, NonFiniteError):
+            self._interrupted = True
+            self._save(trainer)
+        if self.path.exists() and trainer.is_global_zero:
+            remedy = "the same command with resume=true continues there"
+            if isinstance(exception, NonFiniteError):
+                remedy = f"init={self.path} starts a new run from these weights"
+            print(f"stopped; saved as of update {self._saved_step}: {self.path}; {remedy}", file=sys.stderr)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._interrupted:
+            checkpoint["loops"]["fit_loop"] = self._resume_point
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if self.every_n_train_steps is not None and trainer.global_step % self.every_n_train_steps == 0:
+            return True
+        if self.every_n_minutes is None:
+            return False
+        elapsed = time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
+        if trainer.world_size == 1:
+            return elapsed
+        # The processes' clocks differ, and asking costs a collective.
+        return trainer.global_step % 50 == 0 and trainer.strategy.reduce_boolean_decision(elapsed, all=False)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run or trainer.global_step == self._saved_step:  # type: ignore[attr-defined]
+            return
+        trainer.save_checkpoint(self.path)
+        self._saved_at = time.monotonic()
+        self._saved_step = trainer.global_step

@@ -1,0 +1,99 @@
+"""Stops a training whose loss, gradients or weights are no longer finite, and says where it began."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from longseq.tasks.callbacks.updates import updated
+
+
+class NonFiniteError(ValueError):
+    """Training produced NaN or infinity."""
+
+
+class NonFiniteStop(Callback):
+    """Raises NonFiniteError that names the update and the loss or the parameter that went first.
+
+    Every update is examined on the device; the verdict is read, which waits for the device, every `every_n_steps`
+    updates, before a checkpoint is written and at the end of an epoch. So no checkpoint holds a non-finite weight.
+    Under a loss scaler (trainer.precision=16-mixed) gradients are not judged.
+    """
+
+    def __init__(self, every_n_steps: int = 50) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"callbacks.nonfinite.every_n_steps={every_n_steps} must be at least 1")
+        self.every_n_steps = every_n_steps
+        self._loss: Tensor | None = None
+        self._names: list[str] = []
+        self._first_step: Tensor | None = None  # the first bad update, -1 so far
+        self._verdict: Tensor | None = None  # which of loss, parameters, gradients were bad at that update
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._loss = loss.detach()
+
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        assert self._loss is not None
+        named = [(name, parameter) for name, parameter in _backbone_parameters(pl_module) if parameter.grad is not None]
+        parameters = [parameter for _, parameter in named]
+        # While a loss scaler (16-mixed) settles, infinite gradients are usual, and it skips their updates.
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        gradients = [] if scaled else [parameter.grad for parameter in parameters]
+        sizes = torch.stack([self._loss.float(), *_norms(parameters), *_norms(gradients)])
+        bad = ~torch.isfinite(sizes)
+        if self._first_step is None or self._verdict is None or self._verdict.shape != bad.shape:
+            self._names = [name for name, _ in named]
+            self._first_step = torch.full((), -1, device=bad.device)
+            self._verdict = torch.zeros_like(bad)
+        clean_before = self._first_step < 0
+        self._verdict = torch.where(clean_before, bad, self._verdict)
+        self._first_step = torch.where(clean_before & bad.any(), trainer.global_step + 1, self._first_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0:
+            self.check()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.check()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise NonFiniteError if an update so far was bad. Waits for the device."""
+        if self._first_step is None or self._verdict is None:
+            return
+        step = int(self._first_step)
+        if step < 0:
+            return
+        self._first_step = None
+        count = len(self._names)
+        loss, parameters, gradients = self._verdict.tensor_split([1, 1 + count])
+        raise NonFiniteError(
+            f"training diverged at step {step}: {self._culprit(bool(loss), parameters, gradients)}; lower "
+            f"recipe.learning_rate, set recipe.gradient_clip=1.0, or train with trainer.precision=32-true"
+        )
+
+    def _culprit(self, loss: bool, parameters: Tensor, gradients: Tensor) -> str:
+        if bool(parameters.any()):
+            return f"parameter {self._names[int(parameters.nonzero()[0])]} went non-finite first"
+        # The backward pass runs from the output to the input, so the last of the bad gradients was the first to go.
+        name = self._names[int(gradients.nonzero()[-1])] if bool(gradients.any()) else None
+        if loss:
+            reached = f", and its gradient reached parameter {name} first" if name else ""
+            return f"the loss went non-finite first while every parameter was finite{reached}"
+        return f"the gradient of parameter {name} went non-finite first while the loss was finite"
+
+
+def _backbone_parameters(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
+    return [(name.removeprefix("backbone."), parameter) for name, parameter in module.named_parameters()]
+
+
+def _norms(tensors: list[Any]) -> list[Tensor]:
+    return [norm.float() for norm in torch._foreach_norm(tensors)] if tensors else []

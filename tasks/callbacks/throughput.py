@@ -1,0 +1,135 @@
+"""Images per second, and the time that training waits for data."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+
+from longseq.tasks.callbacks.updates import updated
+
+
+class Throughput(Callback):
+    """Logs `throughput/images_per_second` (all devices) and `throughput/data_wait_ms` (per batch) every
+    `log_every_n_steps` updates.
+
+    The clock runs while a batch is fetched and trained on, not during validation and checkpoints. The device is waited
+    for once per logged window. `images_per_second` and `data_wait_ms` hold the means over the whole run.
+    """
+
+    def __init__(self) -> None:
+        self._clock: _FetchClock | None = None
+        self._window = _Window()
+        self._run = _Window()
+        self._batch_started = 0.0
+
+    @property
+    def images_per_second(self) -> float | None:
+        return self._run.images_per_second
+
+    @property
+    def data_wait_ms(self) -> float | None:
+        return self._run.data_wait_ms
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self._clock is None:
+            # Lightning marks the fetching of a batch for its profilers and for no callback.
+            self._clock = _FetchClock(trainer.profiler)  # type: ignore[attr-defined]
+            trainer.profiler = self._clock  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self._clock is not None
+        self._batch_started = self._clock.fetch_started
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._clock is not None
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        due = updated(trainer, batch_idx) and trainer.global_step % every == 0
+        if due and pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        images = len(batch[0]) * trainer.world_size
+        self._window.add(images, time.perf_counter() - self._batch_started, self._clock.take())
+        if not due:
+            return
+        if trainer.logger is not None:
+            trainer.logger.log_metrics(
+                {
+                    "throughput/images_per_second": self._window.images_per_second or 0.0,
+                    "throughput/data_wait_ms": self._window.data_wait_ms or 0.0,
+                },
+                step=trainer.global_step - 1,
+            )
+        # The first window holds the start of the workers and of the kernels.
+        if self._run.batches > 0 or trainer.global_step > every:
+            self._run.merge(self._window)
+        self._window = _Window()
+
+
+class _Window:
+    """Sums over consecutive batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.images = 0
+        self.seconds = 0.0
+        self.waited = 0.0
+
+    def add(self, images: int, seconds: float, waited: float) -> None:
+        self.batches += 1
+        self.images += images
+        self.seconds += seconds
+        self.waited += waited
+
+    def merge(self, other: "_Window") -> None:
+        self.batches += other.batches
+        self.images += other.images
+        self.seconds += other.seconds
+        self.waited += other.waited
+
+    @property
+    def images_per_second(self) -> float | None:
+        return self.images / self.seconds if self.seconds > 0 else None
+
+    @property
+    def data_wait_ms(self) -> float | None:
+        return 1000 * self.waited / self.batches if self.batches > 0 else None
+
+
+class _FetchClock(Profiler):
+    """Times the fetching of training batches and hands every call on to the profiler that the user chose."""
+
+    def __init__(self, inner: Profiler) -> None:
+        super().__init__()
+        self.inner = inner
+        self.fetch_started = time.perf_counter()
+        self._waited = 0.0
+
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        if action_name.endswith("train_dataloader_next"):
+            self.fetch_started = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        if action_name.endswith("train_dataloader_next"):
+            self._waited += time.perf_counter() - self.fetch_started
+        self.inner.stop(action_name)
+
+    def take(self) -> float:
+        """Seconds of waiting since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.inner.setup(stage, local_rank, log_dir)
+
+    def teardown(self, stage: str | None) -> None:
+        self.inner.teardown(stage)
+
+    def summary(self) -> str:
+        return self.inner.summary()
+
+    def describe(self) -> None:
+        self.inner.describe()

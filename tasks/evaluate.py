@@ -1,0 +1,105 @@
+"""`longseq evaluate`: measure a checkpoint on its own data or on other data of the same classes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from longseq.tasks import assemble
+from longseq.tasks.callbacks.unreadable import UnreadableImages
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.sources import first_line
+from longseq.tasks.train import per_class_accuracy, print_rows, quiet_libraries, shorten
+
+# Images at a time where data.eval_batch_size does not say.
+EVALUATION_BATCH = 64
+
+
+def run(cfg: DictConfig) -> dict[str, float]:
+    """Measure `cfg.checkpoint` on `cfg.split`; prints the metrics, writes them as json and returns them."""
+    quiet_libraries()
+    config = assemble.plain(cfg)
+    split, checkpoint = config["split"], config["checkpoint"]
+    if split not in ("test", "val"):
+        raise ValueError(f"split={split!r} is unknown: choose test or val")
+    if checkpoint is None:
+        raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
+    changes = {key: value for key, value in config["data"].items() if value is not None}
+    loaded = _load(config, changes.get("img_size"))
+    info = DataInfo.from_dict(loaded.data)
+    datamodule = _datamodule(loaded.config, changes, split, info)
+    _check_classes(datamodule.info, info, checkpoint, mapped="class_map" in changes)
+    trained = loaded.config | {"trainer": config["trainer"]}
+    task = assemble.build_task(trained, loaded.backbone, info)
+    trainer = assemble.build_trainer(config, [UnreadableImages()])
+    datamodule.trainer = trainer
+    loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
+    datamodule.test_dataloader = lambda: loader  # type: ignore[method-assign]
+    (tested,) = trainer.test(task, datamodule=datamodule, verbose=False)
+    metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
+    output = config["output"] or _beside(Path(checkpoint)) / f"evaluation_{split}.json"
+    _report(metrics, task, info, split, Path(output))
+    return metrics
+
+
+def _load(config: dict[str, Any], img_size: int | None) -> Any:
+    """The trained model, made to take images of another size where one is asked for."""
+    load = instantiate(config["load"])
+    loaded = load(config["checkpoint"], weights=config["weights"])
+    if img_size in (None, loaded.data["img_size"]):
+        return loaded
+    if not isinstance(img_size, int) or img_size < 1:
+        raise ValueError(f"data.img_size={img_size} must be a number of pixels")
+    loaded = load(config["checkpoint"], weights=config["weights"], any_resolution=True)
+    try:
+        with torch.inference_mode():
+            loaded.backbone(torch.zeros(1, loaded.data["in_chans"], img_size, img_size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        name = loaded.config["model"]["name"]
+        raise ValueError(f"data.img_size={img_size} does not suit this {name}: {first_line(error)}") from error
+    return loaded
+
+
+def _datamodule(trained: dict[str, Any], changes: dict[str, Any], split: str, info: DataInfo) -> ImageDataModule:
+    own = trained["data"]
+    datamodule = ImageDataModule(**(own | changes), batch_size=EVALUATION_BATCH, seed=trained["seed"])
+    foreign = datamodule.source != own["source"] or _absolute(datamodule.root) != _absolute(own.get("root"))
+    datamodule.setup_evaluation(split, info.class_names, foreign=foreign)
+    return datamodule
+
+
+def _absolute(root: str | None) -> Path | None:
+    return None if root is None else Path(root).expanduser().resolve()
+
+
+def _check_classes(found: DataInfo, trained: DataInfo, checkpoint: str, *, mapped: bool) -> None:
+    if mapped:
+        if found.num_classes > trained.num_classes:
+            raise ValueError(f"data.class_map numbers {found.num_classes} classes, the model has {trained.num_classes}")
+    elif found.class_names != trained.class_names:
+        extra = sorted(set(found.class_names) ^ set(trained.class_names))[:3]
+        raise ValueError(
+            f"the data's {found.num_classes} classes are not the {trained.num_classes} of {checkpoint} (they differ in "
+            f"{', '.join(extra) or 'their order'}); give data with the same class folders, or data.class_map"
+        )
+
+
+def _beside(checkpoint: Path) -> Path:
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
+@rank_zero_only
+def _report(metrics: dict[str, float], task: Any, info: DataInfo, split: str, output: Path) -> None:
+    images = int(task.confusion_matrix.sum())
+    per_class = per_class_accuracy(task.confusion_matrix, info)
+    written = {f"{split}/images": images, **metrics, "per_class": per_class}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(written, indent=2) + "\n")
+    rows = [(key, f"{value:.4f}") for key, value in metrics.items()]
+    print_rows([(f"{split}/images", str(images)), *rows, ("written", shorten(output))])

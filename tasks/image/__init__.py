@@ -1,0 +1,1 @@
+"""The image classification task."""

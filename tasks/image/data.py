@@ -1,0 +1,325 @@
+"""The data module of image classification: sources, splits, loaders, and what the model must know of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, TrainingBatches, Unreadable
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.loader import BatchLoader, StreamLoader, TrainingLoader
+from longseq.tasks.image.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.image.sources import (
+    Split,
+    Splits,
+    cifar10,
+    digits,
+    fashion_mnist,
+    held_out_split,
+    is_stream,
+    open_stream,
+    timm_splits,
+)
+from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
+
+_log = logging.getLogger(__name__)
+
+_MOST_WORKERS = 16
+
+
+class ImageDataModule(LightningDataModule):
+    """Images of one source, augmented for training, with a fixed set for validation and one for the test.
+
+    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), or a name that timm
+    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images float32 [B, C, S, S]
+    normalised, targets int64 [B]) after the transfer to the device, uint8 before. `batch_size` is what one device takes
+    in one step. Training draws are functions of (seed, epoch, sample, repeat); `split_seed` chooses the validation
+    images where the source has none, so that runs of several seeds share them. ValueError for what the user can mend.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        source: str,
+        batch_size: int,
+        img_size: int,
+        root: str | None = None,
+        download: bool = False,
+        in_chans: int = 3,
+        num_classes: int | None = None,
+        class_map: str | Mapping[str, int] | None = None,
+        train_split: str = "train",
+        val_split: str | None = "validation",
+        test_split: str | None = None,
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
+        train_samples: int | None = None,
+        mean: Sequence[float] = (0.5,),
+        std: Sequence[float] = (0.5,),
+        interpolation: str = "bicubic",
+        crop_pct: float = 1.0,
+        eval_batch_size: int | None = None,
+        num_workers: int | None = None,
+        pin_memory: bool = True,
+        on_error: str = "skip",
+        seed: int = 0,
+        augment: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if in_chans not in (1, 3):
+            raise ValueError(f"data.in_chans={in_chans} must be 1 (grey) or 3 (RGB)")
+        self.name, self.source, self.download = name, source, download
+        self.root = None if root is None else os.path.expanduser(root)
+        self.img_size, self.in_chans, self.num_classes, self.class_map = img_size, in_chans, num_classes, class_map
+        self.split_names = {"train": train_split, "validation": val_split, "test": test_split}
+        self.val_fraction, self.split_seed, self.train_samples = val_fraction, split_seed, train_samples
+        self.mean, self.std = _per_channel("mean", mean, in_chans), _per_channel("std", std, in_chans)
+        self.interpolation, self.crop_pct = interpolation, crop_pct
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
+        self.augmentation, self.repeats = _augmentation(augment or {}, batch_size)
+        self._unreadable = Unreadable(on_error)
+        self._info: DataInfo | None = None
+        self._splits: Splits | None = None
+
+    @property
+    def info(self) -> DataInfo:
+        """What models, checkpoints and exported files need to know; there after `setup`."""
+        assert self._info is not None, "call setup() first"
+        return self._info
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Paths of the images that this process could not read so far."""
+        return self._unreadable.paths
+
+    @property
+    def num_unreadable(self) -> int:
+        return len(self.unreadable)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches that one device takes in an epoch."""
+        return len(self.train_dataloader())
+
+    def prepare_data(self) -> None:
+        """Fetches the data where data.download=true asks for it, in one process of each machine."""
+        if self.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.source):
+            self._splits = self._splits or self._open_splits()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the data; `stage` does not matter, and a second call does nothing."""
+        if self._info is not None:
+            return
+        sizes: dict[str, int | None]
+        if is_stream(self.source):
+            _log.warning(
+                "data.source=%s is a stream: its order is its own, so a resumed run begins the epoch anew and is not "
+                "exact; hfds/, a folder or a tar resume exactly",
+                self.source,
+            )
+            sizes, class_names = self._describe_stream()
+        else:
+            splits = self._splits = self._splits or self._open_splits()
+            sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
+            class_names = splits.train.source.class_names
+        if self.num_classes is not None and self.num_classes < len(class_names):
+            raise ValueError(
+                f"data.num_classes={self.num_classes} is less than the {len(class_names)} classes of the data: "
+                "leave it null, or pick classes with data.class_map"
+            )
+        self._info = self._describe(class_names, sizes)
+
+    def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
+        """Opens what measuring on `split` (val, test) needs, its classes numbered as those of a trained model.
+
+        Folders and what else timm reads by index need no training images then. `foreign` says that the data is not what
+        the model was trained on: a folder of class folders only is then all measured, and nothing is split off.
+        """
+        if self.source == "folder" or self.source.startswith(("hfds/", "torch/")):
+            held_out = held_out_split(
+                self.source,
+                self.root,
+                kind={"val": "validation", "test": "test"}[split],
+                names=self.split_names,
+                class_names=class_names,
+                class_map=self.class_map,
+                download=self.download,
+                whole=foreign,
+            )
+            if held_out is not None:
+                numbered = self.source == "folder" and self.class_map is None
+                own = list(class_names) if numbered else held_out.source.class_names
+                self._splits = Splits(Split(held_out.source, held_out.indices[:0]), held_out, held_out)
+                self._info = self._describe(own, {split: len(held_out)})
+                return
+        self.prepare_data()
+        self.setup()
+
+    def _describe(self, class_names: list[str], sizes: dict[str, int | None]) -> DataInfo:
+        class_names = class_names + [str(index) for index in range(len(class_names), self.num_classes or 0)]
+        if not class_names:
+            raise ValueError(f"data.source={self.source} does not tell its classes: give data.num_classes=N")
+        return DataInfo(
+            class_names=class_names,
+            num_classes=len(class_names),
+            img_size=self.img_size,
+            in_chans=self.in_chans,
+            mean=self.mean,
+            std=self.std,
+            interpolation=self.interpolation,
+            crop_pct=self.crop_pct,
+            sizes=sizes,
+        )
+
+    def train_dataloader(self) -> TrainingLoader | StreamLoader:
+        transform = training_transform(self.info, self.augmentation)
+        if self._splits is None:
+            return self._stream_loader("train", transform, training=True)
+        rank, world_size = self._place()
+        sampler = TrainingSampler(
+            len(self._splits.train),
+            self.batch_size,
+            seed=self.seed,
+            repeats=self.repeats,
+            rank=rank,
+            world_size=world_size,
+        )
+        return TrainingLoader(
+            TrainingBatches(self._splits.train, transform, self.seed),
+            sampler,
+            **self._loader_options(),
+            trained=self._trained_batches if self.trainer else None,
+        )
+
+    def val_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("validation")
+
+    def test_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("test")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Normalises on the device: the host moves a quarter of the bytes."""
+        images, targets = batch
+        return normalize(images, self.info), targets
+
+    def _open_splits(self) -> Splits:
+        if self.source == "digits":
+            return digits()
+        options: dict[str, Any] = {
+            "download": self.download,
+            "val_fraction": self.val_fraction,
+            "split_seed": self.split_seed,
+        }
+        if self.source in ("fashion_mnist", "cifar10"):
+            if self.root is None:
+                raise ValueError(f"data.root is missing: give the folder of {self.source}, or one to fetch it into")
+            return {"fashion_mnist": fashion_mnist, "cifar10": cifar10}[self.source](self.root, **options)
+        if self.source != "folder" and "/" not in self.source:
+            raise ValueError(
+                f"data.source={self.source} is unknown: choose digits, fashion_mnist, cifar10, folder, hfds/NAME, "
+                "hfids/NAME, wds/NAME or torch/NAME"
+            )
+        return timm_splits(self.source, self.root, names=self.split_names, class_map=self.class_map, **options)
+
+    def _evaluation_loader(self, kind: str) -> BatchLoader:
+        transform = evaluation_transform(self.info)
+        if self._splits is None:
+            return self._stream_loader(kind, transform, training=False)
+        split: Split = getattr(self._splits, kind)
+        rank, world_size = self._place()
+        sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
+        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
+
+    def _stream(self, kind: str, training: bool) -> Any:
+        name = self.split_names[kind] or self.split_names["validation"]
+        if name is None:
+            raise ValueError(f"data.source={self.source} is a stream and cannot be split: give data.val_split=NAME")
+        return open_stream(
+            self.source,
+            self.root,
+            name=name,
+            training=training,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            class_map=self.class_map,
+            num_samples=self.train_samples if training else None,
+        )
+
+    def _describe_stream(self) -> tuple[dict[str, int | None], list[str]]:
+        """The sizes of the splits and the class names, as far as the reader knows."""
+        readers = {kind: self._stream(kind, training=kind == "train").reader for kind in self.split_names}
+        names = {"train": "train", "validation": "val", "test": "test"}
+        sizes = {
+            names[kind]: reader.num_samples if reader.num_samples > 0 else None for kind, reader in readers.items()
+        }
+        classes: Mapping[Any, int] = readers["train"].class_to_idx
+        return sizes, [str(name) for name in sorted(classes, key=classes.__getitem__)]
+
+    def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
+        rank, world_size = self._place()
+        batches = StreamBatches(
+            self._stream(kind, training),
+            transform,
+            batch_size=self.batch_size if training else self.eval_batch_size,
+            training=training,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+        )
+        return StreamLoader(
+            batches, **self._loader_options(), epoch=lambda: self.trainer.current_epoch if self.trainer else 0
+        )
+
+    def _place(self) -> tuple[int, int]:
+        """This process's rank and the number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _trained_batches(self) -> int:
+        assert self.trainer is not None
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+
+    def _loader_options(self) -> dict[str, Any]:
+        workers = self.num_workers
+        if workers is None:
+            workers = min(_MOST_WORKERS, _usable_cores() // (self.trainer.num_devices if self.trainer else 1))
+        return {
+            "num_workers": workers,
+            "pin_memory": self.pin_memory and torch.cuda.is_available(),
+            "report": self._unreadable.record,
+        }
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmentation, int]:
+    """A sample's transforms and the number of repeats; `mixing` belongs to the task, but must fit the batch."""
+    options = dict(augment)
+    repeats, mixing = int(options.pop("repeats", 1)), options.pop("mixing", None) or {}
+    known = [f.name for f in fields(Augmentation)]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"augment has no {', '.join(unknown)}: its keys are {', '.join(known)}, repeats, mixing")
+    if batch_size % 2 and (mixing.get("mixup") or mixing.get("cutmix")):
+        raise ValueError(
+            f"Mixup and CutMix pair the images of a batch, but a device gets {batch_size}: choose an even batch size"
+        )
+    return Augmentation(**options), repeats
+
+
+def _per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
+    """One value per channel: repeated for RGB, averaged for grey."""
+    if len(values) not in (1, 3):
+        raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
+    if len(values) == in_chans:
+        return [float(value) for value in values]
+    return [sum(values) / len(values)] * in_chans

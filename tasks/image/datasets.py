@@ -1,0 +1,253 @@
+"""Batches of images: decoding, transforming and what happens to an image that cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.readers.img_extensions import get_img_extensions
+from timm.data.readers.shared_count import SharedCount
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.sampler import Draw, derive_seed
+from longseq.tasks.image.sources import UNREADABLE, Split, first_line
+from longseq.tasks.image.transforms import evaluation_transform
+
+_log = logging.getLogger(__name__)
+
+_REPLACEMENTS = 100
+_REPORTED_PATHS = 20
+
+
+class Failure(NamedTuple):
+    """An image that could not be read, and why."""
+
+    path: str
+    reason: str
+
+
+class Batch(NamedTuple):
+    """What a worker hands over."""
+
+    images: Tensor  # [B, C, H, W] uint8
+    targets: Tensor  # [B] int64
+    failures: list[Failure]
+
+
+class Unreadable:
+    """Counts the images that could not be read, each path once, and says so in the log.
+
+    With on_error="raise" the first one is a ValueError.
+    """
+
+    def __init__(self, on_error: str) -> None:
+        if on_error not in ("skip", "raise"):
+            raise ValueError(f"data.on_error={on_error!r} is unknown: choose skip or raise")
+        self.on_error = on_error
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def paths(self) -> list[str]:
+        return list(self._reasons)
+
+    def record(self, failures: list[Failure]) -> None:
+        """Takes note of the failures of one batch."""
+        for path, reason in failures:
+            if self.on_error == "raise":
+                raise ValueError(
+                    f"{path} is not readable ({reason}): replace it, or skip such images with data.on_error=skip"
+                )
+            if path in self._reasons:
+                continue
+            self._reasons[path] = reason
+            if len(self._reasons) <= _REPORTED_PATHS:
+                _log.warning("skipped unreadable image %s (%s)", path, reason)
+            if len(self._reasons) == _REPORTED_PATHS:
+                _log.warning("%d unreadable images so far; further ones are only counted", _REPORTED_PATHS)
+
+
+class TrainingBatches(Dataset[Batch]):
+    """Draws -> a full batch; an unreadable image is replaced by another that the draw's seed picks.
+
+    The batch is empty if that fails too often in a row.
+    """
+
+    def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
+        self.split, self.transform, self.seed = split, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, draws: list[Draw]) -> Batch:
+        images: list[Tensor] = []
+        targets: list[int] = []
+        failures: list[Failure] = []
+        with preserved_random_state():
+            for draw in draws:
+                sample = self._read(draw, failures)
+                if sample is None:
+                    return Batch(torch.empty(0), torch.empty(0), failures)
+                seed_everything(derive_seed(self.seed, *draw))
+                images.append(self.transform(sample[0]))
+                targets.append(sample[1])
+        return Batch(torch.stack(images), torch.tensor(targets), failures)
+
+    def _read(self, draw: Draw, failures: list[Failure]) -> tuple[Image.Image, int] | None:
+        for attempt in range(_REPLACEMENTS):
+            position = derive_seed(self.seed, *draw, attempt) % len(self.split) if attempt else draw.position
+            result = _read_or_failure(self.split, position)
+            if not isinstance(result, Failure):
+                return result
+            failures.append(result)
+        return None
+
+
+class EvaluationBatches(Dataset[Batch]):
+    """Positions -> a batch without the images that cannot be read."""
+
+    def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], info: DataInfo) -> None:
+        self.split, self.transform = split, transform
+        self.shape = (info.in_chans, info.img_size, info.img_size)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, positions: list[int]) -> Batch:
+        images: list[Tensor] = []
+        targets: list[int] = []
+        failures: list[Failure] = []
+        for position in positions:
+            sample = _read_or_failure(self.split, position)
+            if isinstance(sample, Failure):
+                failures.append(sample)
+            else:
+                images.append(self.transform(sample[0]))
+                targets.append(sample[1])
+        return Batch(_stack(images, self.shape), torch.tensor(targets, dtype=torch.int64), failures)
+
+
+class StreamBatches(IterableDataset[Batch]):
+    """Batches of a timm IterableImageDataset, in its own order; a stream cannot count or name unreadable images.
+
+    Training yields full batches only. Evaluation gives each rank every `world_size`-th image of the whole stream: all
+    ranks read it, so that none is seen twice or left out.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transform: Callable[[Image.Image], Tensor],
+        *,
+        batch_size: int,
+        training: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
+        self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
+        self._epoch = SharedCount()
+        if not training:
+            dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the workers too, those already started included."""
+        self._epoch.value = epoch
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        images: list[Tensor] = []
+        targets: list[int] = []
+        worker = get_worker_info()
+        key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
+        for count, (image, target) in enumerate(self.dataset):
+            if not self.training and count % self.world_size != self.rank:
+                continue
+            with preserved_random_state():
+                seed_everything(derive_seed(*key, count))
+                images.append(self.transform(image))
+            targets.append(int(target))
+            if len(images) == self.batch_size:
+                yield Batch(torch.stack(images), torch.tensor(targets), [])
+                images, targets = [], []
+        if images and not self.training:
+            yield Batch(torch.stack(images), torch.tensor(targets), [])
+
+
+class ImageFiles(Dataset[tuple[Tensor | None, str]]):
+    """The image files of a folder (all levels) or one file, in the order of their paths, prepared for a model.
+
+    Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged). ValueError where there are
+    no images.
+    """
+
+    def __init__(self, path: str, info: DataInfo) -> None:
+        root = Path(path)
+        if not root.exists():
+            raise ValueError(f"input={path} does not exist: give an image file or a folder of images")
+        endings = get_img_extensions(as_set=True)
+        files = [root] if root.is_file() else (f for f in root.rglob("*") if f.suffix.lower() in endings)
+        self.paths = sorted(str(file) for file in files)
+        if not self.paths:
+            raise ValueError(f"input={path} holds no images: the endings looked for are {', '.join(sorted(endings))}")
+        self.transform = evaluation_transform(info)
+        self.shape = (info.in_chans, info.img_size, info.img_size)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor | None, str]:
+        path = self.paths[index]
+        try:
+            with Image.open(path) as image:
+                return self.transform(image), path
+        except UNREADABLE as error:
+            _log.warning("skipped unreadable image %s (%s)", path, first_line(error))
+            return None, path
+
+    def collate(self, items: list[tuple[Tensor | None, str]]) -> tuple[Tensor, list[str], list[str]]:
+        """Images uint8 [B, C, S, S], their paths, and the paths of those that cannot be read."""
+        images = _stack([image for image, _ in items if image is not None], self.shape)
+        paths = [path for image, path in items if image is not None]
+        return images, paths, [path for image, path in items if image is None]
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds python's, numpy's and torch's CPU generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - timm's transforms draw from the global generator
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Puts the generators of `seed_everything` back afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+def _stack(images: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
+    """[B, C, H, W], also of no images."""
+    return torch.stack(images) if images else torch.empty(0, *shape, dtype=torch.uint8)
+
+
+def _read_or_failure(split: Split, position: int) -> tuple[Image.Image, int] | Failure:
+    index = int(split.indices[position])
+    try:
+        return split.source.read(index)
+    except UNREADABLE as error:
+        return Failure(split.source.path(index), first_line(error))

@@ -1,0 +1,35 @@
+"""What a model must know of the data it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What a model, a checkpoint and an exported file must know of the data.
+
+    `mean` and `std` are per channel, of pixels in [0, 1]; `sizes` counts the images of each split, None where a stream
+    does not tell.
+    """
+
+    class_names: list[str]
+    num_classes: int
+    img_size: int
+    in_chans: int
+    mean: list[float]
+    std: list[float]
+    interpolation: str
+    crop_pct: float
+    sizes: dict[str, int | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers, for checkpoints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DataInfo:
+        """The inverse of `to_dict`; keys of others are ignored."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

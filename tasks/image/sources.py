@@ -1,0 +1,487 @@
+"""Where images come from: each source gives decoded images by index, and knows its classes and paths."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import tarfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+from timm.data import create_dataset
+from timm.data.readers import create_reader
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from torchvision import datasets as torchvision_datasets
+
+_log = logging.getLogger(__name__)
+
+# What decoders raise for bytes that are no image.
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    tarfile.TarError,
+    Image.DecompressionBombError,
+)
+
+_SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "eval"),
+    "test": ("test", "testing"),
+}
+_STREAMS = ("hfids", "wds", "tfds")
+
+ClassMap = str | Mapping[str, int] | None
+
+
+class Source(Protocol):
+    """Images with random access."""
+
+    class_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """The decoded image and its class; raises one of UNREADABLE."""
+
+    def path(self, index: int) -> str:
+        """What tells a person which image it is."""
+
+    def targets(self) -> np.ndarray | None:
+        """All classes [N], or None where they cannot be had without reading the images."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The images of a source that make one of train, validation, test."""
+
+    source: Source
+    indices: np.ndarray  # [N] int64
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @classmethod
+    def whole(cls, source: Source) -> Split:
+        return cls(source, np.arange(len(source)))
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The three splits; `validation` and `test` may be the same images."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+class ArraySource:
+    """Equal-sized decoded images in memory: uint8 [N, H, W] or [N, H, W, 3]."""
+
+    def __init__(self, images: np.ndarray, targets: np.ndarray, class_names: Sequence[str], label: str) -> None:
+        self.images, self._targets = images, np.asarray(targets, dtype=np.int64)
+        self.class_names, self.label = list(class_names), label
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.images[index]), int(self._targets[index])
+
+    def path(self, index: int) -> str:
+        return f"{self.label}#{index}"
+
+    def targets(self) -> np.ndarray:
+        return self._targets
+
+
+class ReaderSource:
+    """Images through a reader of timm: a folder, a tar, or a Hugging Face data set."""
+
+    def __init__(self, reader: Any, label: str) -> None:
+        self.reader, self.label = reader, label
+        mapping = getattr(reader, "class_to_idx", None)
+        self.class_to_idx: dict[str, int] = reader.class_name_to_idx if mapping is None else mapping
+        self.class_names = _names(self.class_to_idx)
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        stream, target = self.reader[index]
+        with stream, Image.open(stream) as image:
+            image.load()
+        return image, int(target)
+
+    def path(self, index: int) -> str:
+        name = self.reader.filename(index, absolute=True)
+        whole = name and (Path(name).is_absolute() or Path(name).is_relative_to(self.label))
+        return str(name) if whole else f"{self.label}/{name or index}"
+
+    def targets(self) -> np.ndarray | None:
+        if isinstance(getattr(self.reader, "targets", None), np.ndarray):
+            return self.reader.targets
+        if hasattr(self.reader, "iter_targets"):
+            return np.fromiter(self.reader.iter_targets(), dtype=np.int64)
+        samples = getattr(self.reader, "samples", None)
+        return None if samples is None else np.array([target for _, target in samples])
+
+
+class DecodedSource:
+    """The images of a reader, decoded once into memory: for sets of small images of one size."""
+
+    def __init__(self, source: ReaderSource) -> None:
+        _log.info("decoding the %d images of %s into memory", len(source), source.label)
+        self.source, self.class_names = source, source.class_names
+        self._targets = source.targets()
+        images = [self._decode(index) for index in range(len(source))]
+        shapes = {image.shape for image in images if image is not None}
+        if len(shapes) != 1:
+            raise ValueError(f"{source.label} must hold images of one size, not {len(shapes)}: give data.source=folder")
+        blank = np.zeros(shapes.pop(), dtype=np.uint8)
+        self._unreadable = {index for index, image in enumerate(images) if image is None}
+        self._images = np.stack([blank if image is None else image for image in images])  # [N, H, W, 3]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        if index in self._unreadable:
+            return self.source.read(index)
+        assert self._targets is not None
+        return Image.fromarray(self._images[index]), int(self._targets[index])
+
+    def path(self, index: int) -> str:
+        return self.source.path(index)
+
+    def targets(self) -> np.ndarray | None:
+        return self._targets
+
+    def _decode(self, index: int) -> np.ndarray | None:
+        try:
+            return np.asarray(self.source.read(index)[0].convert("RGB"))
+        except UNREADABLE:
+            return None
+
+
+class TorchvisionSource:
+    """A data set of torchvision."""
+
+    def __init__(self, dataset: Any, label: str) -> None:
+        self.dataset, self.label = dataset, label
+        targets = getattr(dataset, "targets", None)
+        self._targets = None if targets is None else np.asarray(targets, dtype=np.int64)
+        names = getattr(dataset, "classes", None)
+        if names is None:
+            names = [] if self._targets is None else range(int(self._targets.max()) + 1)
+        self.class_names = [name[0] if isinstance(name, tuple) else str(name) for name in names]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        image, target = self.dataset[index]
+        return image, int(target)
+
+    def path(self, index: int) -> str:
+        samples = getattr(self.dataset, "samples", None)
+        return str(samples[index][0]) if samples else f"{self.label}#{index}"
+
+    def targets(self) -> np.ndarray | None:
+        return self._targets
+
+
+def is_stream(source: str) -> bool:
+    """Whether timm reads this source in its own order only."""
+    prefix, slash, _ = source.partition("/")
+    return bool(slash) and prefix.lower() in _STREAMS
+
+
+def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
+    """Takes `fraction` of every class away: (the rest, the part), both in the source's order."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.val_fraction={fraction} of the training images to set apart must lie between 0 and 1")
+    targets = split.source.targets()
+    classes = np.zeros(len(split), dtype=np.int64) if targets is None else targets[split.indices]
+    generator = np.random.default_rng(seed)
+    taken = np.zeros(len(split), dtype=bool)
+    for label in np.unique(classes):
+        members = generator.permutation(np.flatnonzero(classes == label))
+        taken[members[: round(fraction * len(members))]] = True
+    if not taken.any() or taken.all():
+        raise ValueError(
+            f"data.val_fraction={fraction} of {len(split)} images leaves a split empty: give more images or another one"
+        )
+    return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
+
+
+def digits() -> Splits:
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; a fifth of them is the test set, whatever the seed."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # [N, 8, 8], levels 0 to 16
+    source = ArraySource(images, bunch.target, [str(digit) for digit in range(10)], "digits")
+    rest, test = split_off(Split.whole(source), 0.2, seed=0)
+    train, validation = split_off(rest, 0.1, seed=1)
+    return Splits(train, validation, test)
+
+
+def fashion_mnist(root: str, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
+    """Fashion-MNIST in torchvision's raw format below `root`: validation from the 60,000, test is the 10,000."""
+    train, test = (_torchvision_array("FashionMNIST", root, part, download) for part in (True, False))
+    return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
+
+
+def cifar10(root: str, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
+    """CIFAR-10 below `root`, as folders train/ and test/ (or val/), or as cifar-10-batches-py; test is the 10,000."""
+    train_folder = find_split(root, "train")
+    train: Source
+    test: Source
+    if train_folder is None:
+        train, test = (_torchvision_array("CIFAR10", root, part, download) for part in (True, False))
+    else:
+        test_folder = find_split(root, "test") or find_split(root, "validation")
+        if test_folder is None:
+            raise ValueError(f"{root} has train but neither test nor val: put the 10,000 test images of CIFAR-10 there")
+        train_reader = _folder(train_folder)
+        train, test = DecodedSource(train_reader), DecodedSource(_held_out_folder(test_folder, train_reader))
+    return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
+
+
+def timm_splits(
+    source: str,
+    root: str | None,
+    *,
+    download: bool,
+    names: Mapping[str, str | None],
+    class_map: ClassMap,
+    val_fraction: float,
+    split_seed: int,
+) -> Splits:
+    """The splits of what timm reads with random access: folder, hfds/NAME, torch/NAME (a tar counts as a folder).
+
+    `names` gives the split names of train, validation and test, None for a split that is not there. Without a
+    validation split `val_fraction` of the training images becomes it; without a test split the validation images are
+    tested on, which is said in one line.
+    """
+    train_source: Source
+    held_out: dict[str, Source]
+    if source == "folder":
+        train_source, held_out = _folder_splits(root, names, class_map)
+    else:
+        path = source.removeprefix("hfds/")
+        if path != source and not download and not Path(path).exists():
+            raise ValueError(
+                f"data.source={source} is no local path: give hfds/PATH, or data.download=true to fetch it"
+            )
+        train_source = _open(source, root, names["train"] or "train", class_map, download)
+        held_out = {
+            kind: _open(source, root, name, class_map, download)
+            for kind, name in names.items()
+            if kind != "train" and name is not None
+        }
+    train = Split.whole(train_source)
+    if "validation" in held_out:
+        validation = Split.whole(held_out["validation"])
+    else:
+        train, validation = split_off(train, val_fraction, split_seed)
+    if "test" in held_out:
+        return Splits(train, validation, Split.whole(held_out["test"]))
+    _log.warning("%s has no test split: the validation images are also the test images", root or source)
+    return Splits(train, validation, validation)
+
+
+def held_out_split(
+    source: str,
+    root: str | None,
+    *,
+    kind: str,
+    names: Mapping[str, str | None],
+    class_names: Sequence[str],
+    class_map: ClassMap,
+    download: bool,
+    whole: bool,
+) -> Split | None:
+    """The split `kind` (validation or test) alone, its classes numbered as `class_names`; None where it has no own.
+
+    Without a test split the validation images are the test images. With `whole` a folder of class folders only is the
+    split, all of it; ValueError where such a folder holds training images only.
+    """
+    if source != "folder":
+        name = names[kind] or names["validation"]
+        if name is None:
+            return None
+        return Split.whole(_open(source.removeprefix("hfds/"), root, name, class_map, download))
+    folder = _existing(root)
+    path = find_split(folder, kind, names[kind]) if names[kind] is not None else None
+    for usual in ("validation", "test") if kind == "test" else ("validation",):
+        path = path or find_split(folder, usual)
+    if path is None and whole:
+        if training := find_split(folder, "train"):
+            raise ValueError(
+                f"{folder} holds training images only: give data.root={training} to measure all of them, or add a "
+                f"{kind} split"
+            )
+        if other := find_split(folder, "test"):
+            raise ValueError(f"{folder} holds no validation images, but {other}: give split=test")
+        path = folder
+    return None if path is None else Split.whole(_numbered_folder(path, class_names, class_map))
+
+
+def open_stream(
+    source: str,
+    root: str | None,
+    *,
+    name: str,
+    training: bool,
+    batch_size: int,
+    seed: int,
+    class_map: ClassMap,
+    num_samples: int | None,
+) -> Any:
+    """timm's IterableImageDataset of one split; `num_samples` is the length of an epoch if the stream does not tell."""
+    if not training and source.lower().startswith("hfids/"):
+        num_samples = -1  # timm asks for a length though it evaluates on whatever comes
+    try:
+        return create_dataset(
+            source,
+            root=root,
+            split=name,
+            is_training=training,
+            batch_size=batch_size,
+            num_samples=num_samples,
+            seed=seed,
+            class_map=_plain(class_map),
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
+        ) from error
+
+
+def find_split(root: str, kind: str, name: str | None = None) -> str | None:
+    """The folder or .tar below `root` that holds a split: by its `name`, or by one of the usual names of its kind."""
+    candidates = _SPLIT_NAMES[kind] if name is None or name == kind else (name,)
+    for candidate in candidates:
+        for path in (Path(root, candidate), Path(root, f"{candidate}.tar")):
+            if path.exists():
+                return str(path)
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the lines that follow."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _torchvision_array(name: str, root: str, train: bool, download: bool) -> ArraySource:
+    label = f"{root}/{name}/{'train' if train else 'test'}"
+    try:
+        data = getattr(torchvision_datasets, name)(root, train=train, download=download)
+    except RuntimeError as error:
+        raise ValueError(
+            f"data.root={root} does not hold {name}: give the folder that does, or data.download=true to fetch it"
+        ) from error
+    return ArraySource(np.asarray(data.data), np.asarray(data.targets), data.classes, label)
+
+
+def _folder_splits(
+    root: str | None, names: Mapping[str, str | None], class_map: ClassMap
+) -> tuple[ReaderSource, dict[str, Source]]:
+    root = _existing(root)
+    paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
+    if any(paths.values()) and paths.get("train") is None:
+        raise ValueError(f"{root} holds no training images: add {root}/train, or give data.train_split=NAME")
+    train = _folder(paths.get("train") or root, class_map)
+    held_out: dict[str, Source] = {
+        kind: _held_out_folder(path, train, class_map)
+        for kind, path in paths.items()
+        if kind != "train" and path is not None
+    }
+    return train, held_out
+
+
+def _existing(root: str | None) -> str:
+    if root is None:
+        raise ValueError("this data set needs a folder: give data.root=FOLDER with train/ and val/ in it")
+    if not Path(root).exists():
+        raise ValueError(f"data.root={root} does not exist: give the folder (or .tar file) that holds the images")
+    return root
+
+
+def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap) -> ReaderSource:
+    """A folder with some or all of the classes `class_names`, numbered like them or by `class_map`."""
+    if class_map is not None:
+        return _folder(path, class_map)
+    if extra := sorted(set(_folder(path).class_to_idx) - set(class_names)):
+        raise ValueError(
+            f"{path} has {len(extra)} class folder(s) that the {len(class_names)} classes of the checkpoint lack "
+            f"({', '.join(extra[:3])}): remove them, or give data.class_map"
+        )
+    return _folder(path, {name: index for index, name in enumerate(class_names)})
+
+
+def _folder(path: str, class_map: ClassMap = None) -> ReaderSource:
+    """A folder of class folders, a .tar of them, or a folder of .tar files."""
+    class_map = _plain(class_map)
+    try:
+        if Path(path).is_dir() and any(Path(path).glob("*.tar")):
+            source = ReaderSource(ReaderImageInTar(path, class_map=class_map), path)
+        else:
+            source = ReaderSource(create_reader("", root=path, class_map=class_map), path)
+    except (RuntimeError, AssertionError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} holds no images in class folders: give a folder with one folder per class, or a .tar of it"
+        ) from error
+    if "" in source.class_to_idx:
+        raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
+    return source
+
+
+def _held_out_folder(path: str, train: ReaderSource, class_map: ClassMap = None) -> ReaderSource:
+    """A folder numbered as the training folder is, though it may lack some of its classes."""
+    if class_map is not None:
+        return _folder(path, class_map)
+    source = _folder(path)
+    if extra := sorted(set(source.class_to_idx) - set(train.class_to_idx)):
+        raise ValueError(f"{path} has class folders that {train.label} has not: {', '.join(extra[:5])}; remove them")
+    return source if source.class_to_idx == train.class_to_idx else _folder(path, train.class_to_idx)
+
+
+def _open(
+    source: str, root: str | None, name: str, class_map: ClassMap, download: bool
+) -> TorchvisionSource | ReaderSource:
+    try:
+        if source.startswith("torch/"):
+            return TorchvisionSource(create_dataset(source, root=root, split=name, download=download), source)
+        return ReaderSource(create_reader(source, root=root, split=name, class_map=_plain(class_map)), source)
+    except Exception as error:
+        raise ValueError(_unopened(source, name, error)) from error
+
+
+def _names(class_to_idx: Mapping[Any, int]) -> list[str]:
+    """Class names by index; an index without a name is named by its number."""
+    names = [str(index) for index in range(max(class_to_idx.values(), default=-1) + 1)]
+    for name, index in class_to_idx.items():
+        names[index] = str(name)
+    return names
+
+
+def _plain(class_map: ClassMap) -> Any:
+    return dict(class_map) if isinstance(class_map, Mapping) else class_map
+
+
+def _unopened(source: str, split: str, error: BaseException) -> str:
+    return (
+        f"data.source={source} does not open with the split {split!r} ({first_line(error)}): "
+        "check data.root and data.train_split, data.val_split, data.test_split (null = none)"
+    )

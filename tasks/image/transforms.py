@@ -1,0 +1,175 @@
+"""Image transforms: from a PIL image to a uint8 tensor on the host, to normalised float32 on the device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import create_transform
+from timm.data.auto_augment import AugmentOp, posterize
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import str_to_interp_mode
+from torch import Tensor
+from torchvision import transforms
+from torchvision.transforms.functional import pil_to_tensor
+
+from longseq.tasks.image.info import DataInfo
+
+_CROPS = ("random_resized", "padded", "center")
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """A sample's random transforms; the defaults change nothing but the size.
+
+    crop: random_resized (Inception's), padded (short side to the image size, `padding` pixels around, random crop: the
+    simple random crop of DeiT III with padding_mode=reflect), or center (evaluation's). `auto_augment` is a string of
+    timm, such as rand-m9-mstd0.5-inc1 or 3a. `color_jitter` acts where timm lets it: not beside RandAugment.
+    `erasing` has prob, mode (const, rand, pixel) and count.
+    """
+
+    crop: str = "center"
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    padding: int = 4
+    padding_mode: str = "constant"
+    hflip: float = 0.0
+    vflip: float = 0.0
+    color_jitter: float = 0.0
+    auto_augment: str | None = None
+    erasing: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.crop not in _CROPS:
+            raise ValueError(f"augment.crop={self.crop!r} is unknown: choose one of {', '.join(_CROPS)}")
+        if unknown := set(self.erasing) - {"prob", "mode", "count"}:
+            raise ValueError(f"augment.erasing has no {', '.join(sorted(unknown))}: its keys are prob, mode, count")
+        for name in ("hflip", "vflip", "color_jitter"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"augment.{name}={getattr(self, name)} must lie between 0 and 1")
+
+
+class ToMode:
+    """PIL image of any mode -> RGB or L (grey)."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return image if image.mode == self.mode else image.convert(self.mode)
+
+
+class PixelErasing:
+    """Random erasing (Zhong et al. 2020) of uint8 pixels: timm's, put back from normalised units."""
+
+    def __init__(self, info: DataInfo, prob: float = 0.0, mode: str = "const", count: int = 1) -> None:
+        if mode not in ("const", "rand", "pixel"):
+            raise ValueError(f"augment.erasing.mode={mode!r} is unknown: choose const, rand or pixel")
+        self.prob = prob
+        self.erase = RandomErasing(probability=1.0, mode=mode, max_count=count, device="cpu")
+        self.mean = torch.tensor(info.mean).view(-1, 1, 1)
+        self.std = torch.tensor(info.std).view(-1, 1, 1)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        if random.random() >= self.prob:
+            return pixels
+        fill = self.erase(torch.full(pixels.shape, torch.nan))
+        erased = (fill * self.std + self.mean).mul_(255).round_().clamp_(0, 255)
+        return torch.where(fill.isnan(), pixels, erased.nan_to_num_().to(torch.uint8))
+
+
+def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
+    """Random transform: PIL image -> uint8 [C, S, S], drawing from the global generators of python, numpy and torch."""
+    crop, colour, _ = create_transform(
+        (3, info.img_size, info.img_size),
+        is_training=True,
+        separate=True,
+        scale=augmentation.scale,
+        ratio=augmentation.ratio,
+        hflip=augmentation.hflip,
+        vflip=augmentation.vflip,
+        color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]
+        auto_augment=augmentation.auto_augment,
+        interpolation=info.interpolation,
+        mean=_rgb(info.mean),
+        std=_rgb(info.std),
+    )
+    geometry = crop.transforms
+    if augmentation.crop != "random_resized":
+        geometry = _crop(info, augmentation) + geometry[1:]
+    # timm's colour operations fill with RGB triples, so grey images pass through them as RGB
+    inner = ToMode("RGB") if colour.transforms else _final_mode(info)
+    for operation in colour.transforms:
+        _allow_zero_bits(operation)
+    steps = [inner, *geometry, *colour.transforms, _final_mode(info), pil_to_tensor]
+    if augmentation.erasing.get("prob", 0):
+        steps.append(PixelErasing(info, **augmentation.erasing))
+    return transforms.Compose(steps)
+
+
+def evaluation_transform(info: DataInfo) -> transforms.Compose:
+    """Short side to img_size / crop_pct, centre crop: PIL image -> uint8 [C, S, S]."""
+    resize = create_transform(
+        (3, info.img_size, info.img_size),
+        interpolation=info.interpolation,
+        crop_pct=info.crop_pct,
+        normalize=False,
+    )
+    return transforms.Compose([_final_mode(info), *resize.transforms[:-1], pil_to_tensor])
+
+
+def normalize(images: Tensor, info: DataInfo) -> Tensor:
+    """uint8 [..., C, H, W] -> float32, zero mean and unit deviation over the data set, on the images' device."""
+    mean, std = _channel_statistics(info, images.device)
+    return images.float().sub_(mean).div_(std)
+
+
+def denormalize(images: Tensor, info: DataInfo) -> Tensor:
+    """The inverse of `normalize`, to pixels in [0, 1], for pictures."""
+    mean, std = _channel_statistics(info, images.device)
+    return images.float().mul(std).add_(mean).div_(255).clamp_(0, 1)
+
+
+def _crop(info: DataInfo, augmentation: Augmentation) -> list[Any]:
+    if augmentation.crop == "center":
+        return evaluation_transform(info).transforms[1:-1]
+    resize = transforms.Resize(info.img_size, interpolation=str_to_interp_mode(info.interpolation))
+    crop = transforms.RandomCrop(
+        info.img_size, padding=augmentation.padding or None, padding_mode=augmentation.padding_mode
+    )
+    return [resize, crop]
+
+
+def _allow_zero_bits(operation: Any) -> None:
+    """Gives timm's operations a posterize that keeps 0 bits too: their strongest magnitude asks for it."""
+    choices = getattr(operation, "ops", None) or getattr(operation, "policy", [])
+    for choice in choices:
+        for op in [choice] if isinstance(choice, AugmentOp) else choice:
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterize
+
+
+def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """Pillow 13 refuses 0 bits, which older versions turned to black."""
+    return posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
+
+
+def _final_mode(info: DataInfo) -> ToMode:
+    return ToMode("L" if info.in_chans == 1 else "RGB")
+
+
+def _rgb(values: list[float]) -> tuple[float, ...]:
+    return tuple(values) if len(values) == 3 else tuple(values[:1]) * 3
+
+
+def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of pixels in [0, 255] [C, 1, 1]; filled on the device, for a copy from the host would wait."""
+    mean, std = (
+        torch.cat([torch.full((1, 1, 1), 255.0 * value, device=device) for value in values])
+        for values in (info.mean, info.std)
+    )
+    return mean, std

@@ -1,0 +1,104 @@
+"""`longseq predict`: classify an image, or every image below a folder, into a csv or json file."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch.utils.data import DataLoader
+
+from longseq.tasks import assemble
+from longseq.tasks.image.datasets import ImageFiles
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.transforms import normalize
+
+
+class Prediction(NamedTuple):
+    """The most probable classes of one image, best first."""
+
+    path: str
+    classes: list[tuple[str, float]]
+
+
+def run(cfg: DictConfig) -> dict[str, int]:
+    """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of images."""
+    config = assemble.plain(cfg)
+    if config["checkpoint"] is None:
+        raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
+    if config["input"] is None:
+        raise ValueError("give input=FILE or input=FOLDER: the image or images to classify")
+    output = Path(config["output"])
+    if output.suffix not in (".csv", ".json"):
+        raise ValueError(f"output={output} must end in .csv or .json")
+    if config["top_k"] < 1:
+        raise ValueError(f"top_k={config['top_k']} must be at least 1")
+    device = _device(config["device"])
+    loaded = instantiate(config["load"])(config["checkpoint"], weights=config["weights"], map_location=device)
+    info = DataInfo.from_dict(loaded.data)
+    files = ImageFiles(config["input"], info)
+    loader = DataLoader(files, config["batch_size"], num_workers=config["num_workers"], collate_fn=files.collate)
+    backbone = loaded.backbone.to(device).eval()
+    predictions, unreadable = predict(backbone, loader, info, top_k=config["top_k"])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable)
+    print(f"{len(predictions)} image(s) classified, {len(unreadable)} unreadable; written to {output}")
+    return {"classified": len(predictions), "unreadable": len(unreadable)}
+
+
+@torch.inference_mode()
+def predict(
+    backbone: torch.nn.Module, loader: Any, info: DataInfo, *, top_k: int = 5
+) -> tuple[list[Prediction], list[str]]:
+    """Predictions of the readable images of `loader`, in its order, and the paths of the others."""
+    device = next(backbone.parameters()).device
+    predictions, unreadable = [], []
+    for images, paths, failed in loader:
+        unreadable += failed
+        if not paths:
+            continue
+        probabilities = backbone(normalize(images.to(device), info)).float().softmax(dim=1)
+        values, classes = probabilities.topk(min(top_k, info.num_classes), dim=1)
+        for path, row, indices in zip(paths, values.tolist(), classes.tolist(), strict=True):
+            names = [info.class_names[index] for index in indices]
+            predictions.append(Prediction(path, list(zip(names, row, strict=True))))
+    return predictions, unreadable
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is unknown: choose auto, cpu, cuda or cuda:INDEX") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name} needs a GPU, and none is usable here: choose device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0")
+    return device
+
+
+def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str]) -> None:
+    width = max((len(prediction.classes) for prediction in predictions), default=1)
+    ranks = range(1, width + 1)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["path", *(f"{column}_{rank}" for rank in ranks for column in ("class", "probability")), "error"]
+        )
+        for prediction in predictions:
+            cells = [cell for name, value in prediction.classes for cell in (name, f"{value:.6f}")]
+            writer.writerow([prediction.path, *cells, ""])
+        for failed in unreadable:
+            writer.writerow([failed, *[""] * (2 * width), "unreadable"])
+
+
+def _write_json(path: Path, predictions: list[Prediction], unreadable: list[str]) -> None:
+    rows = [
+        {"path": p.path, "classes": [{"class": name, "probability": round(value, 6)} for name, value in p.classes]}
+        for p in predictions
+    ]
+    path.write_text(json.dumps({"predictions": rows, "unreadable": unreadable}, indent=2) + "\n")

@@ -1,0 +1,143 @@
+"""Run folders: where a run writes, and which earlier run a command continues."""
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.json"
+
+# Keys that change what is printed, where, or how fast, and no weight.
+FREE_KEYS = (
+    "resume",
+    "output",
+    "optimized_metric",
+    "data.num_workers",
+    "data.pin_memory",
+    "callbacks.progress",
+    "logger",
+    "load",
+)
+
+
+def run_folder(fresh: str, *, _root_: DictConfig) -> str:
+    """Resolver `${run_folder:FRESH}` of hydra.run.dir: FRESH, or with `resume` the folder of the run to continue."""
+    resume = OmegaConf.select(_root_, "resume")
+    if not resume:
+        return fresh
+    if resume is not True:
+        return str(_checkpoint_run(Path(resume)) or fresh)
+    config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
+    wanted: Any = OmegaConf.to_container(OmegaConf.create({**config, "output": fresh}), resolve=True)
+    return str(_newest_unfinished(Path(fresh).parent, wanted) or fresh)  # type: ignore[arg-type]
+
+
+OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+
+
+def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
+    """The checkpoint from which `config.resume` continues, None for a fresh start.
+
+    ValueError for a missing file, or for a checkpoint of another configuration: the message names the keys.
+    """
+    resume, folder = config["resume"], Path(config["output"])
+    if not resume:
+        if _newest_checkpoint(folder) is not None:
+            raise ValueError(
+                f"{folder} holds a run already; continue it with resume=true, or choose another hydra.run.dir"
+            )
+        return None
+    path = _newest_checkpoint(folder) if resume is True else Path(resume)
+    if path is None:
+        return None
+    if not path.is_file():
+        raise ValueError(
+            f"resume={resume}: there is no such checkpoint; give a .ckpt file, or resume=true for the newest"
+        )
+    saved = _saved_config(path)
+    if saved is None:
+        raise ValueError(f"{path} is not a checkpoint of `longseq train`; give one below outputs/")
+    changed = differences(saved, config)
+    if changed:
+        shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
+        shown += f"; and {len(changed) - 5} more keys" if len(changed) > 5 else ""
+        raise ValueError(
+            f"{path} was trained with another configuration ({shown}); repeat that run's own overrides, or start anew "
+            f"without resume"
+        )
+    return path
+
+
+def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys, with both values, in which two configurations differ so that a resumed run could not repeat the first."""
+    old, new = _inside_the_run(saved), _inside_the_run(config)
+    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key)]
+    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The metrics of a finished run, None for one that did not finish."""
+    path = folder / METRICS_FILE
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat configuration with paths below the run folder as if it were the same folder for every run."""
+    folder = str(config["output"])
+    return {key: value.replace(folder, "OUTPUT") if isinstance(value, str) else value for key, value in flatten(config)}
+
+
+def _newest_unfinished(parent: Path, config: Mapping[str, Any]) -> Path | None:
+    found = []
+    for path in parent.glob(f"*/{CONFIG_FILE}"):
+        checkpoint = _newest_checkpoint(path.parent)
+        if checkpoint is None or finished(path.parent) is not None:
+            continue
+        if not differences(OmegaConf.to_container(OmegaConf.load(path)), config):  # type: ignore[arg-type]
+            found.append((checkpoint.stat().st_mtime, path.parent))
+    return max(found)[1] if found else None
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    path = folder / "checkpoints" / "last.ckpt"
+    return path if path.is_file() else None
+
+
+def updates_of(checkpoint: Path) -> int:
+    """The number of updates after which a checkpoint was written."""
+    return _read(checkpoint).get("global_step", 0)
+
+
+def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
+    return _read(checkpoint).get("hyper_parameters", {}).get("config")
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _checkpoint_run(checkpoint: Path) -> Path | None:
+    folder = checkpoint.resolve().parent.parent
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+
+
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested configuration."""
+    if isinstance(config, Mapping) and config:
+        for key, value in config.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, config

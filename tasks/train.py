@@ -1,0 +1,221 @@
+"""`longseq train`: compose, fit, test with the best checkpoint, report."""
+
+import json
+import logging
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from longseq.tasks import assemble, runs
+from longseq.tasks.callbacks.throughput import Throughput
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.logger import RunLogger
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Train as configured and return the value of `optimized_metric`, for sweeps.
+
+    The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json.
+    """
+    quiet_libraries()
+    config = assemble.plain(cfg)
+    folder = Path(config["output"])
+    _refuse_distributed_sweep(config)
+    done = runs.finished(folder)
+    if config["resume"] is True and done is not None:
+        _print(f"This run is finished: {folder}")
+        return done.get(config["optimized_metric"])
+    checkpoint = runs.checkpoint_to_resume(config)
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision(config["matmul_precision"])
+    datamodule = assemble.build_datamodule(config)
+    backbone = assemble.build_backbone(config, datamodule.info)
+    if config["init"] is not None and checkpoint is None:
+        assemble.initialize(backbone, instantiate(config["load"])(config["init"]).backbone)
+    task = assemble.build_task(config, backbone, datamodule.info)
+    trainer = assemble.build_trainer(config, assemble.build_callbacks(config))
+    if checkpoint is not None and isinstance(trainer.logger, RunLogger):
+        trainer.logger.continue_at(runs.updates_of(checkpoint))
+    _save_config(config, folder)
+    _announce(config, datamodule.info, backbone, trainer, checkpoint)
+    started = time.monotonic()
+    _fit(trainer, task, datamodule, checkpoint)
+    metrics = _test(trainer, task, datamodule)
+    metrics |= _run_facts(trainer, backbone, time.monotonic() - started)
+    _record(trainer, config, task, metrics, datamodule.info)
+    return metrics.get(config["optimized_metric"])
+
+
+def quiet_libraries() -> None:
+    """Keep the console to what a user can act on."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Each is answered by our own design: the number of workers is the data's option, runs resume in their own folder,
+    # and short epochs log less often.
+    for message in (
+        ".*does not have many workers.*",
+        ".*exists and is not empty.*",
+        ".*smaller than the logging interval.*",
+        ".*Checkpoint directory.*",
+        ".*LeafSpec.*",
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
+    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    devices = assemble.device_count(config)
+    if sweep and devices > 1:
+        raise ValueError(
+            f"a sweep (-m) runs on one device a trial, not on {devices}, where every process would repeat the sweep: "
+            f"set trainer.devices=1"
+        )
+
+
+def _fit(trainer: Trainer, task: LightningModule, datamodule: Any, checkpoint: Path | None) -> None:
+    try:
+        trainer.fit(task, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+    except SIGTERMException:
+        raise SystemExit(143) from None
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        batch = datamodule.batch_size
+        raise ValueError(
+            f"out of memory with {batch} images on a device at a time: halve that and keep the recipe with "
+            f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
+        ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _test(trainer: Trainer, task: LightningModule, datamodule: Any) -> dict[str, Any]:
+    """Test with the best checkpoint (the last weights in a fast_dev_run, which writes none)."""
+    best = best_checkpoint(trainer)
+    validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
+    (tested,) = trainer.test(task, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    callback = trainer.checkpoint_callback
+    if best is not None and getattr(callback, "best_model_score", None) is not None:
+        validated[callback.monitor] = float(callback.best_model_score)  # type: ignore[union-attr]
+    return validated | {key: float(value) for key, value in tested.items()}
+
+
+def best_checkpoint(trainer: Trainer) -> str | None:
+    """Path of the checkpoint with the best validation metric."""
+    return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
+
+
+def _run_facts(trainer: Trainer, backbone: torch.nn.Module, seconds: float) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "epochs": trainer.current_epoch,
+        "updates": trainer.global_step,
+        "seconds": round(seconds, 1),
+        "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Throughput) and callback.images_per_second is not None:
+            facts["images_per_second"] = round(callback.images_per_second, 1)
+            facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)
+    return facts
+
+
+@rank_zero_only
+def _save_config(config: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(config), folder / runs.CONFIG_FILE)
+
+
+@rank_zero_only
+def _announce(
+    config: dict[str, Any], info: DataInfo, backbone: torch.nn.Module, trainer: Trainer, checkpoint: Path | None
+) -> None:
+    model, recipe = config["model"], config["recipe"]
+    batch, devices = assemble.device_batch_size(config), assemble.device_count(config)
+    accumulate = config["trainer"].get("accumulate_grad_batches", 1)
+    parameters = sum(parameter.numel() for parameter in backbone.parameters()) / 1e6
+    _print(f"{model['label']} ({model['name']}, {parameters:.2f}M parameters) on {_data_line(config, info)}")
+    _print(
+        f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
+        f"x {accumulate} accumulated; effective learning rate {assemble.effective_learning_rate(config):.3g}"
+    )
+    if checkpoint is not None:
+        _print(f"continuing from {shorten(checkpoint)}")
+    elif config["resume"]:
+        _print("nothing to resume: no unfinished run of this configuration; starting anew")
+    _print(f"writing to {shorten(config['output'])}   (tensorboard --logdir {shorten(Path(config['output']).parent)})")
+
+
+def _data_line(config: dict[str, Any], info: DataInfo) -> str:
+    sizes = ", ".join(f"{count} {split}" for split, count in info.sizes.items() if count is not None)
+    return f"{config['data']['name']}: {info.img_size} px, {info.num_classes} classes" + (f", {sizes}" if sizes else "")
+
+
+@rank_zero_only
+def _record(
+    trainer: Trainer, config: dict[str, Any], task: LightningModule, metrics: dict[str, Any], info: DataInfo
+) -> None:
+    """metrics.json, the hyper-parameters with the final metrics in TensorBoard, and the closing table."""
+    folder = Path(config["output"])
+    if isinstance(trainer.logger, RunLogger):
+        trainer.logger.log_results(dict(runs.flatten(config)), {k: v for k, v in metrics.items() if "/" in k})
+        trainer.logger.save()
+    written = dict(metrics)
+    if task.confusion_matrix is not None:
+        written["test/per_class"] = per_class_accuracy(task.confusion_matrix, info)  # type: ignore[arg-type]
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        (folder / runs.METRICS_FILE).write_text(json.dumps(written, indent=2) + "\n")
+    rows: list[tuple[str, str]] = [
+        (key, f"{metrics[key]:.4f}") for key in ("test/top1", "test/top5", "test/loss") if key in metrics
+    ]
+    rows.append(("time", f"{metrics['seconds']:.0f} s, {metrics.get('images_per_second', 0):.0f} images/s in training"))
+    best = best_checkpoint(trainer)
+    if best:
+        best = shorten(best)
+        rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
+        rows += [("next", f"longseq evaluate checkpoint={best}"), ("", f"longseq export checkpoint={best} format=onnx")]
+    print_rows(rows)
+
+
+def per_class_accuracy(confusion_matrix: torch.Tensor, info: DataInfo) -> list[dict[str, Any]]:
+    """Each class with the share of its images that were recognised, None without images, and their number."""
+    rows = zip(info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True)
+    return [
+        {"class": name, "top1": round(right / images, 4) if images else None, "images": images}
+        for name, right, images in rows
+    ]
+
+
+def shorten(path: str | Path) -> str:
+    """A path as it is typed from the working directory, where it lies below it."""
+    absolute, here = Path(path).resolve(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Print a borderless table; long commands stay on one line, to be copied."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ignore")
+    for row in rows:
+        table.add_row(*row)
+    width = 20 + max(len(text) for row in rows for text in row)
+    Console(width=width, highlight=False).print(table)
+
+
+@rank_zero_only
+def _print(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,302 @@
+"""The data module over its sources, on data made here: digits, folders, tars, streams, damaged files, wrong input."""
+
+import io
+import logging
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.datasets import ImageFiles
+from longseq.tasks.image.sources import Split, digits, split_off
+
+CLASSES = ("cat", "dog", "emu")
+
+
+def png(shade):
+    pixels = np.full((20, 24, 3), shade, dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write_folder(root, train=12, val=5):
+    """Pictures of one shade each, which tells the class: 0-79 cat, 80-159 dog, 160-239 emu."""
+    for split, count in (("train", train), ("val", val)):
+        for label, name in enumerate(CLASSES):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                (folder / f"{index}.png").write_bytes(png(80 * label + index))
+    return root
+
+
+def write_tar(path, folder):
+    with tarfile.open(path, "w") as archive:
+        archive.add(folder, arcname=".")
+    return path
+
+
+def open_data(source, root=None, **options):
+    options = {"img_size": 16, "batch_size": 4, "num_workers": 0, "mean": [0.0], "std": [1.0]} | options
+    module = ImageDataModule(name="test", source=source, root=None if root is None else str(root), **options)
+    module.prepare_data()
+    module.setup()
+    return module
+
+
+def gather(loader):
+    batches = list(loader)
+    return torch.cat([images for images, _ in batches]), torch.cat([targets for _, targets in batches])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "images")
+
+
+def check_classes(module):
+    """Each shade has its class, in all splits."""
+    for loader in (module.train_dataloader(), module.val_dataloader(), module.test_dataloader()):
+        images, targets = gather(loader)
+        assert torch.equal(images[:, 0, 8, 8] // 80, targets)
+
+
+def test_digits_split_is_fixed_disjoint_and_stratified():
+    splits, again = digits(), digits()
+    parts = [splits.train, splits.validation, splits.test]
+    assert sorted(np.concatenate([part.indices for part in parts])) == list(range(1797))
+    assert np.array_equal(splits.test.indices, again.test.indices)
+    targets = splits.test.source.targets()
+    assert all(30 <= count <= 40 for count in np.bincount(targets[splits.test.indices]))
+
+
+def test_digits_batches_and_info():
+    module = ImageDataModule(
+        name="digits", source="digits", img_size=8, in_chans=1, batch_size=64, num_workers=0, mean=[0.3053], std=[0.376]
+    )
+    module.setup()
+    info = module.info.to_dict()
+    assert info["sizes"] == {"train": 1295, "val": 143, "test": 359}
+    assert info["class_names"] == [str(digit) for digit in range(10)]
+    assert module.batches_per_epoch == 1295 // 64
+    images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
+    assert images.shape == (64, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert targets.dtype == torch.int64
+    everything = module.on_after_batch_transfer(gather(module.val_dataloader()), 0)[0]
+    assert abs(everything.mean()) < 0.05
+    assert abs(everything.std() - 1) < 0.05
+
+
+def test_grey_images_for_a_colour_model():
+    module = open_data("digits", img_size=32, in_chans=3, augment={"auto_augment": "rand-m9-mstd0.5-inc1"})
+    assert next(iter(module.train_dataloader()))[0].shape == (4, 3, 32, 32)
+    assert len(module.info.mean) == 3
+
+
+def test_folder_with_splits(folder):
+    module = open_data("folder", folder)
+    assert module.info.class_names == list(CLASSES)
+    assert module.info.sizes == {"train": 36, "val": 15, "test": 15}
+    check_classes(module)
+
+
+def test_validation_images_serve_as_the_test_and_it_is_said(folder, caplog):
+    with caplog.at_level(logging.INFO, "longseq"):
+        module = open_data("folder", folder)
+    assert "the validation images are also the test images" in caplog.text
+    assert torch.equal(gather(module.val_dataloader())[0], gather(module.test_dataloader())[0])
+
+
+def test_folder_without_splits_sets_some_images_apart(folder):
+    module = open_data("folder", folder / "train", val_fraction=0.25)
+    assert module.info.sizes == {"train": 27, "val": 9, "test": 9}
+    other = open_data("folder", folder / "train", val_fraction=0.25, split_seed=1)
+    check_classes(module)
+    assert not torch.equal(gather(module.val_dataloader())[0], gather(other.val_dataloader())[0])
+
+
+def test_tar_files_with_workers(folder, tmp_path):
+    (tmp_path / "tars").mkdir()
+    for split in ("train", "val"):
+        write_tar(tmp_path / "tars" / f"{split}.tar", folder / split)
+    module = open_data("folder", tmp_path / "tars", num_workers=2)
+    assert module.info.sizes == {"train": 36, "val": 15, "test": 15}
+    check_classes(module)
+    single = open_data("folder", write_tar(tmp_path / "all.tar", folder / "train"))
+    assert single.info.sizes["train"] == 33
+    check_classes(single)
+
+
+def test_a_validation_folder_may_lack_a_class_but_not_add_one(folder):
+    for file in (folder / "val" / "cat").iterdir():
+        file.unlink()
+    check_classes(open_data("folder", folder))
+    (folder / "val" / "fox").mkdir()
+    (folder / "val" / "fox" / "0.png").write_bytes(png(0))
+    with pytest.raises(ValueError, match="has not: fox"):
+        open_data("folder", folder)
+
+
+def test_cifar10_as_folders_keeps_the_official_test_set_apart(folder):
+    module = open_data("cifar10", folder, img_size=20, val_fraction=0.25)
+    assert module.info.sizes == {"train": 27, "val": 9, "test": 15}
+    check_classes(module)
+
+
+def test_torchvision_source(folder):
+    check_classes(open_data("torch/image_folder", folder))
+
+
+def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_path, caplog):
+    pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
+    for shard in range(4):
+        with tarfile.open(tmp_path / f"data-{shard}.tar", "w") as archive:
+            for index in range(9):
+                for ending, content in (("png", png(80 * (index % 3))), ("cls", str(index % 3).encode())):
+                    member = tarfile.TarInfo(f"{shard}{index}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    options = {"train_split": "data-{0..2}.tar|27", "val_split": "data-3.tar|9", "num_classes": 3}
+    module = open_data("wds/data", tmp_path, **options)
+    assert sum("is a stream" in record.message for record in caplog.records) == 1
+    assert module.info.sizes == {"train": 27, "val": 9, "test": 9}
+    assert all(len(targets) == 4 for _, targets in module.train_dataloader())
+    counts = []
+    for rank in range(2):
+        module._place = lambda rank=rank: (rank, 2)
+        counts.append(gather(module.val_dataloader())[1].bincount(minlength=3))
+    assert torch.equal(counts[0] + counts[1], torch.tensor([3, 3, 3]))
+
+
+def test_hugging_face_data_sets(folder, tmp_path):
+    pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    module = open_data(f"hfds/{folder}", tmp_path / "cache")
+    assert module.info.class_names == list(CLASSES)
+    assert module.info.sizes == {"train": 36, "val": 15, "test": 15}
+    check_classes(module)
+
+
+def test_hugging_face_streams(folder, tmp_path):
+    pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
+    with pytest.raises(ValueError, match=r"data\.train_samples=N"):
+        open_data(f"hfids/{folder}", tmp_path / "cache")
+    module = open_data(f"hfids/{folder}", tmp_path / "cache", train_samples=36, num_classes=3)
+    assert module.info.sizes == {"train": 36, "val": None, "test": None}
+    assert module.batches_per_epoch == 9
+    check_classes(module)
+
+
+def damage(folder, names=("cat/3.png", "dog/0.png"), split="train"):
+    paths = [folder / split / name for name in names]
+    paths[0].write_bytes(b"no image at all")
+    for path in paths[1:]:
+        path.write_bytes(path.read_bytes()[:60])
+    return sorted(str(path) for path in paths)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_unreadable_training_images_are_replaced_counted_and_named(folder, num_workers, caplog):
+    paths = damage(folder)
+    module = open_data("folder", folder, num_workers=num_workers)
+    loader = module.train_dataloader()
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        images, _ = gather(loader)
+        assert len(images) == 36
+    assert sorted(module.unreadable) == paths
+    assert module.num_unreadable == 2
+    for path in paths:
+        assert caplog.text.count(f"{path} (") == 1
+
+
+def test_replacements_do_not_depend_on_workers(folder):
+    damage(folder)
+    one, other = (gather(open_data("folder", folder, num_workers=count).train_dataloader()) for count in (0, 2))
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+def test_unreadable_images_are_left_out_of_evaluation(folder):
+    paths = damage(folder, split="val")
+    module = open_data("folder", folder, eval_batch_size=1)
+    batches = list(module.val_dataloader())
+    assert sum(len(targets) for _, targets in batches) == 13
+    assert len(batches) == 15
+    assert batches[0][0].shape[1:] == (3, 16, 16)
+    assert sorted(module.unreadable) == paths
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_unreadable_images_are_fatal_by_option(folder, num_workers):
+    path = damage(folder)[0]
+    module = open_data("folder", folder, num_workers=num_workers, on_error="raise", batch_size=36)
+    with pytest.raises(ValueError, match="is not readable") as error:
+        list(module.train_dataloader())
+    assert "\n" not in str(error.value)
+    assert path.rpartition("/train/")[0] in str(error.value)
+
+
+def test_a_folder_of_damaged_images_stops_training(folder):
+    for path in (folder / "train").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="one image after the other"):
+        list(open_data("folder", folder).train_dataloader())
+
+
+def test_files_to_predict_report_the_unreadable_ones(folder):
+    info = open_data("folder", folder).info
+    bad = damage(folder, split="val")
+    files = ImageFiles(str(folder / "val"), info)
+    images, paths, unreadable = files.collate([files[index] for index in range(len(files))])
+    assert images.shape == (13, 3, 16, 16)
+    assert len(paths) == 13
+    assert sorted(unreadable) == bad
+    assert len(ImageFiles(paths[0], info)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("folder", {"root": "absent/folder"}, "data.root=absent/folder does not exist"),
+        ("folder", {}, "give data.root=FOLDER"),
+        ("imagenette", {}, "choose digits, fashion_mnist"),
+        ("cifar10", {}, "data.root is missing"),
+        ("cifar10", {"root": "absent/folder"}, "data.download=true"),
+        ("fashion_mnist", {"root": "absent/folder"}, "data.download=true"),
+        ("hfds/absent/name", {}, "data.download=true"),
+        ("digits", {"in_chans": 2}, "1 .grey. or 3"),
+        ("digits", {"num_classes": 4}, "less than the 10 classes"),
+        ("digits", {"on_error": "ignore"}, "choose skip or raise"),
+        ("digits", {"augment": {"crops": 1}}, "augment has no crops"),
+        ("digits", {"batch_size": 7, "augment": {"mixing": {"mixup": 0.8}}}, "even batch size"),
+    ],
+)
+def test_wrong_input_gives_one_line_with_the_remedy(source, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        open_data(source, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_images_outside_class_folders_are_pointed_out(folder):
+    (folder / "val" / "stray.png").write_bytes(png(0))
+    with pytest.raises(ValueError, match="move each into the folder of its class"):
+        open_data("folder", folder)
+
+
+def test_predicting_nothing_says_so(tmp_path):
+    info = open_data("digits").info
+    with pytest.raises(ValueError, match="holds no images"):
+        ImageFiles(str(tmp_path), info)
+    with pytest.raises(ValueError, match="does not exist"):
+        ImageFiles(str(tmp_path / "absent"), info)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 0.0001])
+def test_a_split_must_leave_something(fraction):
+    with pytest.raises(ValueError, match=f"val_fraction={fraction}"):
+        split_off(Split.whole(digits().train.source), fraction, seed=0)

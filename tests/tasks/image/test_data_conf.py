@@ -1,0 +1,69 @@
+"""Every data set and every recipe composes, and says what it is published to say."""
+
+from importlib import resources
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.mixing import BatchMixing
+
+
+def names(group):
+    folder = resources.files("longseq.conf") / group
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load(*overrides):
+    with initialize_config_module("longseq.conf", version_base=None):
+        config = compose("train", overrides=list(overrides))
+    return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("data", "recipe")}
+
+
+@pytest.mark.parametrize("name", names("data"))
+def test_every_data_set_builds_with_its_recipe(name):
+    config = load(f"data={name}")
+    module = ImageDataModule(**config["data"], augment=config["recipe"]["augment"], batch_size=4, seed=0)
+    assert module.name == name
+    assert name in names("recipe")
+
+
+@pytest.mark.parametrize("name", names("recipe"))
+def test_every_recipe_trains_a_step(name):
+    config = load(f"recipe={name}")
+    recipe = config["recipe"]
+    module = ImageDataModule(**config["data"], augment=recipe["augment"], batch_size=8, seed=0)
+    module.setup()
+    images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
+    mixing = BatchMixing(10, seed=0, label_smoothing=recipe["loss"]["label_smoothing"], **recipe["augment"]["mixing"])
+    _, soft_targets = mixing(images, targets, step=0)
+    torch.testing.assert_close(soft_targets.sum(1), torch.ones(8))
+    optimizer = instantiate(recipe["optimizer"])(torch.nn.Linear(4, 2), lr=1e-3)
+    assert optimizer.param_groups[-1]["weight_decay"] == recipe["optimizer"]["weight_decay"]
+    scheduler, epochs = instantiate(recipe["schedule"])(optimizer, num_epochs=recipe["epochs"], updates_per_epoch=10)
+    assert epochs == recipe["epochs"]
+    scheduler.step_update(recipe["epochs"] * 5)
+    assert 0 < optimizer.param_groups[0]["lr"] <= 1e-3
+
+
+@pytest.mark.parametrize(("scale", "weight_decay", "drop_path"), [("tiny", 0.1, 0.0), ("small", 0.05, 0.05)])
+def test_vim_decays_by_scale(scale, weight_decay, drop_path):
+    recipe = load("recipe=vim", f"scale={scale}")["recipe"]
+    assert recipe["optimizer"]["weight_decay"] == weight_decay
+    assert recipe["model"]["drop_path_rate"] == drop_path
+    assert (recipe["epochs"], recipe["batch_size"], recipe["learning_rate"]) == (300, 1024, 1e-3)
+    assert recipe["ema"]["decay"] == 0.99996
+    assert recipe["augment"]["repeats"] == 3
+
+
+def test_stride8_finetuning_is_flat():
+    recipe = load("recipe=stride8_finetune")["recipe"]
+    assert recipe["model"]["stride"] == 8
+    optimizer = instantiate(recipe["optimizer"])(torch.nn.Linear(4, 2), lr=recipe["learning_rate"])
+    scheduler, _ = instantiate(recipe["schedule"])(optimizer, num_epochs=30, updates_per_epoch=10)
+    for update in (0, 5, 150, 299):
+        scheduler.step_update(update)
+        assert optimizer.param_groups[0]["lr"] == 1e-5

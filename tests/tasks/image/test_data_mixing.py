@@ -1,0 +1,59 @@
+"""Mixup, CutMix and smoothing are functions of (seed, step, rank)."""
+
+import numpy as np
+import pytest
+import torch
+
+from longseq.tasks.image.mixing import BatchMixing
+
+IMAGES = torch.arange(8 * 3 * 6 * 6, dtype=torch.float32).view(8, 3, 6, 6)
+TARGETS = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+
+
+def mix(seed=0, step=0, rank=0, **options):
+    options = {"mixup": 0.8, "cutmix": 1.0} | options
+    return BatchMixing(5, seed=seed, **options)(IMAGES.clone(), TARGETS, step=step, rank=rank)
+
+
+def test_the_same_step_mixes_the_same():
+    for one, other in zip(mix(step=7, rank=1), mix(step=7, rank=1), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}, {"rank": 1}])
+def test_seed_step_and_rank_each_draw_anew(change):
+    assert not torch.equal(mix()[1], mix(**change)[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"cutmix": 0.0}, {"mixup": 0.0}, {"mode": "pair"}, {"mode": "elem"}])
+def test_soft_targets_sum_to_one(options):
+    images, targets = mix(label_smoothing=0.1, **options)
+    assert images.shape == IMAGES.shape
+    assert targets.shape == (8, 5)
+    torch.testing.assert_close(targets.sum(1), torch.ones(8))
+    assert not torch.equal(images, IMAGES)
+
+
+def test_without_mixing_targets_are_smoothed_only():
+    images, targets = mix(mixup=0.0, cutmix=0.0, label_smoothing=0.1)
+    assert torch.equal(images, IMAGES)
+    assert torch.equal(targets.argmax(1), TARGETS)
+    torch.testing.assert_close(targets.amax(1), torch.full((8,), 0.92))
+
+
+def test_the_global_generator_is_left_alone():
+    np.random.seed(3)  # noqa: NPY002
+    expected = np.random.rand()  # noqa: NPY002
+    np.random.seed(3)  # noqa: NPY002
+    mix()
+    assert np.random.rand() == expected  # noqa: NPY002
+
+
+def test_an_odd_batch_is_refused():
+    with pytest.raises(ValueError, match="batch size 7 per device is odd"):
+        BatchMixing(5, seed=0, mixup=1.0)(IMAGES[:7], TARGETS[:7], step=0)
+
+
+def test_an_unknown_mode_lists_the_known():
+    with pytest.raises(ValueError, match="batch, pair or elem"):
+        mix(mode="rows")

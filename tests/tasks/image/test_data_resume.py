@@ -1,0 +1,171 @@
+"""An interrupted epoch continues bitwise: by the loader's own state, and through Lightning's checkpoints."""
+
+import itertools
+import zlib
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from longseq.tasks.image.data import ImageDataModule
+
+AUGMENT = {"crop": "padded", "padding": 1, "hflip": 0.5, "repeats": 3, "erasing": {"prob": 0.5, "mode": "pixel"}}
+BATCH_SIZE = 256
+BATCHES = 5  # 1,295 training digits
+
+
+def digits(num_workers=0, **options):
+    options = {"batch_size": BATCH_SIZE, "augment": AUGMENT, "seed": 3} | options
+    module = ImageDataModule(name="digits", source="digits", img_size=8, in_chans=1, num_workers=num_workers, **options)
+    module.setup()
+    return module
+
+
+def epoch_of(loader, epoch):
+    loader.sampler.set_epoch(epoch)
+    return list(loader)
+
+
+def equal(ones, others):
+    return len(ones) == len(others) and all(
+        torch.equal(one, other) for pair in zip(ones, others, strict=True) for one, other in zip(*pair, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("done", [0, 2, BATCHES])
+def test_the_rest_of_the_epoch_and_the_next_are_bitwise_equal(num_workers, done):
+    reference = digits().train_dataloader()
+    epochs = [epoch_of(reference, epoch) for epoch in (4, 5)]
+    assert len(epochs[0]) == len(reference) == BATCHES
+
+    interrupted = digits(num_workers).train_dataloader()
+    interrupted.sampler.set_epoch(4)
+    first = list(itertools.islice(interrupted, done))
+    state = interrupted.state_dict()
+    if done == 0:
+        state["epoch"] = 4  # nothing asked for yet, so the loader has not seen the epoch
+
+    resumed = digits(num_workers).train_dataloader()
+    resumed.load_state_dict(state)
+    assert equal(first + epoch_of(resumed, 4), epochs[0])
+    assert equal(epoch_of(resumed, 5), epochs[1])
+
+
+def test_an_abandoned_epoch_leaves_no_trace_in_the_next():
+    loader = digits(2).train_dataloader()
+    loader.sampler.set_epoch(0)
+    next(iter(loader))
+    assert equal(epoch_of(loader, 1), epoch_of(digits().train_dataloader(), 1))
+
+
+def test_the_state_does_not_depend_on_the_rank():
+    state = digits().train_dataloader().state_dict()
+    assert all(isinstance(value, int) for value in state.values())
+    assert "rank" not in state
+
+
+@pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 128}, "batch_size")])
+def test_another_order_of_samples_is_refused(options, name):
+    state = digits().train_dataloader().state_dict()
+    with pytest.raises(ValueError, match=rf"trained with {name}=.*resume with {name}="):
+        digits(**options).train_dataloader().load_state_dict(state)
+
+
+def test_the_global_generator_is_left_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    epoch_of(digits().train_dataloader(), 0)
+    assert torch.equal(torch.rand(1), expected)
+
+
+class Recorder(LightningModule):
+    """Trains a linear model and notes what it was given."""
+
+    def __init__(self, fail_at=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(64, 10)
+        self.seen = []
+        self.fail_at = fail_at
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        if self.fail_at == (self.current_epoch, batch_idx):
+            raise RuntimeError("a step fails")
+        self.seen.append((self.current_epoch, batch_idx, zlib.crc32(images.numpy().tobytes())))
+        return torch.nn.functional.cross_entropy(self.layer(images.flatten(1)), targets)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class Interrupt(Callback):
+    """Saves a checkpoint at one place and kills the run."""
+
+    def __init__(self, hook, place, path):
+        self.hook, self.place, self.path = hook, place, path
+
+    def save(self, trainer):
+        trainer.save_checkpoint(self.path)
+        raise KeyboardInterrupt
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if self.hook == "batch" and (trainer.current_epoch, batch_idx) == self.place:
+            self.save(trainer)
+
+    def on_validation_end(self, trainer, module):
+        if self.hook == "validation" and trainer.current_epoch == self.place[0]:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer, module):
+        if self.hook == "epoch" and trainer.current_epoch == self.place[0]:
+            self.save(trainer)
+
+    def on_exception(self, trainer, module, exception):
+        if self.hook == "failure":
+            trainer.save_checkpoint(self.path)
+
+
+def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1):
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=accumulate,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, datamodule=digits(num_workers), ckpt_path=checkpoint)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("hook", "place", "num_workers", "accumulate"),
+    [
+        ("batch", (1, 2), 0, 1),
+        ("batch", (1, 1), 2, 2),
+        ("batch", (1, BATCHES - 1), 0, 1),
+        ("validation", (1, 0), 0, 1),
+        ("epoch", (0, 0), 0, 2),
+        ("failure", (1, 2), 0, 1),
+    ],
+)
+def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_path):
+    whole = train(Recorder(), accumulate=accumulate)
+    path = tmp_path / "interrupted.ckpt"
+    interrupted = Recorder(fail_at=place if hook == "failure" else None)
+    with pytest.raises((SystemExit, KeyboardInterrupt, RuntimeError)):
+        train(interrupted, [Interrupt(hook, place, path)], num_workers=num_workers, accumulate=accumulate)
+    resumed = train(Recorder(), checkpoint=path, num_workers=num_workers, accumulate=accumulate)
+    assert interrupted.seen + resumed.seen == whole.seen
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)

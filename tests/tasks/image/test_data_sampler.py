@@ -1,0 +1,76 @@
+"""Which samples a rank gets: pure functions, equal over world sizes, nothing twice in evaluation."""
+
+import itertools
+
+import pytest
+
+from longseq.tasks.image.sampler import EvaluationSampler, TrainingSampler, derive_seed
+
+
+def test_derived_seeds_depend_on_every_number_and_their_order():
+    seeds = {derive_seed(a, b) for a in range(50) for b in range(50)}
+    assert len(seeds) == 2500
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+    assert derive_seed(0) != derive_seed(0, 0)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_training_draws_every_sample_at_most_once_without_repeats():
+    sampler = TrainingSampler(103, 10, seed=5)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == 10
+    positions = [draw.position for batch in batches for draw in batch]
+    assert len(positions) == len(set(positions)) == 100
+    assert all(draw.repeat == 0 for batch in batches for draw in batch)
+
+
+def test_epochs_and_seeds_differ_but_are_reproducible():
+    sampler = TrainingSampler(64, 8, seed=5)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert [d.position for d in first[0]] != [d.position for d in second[0]]
+    assert list(TrainingSampler(64, 8, seed=5)) == first
+    assert list(TrainingSampler(64, 8, seed=6)) != first
+
+
+def test_repeated_augmentation_keeps_the_length_of_an_epoch():
+    draws = [draw for batch in TrainingSampler(90, 9, seed=0, repeats=3) for draw in batch]
+    assert len(draws) == 90
+    assert len({draw.position for draw in draws}) == 30
+    assert len(set(draws)) == 90
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_together_draw_what_one_process_draws(world_size):
+    whole = [sorted(batch) for batch in TrainingSampler(60, 12, seed=3, repeats=2)]
+    shares = [
+        list(TrainingSampler(60, 12 // world_size, seed=3, repeats=2, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == whole
+
+
+def test_start_skips_batches_without_changing_the_rest():
+    sampler = TrainingSampler(64, 8, seed=1)
+    whole = list(sampler)
+    sampler.start = 3
+    assert list(sampler) == whole[3:]
+    assert len(sampler) == 8
+
+
+def test_a_batch_that_does_not_fit_names_the_number_to_choose():
+    with pytest.raises(ValueError, match=r"needs 80 training images, but there are 50.*at most 50"):
+        TrainingSampler(50, 40, seed=0, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "world_size"), [(10, 4, 1), (103, 8, 4), (7, 3, 2), (3, 2, 5), (64, 8, 2)]
+)
+def test_evaluation_covers_each_sample_once_with_equal_batch_counts(count, batch_size, world_size):
+    shares = [
+        list(EvaluationSampler(count, batch_size, rank=rank, world_size=world_size)) for rank in range(world_size)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    assert max(len(batch) for share in shares for batch in share) <= batch_size
+    assert sorted(position for share in shares for batch in share for position in batch) == list(range(count))

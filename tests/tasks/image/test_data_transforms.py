@@ -1,0 +1,133 @@
+"""Transforms: shapes and types for grey and colour, published presets, normalisation and its inverse."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from longseq.tasks.image.datasets import preserved_random_state, seed_everything
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.transforms import (
+    Augmentation,
+    PixelErasing,
+    denormalize,
+    evaluation_transform,
+    normalize,
+    training_transform,
+)
+
+
+def info(img_size=32, in_chans=3, crop_pct=1.0):
+    return DataInfo(
+        class_names=["a", "b"],
+        num_classes=2,
+        img_size=img_size,
+        in_chans=in_chans,
+        mean=[0.5, 0.4, 0.3][:in_chans],
+        std=[0.2, 0.3, 0.25][:in_chans],
+        interpolation="bicubic",
+        crop_pct=crop_pct,
+        sizes={"train": 10, "val": None, "test": 3},
+    )
+
+
+def picture(mode="RGB", size=(50, 40)):
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels).convert(mode)
+
+
+DEIT = {"crop": "random_resized", "hflip": 0.5, "color_jitter": 0.3, "auto_augment": "rand-m9-mstd0.5-inc1"}
+DEIT3 = {"crop": "padded", "padding_mode": "reflect", "hflip": 0.5, "color_jitter": 0.3, "auto_augment": "3a"}
+SMALL = {"crop": "padded", "padding": 2, "erasing": {"prob": 1.0, "mode": "pixel", "count": 1}}
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
+@pytest.mark.parametrize("in_chans", [1, 3])
+@pytest.mark.parametrize("options", [DEIT, DEIT3, SMALL, {}])
+def test_training_gives_bytes_of_the_models_shape(options, in_chans, mode):
+    transform = training_transform(info(in_chans=in_chans), Augmentation(**options))
+    for _ in range(3):
+        pixels = transform(picture(mode))
+        assert pixels.shape == (in_chans, 32, 32)
+        assert pixels.dtype == torch.uint8
+
+
+def test_the_strongest_randaugment_never_fails():
+    transform = training_transform(info(), Augmentation(auto_augment="rand-m10-n6-inc1-p1"))
+    for seed in range(40):
+        seed_everything(seed)
+        transform(picture())
+
+
+def test_training_is_a_function_of_the_seed():
+    transform = training_transform(info(), Augmentation(**DEIT, erasing={"prob": 0.5, "mode": "pixel"}))
+    results = []
+    for seed in (1, 1, 2):
+        seed_everything(seed)
+        results.append(transform(picture()))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_evaluation_resizes_by_crop_pct_and_takes_the_centre():
+    image = Image.new("RGB", (128, 64))
+    image.paste((255, 255, 255), (48, 16, 80, 48))
+    pixels = evaluation_transform(info(img_size=32, crop_pct=0.5))(image)
+    assert pixels.shape == (3, 32, 32)
+    assert pixels.float().mean() > 250
+
+
+def test_center_crop_trains_on_what_evaluation_sees():
+    train = training_transform(info(), Augmentation(crop="center"))
+    assert torch.equal(train(picture()), evaluation_transform(info())(picture()))
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_normalize_and_back(in_chans):
+    pixels = torch.randint(0, 256, (4, in_chans, 8, 8), dtype=torch.uint8)
+    normalised = normalize(pixels, info(in_chans=in_chans))
+    expected = (pixels[0, 0].float() / 255 - 0.5) / 0.2
+    torch.testing.assert_close(normalised[0, 0], expected)
+    torch.testing.assert_close(denormalize(normalised, info(in_chans=in_chans)), pixels.float() / 255)
+
+
+def test_erasing_fills_with_the_mean_or_with_noise_around_it():
+    pixels = torch.full((3, 32, 32), 7, dtype=torch.uint8)
+    constant = PixelErasing(info(), prob=1.0, mode="const")(pixels)
+    changed = (constant != 7).any(0)
+    assert 0.01 < changed.float().mean() < 0.5
+    assert constant[:, changed].unique(dim=1).flatten().tolist() == [128, 102, 76]
+    noise = PixelErasing(info(), prob=1.0, mode="pixel")(pixels)
+    assert len(noise.unique()) > 20
+    assert torch.equal(PixelErasing(info(), prob=0.0)(pixels), pixels)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop": "corner"}, "random_resized, padded, center"),
+        ({"hflip": 1.5}, "between 0 and 1"),
+        ({"erasing": {"probability": 0.1}}, "its keys are prob, mode, count"),
+    ],
+)
+def test_wrong_augmentation_options_say_what_is_allowed(options, message):
+    with pytest.raises(ValueError, match=message):
+        Augmentation(**options)
+
+
+def test_info_survives_plain_containers():
+    values = info().to_dict()
+    assert DataInfo.from_dict(values | {"extra": 1}) == info()
+    assert isinstance(values["mean"], list)
+
+
+def test_random_state_is_put_back():
+    seed_everything(0)
+    expected = (random.random(), float(np.random.rand()), torch.rand(1).item())  # noqa: NPY002
+    seed_everything(0)
+    with preserved_random_state():
+        seed_everything(9)
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+    assert (random.random(), float(np.random.rand()), torch.rand(1).item()) == expected  # noqa: NPY002

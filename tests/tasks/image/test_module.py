@@ -1,0 +1,115 @@
+"""The image task: schedule, parameter groups, metrics, randomness."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from longseq.tasks import assemble
+
+
+class Recorder(Callback):
+    """Keeps the learning rate before each update."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def parts(config, *callbacks):
+    datamodule = assemble.build_datamodule(config)
+    backbone = assemble.build_backbone(config, datamodule.info)
+    task = assemble.build_task(config, backbone, datamodule.info)
+    return assemble.build_trainer(config, list(callbacks)), task, datamodule
+
+
+def test_the_schedule_warms_up_and_falls_per_update(tiny):
+    config = tiny(
+        "recipe.epochs=4",
+        "recipe.schedule.warmup_epochs=1",
+        "recipe.schedule.warmup_lr=0",
+        "recipe.schedule.min_lr=0",
+        "recipe.learning_rate=0.1",
+        "recipe.reference_batch_size=128",
+        "trainer.accumulate_grad_batches=2",
+        "logger=csv",
+    )
+    recorder = Recorder()
+    trainer, task, datamodule = parts(config, recorder)
+    trainer.fit(task, datamodule=datamodule)
+    updates = math.ceil(datamodule.batches_per_epoch / 2)
+    assert len(recorder.rates) == 4 * updates
+    peak = 0.1 * 64 / 128
+    assert recorder.rates[0] == 0
+    assert recorder.rates[updates // 2] == pytest.approx(peak * (updates // 2) / updates)
+    whole = 4 * updates
+    for update in (updates, 2 * updates, whole - 1):
+        assert recorder.rates[update] == pytest.approx(peak / 2 * (1 + math.cos(math.pi * update / whole)))
+
+
+def test_recurrence_and_norm_parameters_do_not_decay(tiny):
+    config = tiny("mixer=mamba", "model.depth=1")
+    trainer, task, datamodule = parts(config)
+    trainer.datamodule = datamodule
+    task.trainer = trainer
+    datamodule.trainer = trainer
+    optimizer = task.configure_optimizers()["optimizer"]
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] > 0 for p in group["params"]}
+    names = {name for name, parameter in task.backbone.named_parameters() if id(parameter) in decayed}
+    assert any("in_proj" in name for name in names)
+    assert not any("A_log" in name or name.endswith((".bias", ".D", "norm.weight")) for name in names)
+    listed = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert listed == len(list(task.backbone.parameters()))
+
+
+def test_metrics_weigh_every_image_alike(tiny):
+    config = tiny("data.eval_batch_size=100")
+    trainer, task, datamodule = parts(config)
+    (tested,) = trainer.test(task, datamodule=datamodule, verbose=False)
+    loss, right, total = 0.0, 0, 0
+    task.eval()
+    with torch.no_grad():
+        for images, targets in datamodule.test_dataloader():
+            images, targets = datamodule.on_after_batch_transfer((images, targets), 0)
+            logits = task(images)
+            loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            right += int((logits.argmax(dim=1) == targets).sum())
+            total += len(targets)
+    assert tested["test/loss"] == pytest.approx(loss / total, rel=1e-5)
+    assert tested["test/top1"] == pytest.approx(right / total)
+    assert int(task.confusion_matrix.sum()) == total
+    assert int(task.confusion_matrix.diagonal().sum()) == right
+
+
+def test_top5_needs_more_than_five_classes(tiny):
+    config = assemble.plain(tiny())
+    info = assemble.build_datamodule(config).info
+    few = type(info).from_dict(info.to_dict() | {"num_classes": 5, "class_names": list("abcde")})
+    assert "top5" not in assemble.build_task(config, torch.nn.Identity(), few).val_metrics
+    assert "top5" in assemble.build_task(config, torch.nn.Identity(), info).val_metrics
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.batch_size=63", "trainer.accumulate_grad_batches=2"], "effective batch = per-device batch x devices"),
+        (["model=timm", "model.name=resnet_of_mine"], "unknown model.name"),
+        (["+model.bogus=1"], "bogus"),
+        (["mixer.name=longhron"], "did you mean 'longhorn'"),
+        (["recipe.schedule.warmup_epochs=2"], "warmup_epochs=2 must end before recipe.epochs=2"),
+        (["+trainer.devics=1"], "devics"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_with_the_remedy(
+    overrides, message, compose_config, tiny_overrides, tmp_path
+):
+    choices = [o for o in tiny_overrides if not (o.startswith("model.") and "model=timm" in overrides)]
+    config = compose_config("train", *choices, f"output={tmp_path}", *overrides)
+    with pytest.raises(ValueError, match=message) as caught:
+        parts(config)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,189 @@
+"""Averaging, guards, checkpoints, measurements and pictures around the training steps."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from longseq.tasks import assemble, train
+from longseq.tasks.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from longseq.tasks.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.callbacks.nonfinite import NonFiniteError, NonFiniteStop
+from longseq.tasks.callbacks.pictures import draw_confusion_matrix, draw_predictions
+from longseq.tasks.callbacks.throughput import Throughput
+from longseq.tasks.image.datasets import TrainingBatches
+
+HEAD = "head.weight"
+INNER = "blocks.1.mixer.mixers.0.in_proj.weight"
+
+
+class NaNLoss(torch.nn.Module):
+    def forward(self, logits, targets):
+        return (logits * float("nan")).sum()
+
+
+def fit(config, *callbacks):
+    datamodule = assemble.build_datamodule(config)
+    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    trainer = assemble.build_trainer(config, list(callbacks))
+    trainer.fit(task, datamodule=datamodule)
+    return trainer, task
+
+
+class AtUpdate(Callback):
+    """Calls a function with the task before or after one update."""
+
+    def __init__(self, update, function):
+        self.update, self.function = update, function
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.update - 1:
+            self.function(pl_module)
+
+
+class Weights(Callback):
+    """Records the head's weight after each update, and at each validation."""
+
+    def __init__(self):
+        self.trained, self.validated = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.trained.append(pl_module.backbone.get_parameter(HEAD).detach().clone())
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.validated.append(pl_module.backbone.get_parameter(HEAD).detach().clone())
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_the_average_follows_its_formula_and_is_validated(warmup, tiny):
+    average, weights = ExponentialMovingAverage(decay=0.8, warmup=warmup), Weights()
+    config = tiny("recipe.epochs=1")
+    datamodule = assemble.build_datamodule(config)
+    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    expected = task.backbone.get_parameter(HEAD).detach().clone()
+    assemble.build_trainer(config, [average, weights]).fit(task, datamodule=datamodule)
+    for n, weight in enumerate(weights.trained, start=1):
+        decay = min(0.8, (1 + n) / (10 + n)) if warmup else 0.8
+        expected = decay * expected + (1 - decay) * weight
+    torch.testing.assert_close(weights.validated[0], expected)
+    assert not torch.equal(weights.validated[0], weights.trained[-1])
+    torch.testing.assert_close(task.backbone.get_parameter(HEAD).detach(), expected)
+
+
+def test_an_interrupted_validation_leaves_the_weights_as_trained(tiny):
+    class Interrupt(Callback):
+        def on_validation_batch_start(self, *_):
+            raise OSError("unplugged")
+
+    weights, tasks = Weights(), []
+    keep = AtUpdate(1, tasks.append)
+    with pytest.raises(OSError, match="unplugged"):
+        fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.8), weights, keep, Interrupt())
+    assert torch.equal(tasks[0].backbone.get_parameter(HEAD), weights.trained[-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda task: task.backbone.get_parameter(INNER).data.fill_(float("nan")),
+            f"parameter {INNER} went",
+        ),
+        (
+            lambda task: task.backbone.get_parameter(HEAD).register_hook(lambda gradient: gradient * float("inf")),
+            "gradient of parameter head.weight went non-finite first while the loss was finite",
+        ),
+        (
+            lambda task: setattr(task, "criterion", NaNLoss()),
+            "the loss went non-finite first while every parameter was finite",
+        ),
+    ],
+    ids=["parameter", "gradient", "loss"],
+)
+def test_divergence_stops_with_the_update_and_what_went_first(spoil, message, tiny, tmp_path):
+    last = LastCheckpoint(str(tmp_path), every_n_train_steps=4)
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        fit(tiny("recipe.gradient_clip=null"), AtUpdate(7, spoil), NonFiniteStop(every_n_steps=5), last)
+    assert "diverged at step 7" in str(caught.value)
+    saved = torch.load(last.path, weights_only=True)
+    assert saved["global_step"] == 4
+    assert all(torch.isfinite(value).all() for value in saved["state_dict"].values() if value.is_floating_point())
+
+
+def test_an_error_within_a_step_leaves_a_checkpoint_of_the_update_before(tiny, tmp_path):
+    def fail(task):
+        raise OSError("disk full")
+
+    last = LastCheckpoint(str(tmp_path))
+    weights = Weights()
+    with pytest.raises(OSError, match="disk full"):
+        fit(tiny("trainer.accumulate_grad_batches=2"), AtUpdate(6, fail), weights, last)
+    saved = torch.load(last.path, weights_only=True)
+    assert saved["global_step"] == 5
+    assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batches"] == 10
+    assert torch.equal(saved["state_dict"]["backbone.head.weight"], weights.trained[-1])
+
+
+def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
+    fetch = TrainingBatches.__getitem__
+
+    def slow(self, batch):
+        time.sleep(0.02)
+        return fetch(self, batch)
+
+    monkeypatch.setattr(TrainingBatches, "__getitem__", slow)
+    throughput = Throughput()
+    fit(tiny("trainer.log_every_n_steps=5"), throughput)
+    assert throughput.data_wait_ms > 20
+    assert 0 < throughput.images_per_second < 64 / 0.02
+
+
+def test_pictures_show_what_they_should():
+    pixels = torch.zeros(3, 1, 8, 8)
+    pixels[1] = 1
+    picture = draw_predictions(pixels, [0, 1, 1], [0, 1, 0], ["cat", "dog"])
+    assert picture.dtype == torch.uint8
+    assert picture.shape[0] == 3
+    assert int(picture[:, 50, 50].sum()) == 0
+    assert int(picture[:, 50, 150].sum()) == 3 * 255
+
+    perfect = draw_confusion_matrix(torch.eye(3, dtype=torch.long) * 7, ["a", "b", "c"])
+    off = draw_confusion_matrix(torch.ones(3, 3, dtype=torch.long), ["a", "b", "c"])
+    cell = (110 + 5, 110 + 5)
+    assert int(perfect[0, cell[0], cell[1]]) < int(off[0, cell[0], cell[1]]) < 255
+    assert draw_confusion_matrix(torch.eye(100, dtype=torch.long), [str(i) for i in range(100)]).shape[1] < 1200
+
+
+def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path, tiny, capsys):
+    root = tmp_path / "images"
+    shutil.copytree(image_folder, root)
+    broken = root / "train" / "class1" / "3.jpg"
+    broken.write_bytes(b"not an image")
+    config = tiny("data=image_folder", "recipe=digits", f"data.root={root}", "data.img_size=16", "data.num_workers=0")
+    config.recipe.batch_size = 8
+    train.run(config)
+    output = capsys.readouterr().out
+    assert "1 unreadable image(s) skipped" in output
+    assert str(broken) in output
+
+
+def test_a_memory_that_is_too_small_is_one_line_with_the_remedy(tiny, monkeypatch):
+    def exhaust(self, images):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
+
+    monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.forward", exhaust)
+    with pytest.raises(ValueError, match=r"64 images on a device .* trainer.accumulate_grad_batches=2"):
+        train.run(tiny())
+
+
+def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
+    config = tiny(
+        "recipe.epochs=3", "recipe.learning_rate=0", "recipe.schedule.min_lr=0", "recipe.schedule.warmup_lr=0"
+    )
+    fit(config, best := BestCheckpoint(str(tmp_path), "val/top1"))
+    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["best.ckpt"]

@@ -1,0 +1,212 @@
+"""`longseq evaluate` and `longseq predict` on a checkpoint, and their answers to wrong input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from longseq.tasks import evaluate, predict, train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, compose_config, tiny_overrides):
+    """The folder of a trained run."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    average = "++recipe.ema={decay: 0.95, warmup: true}"
+    train.run(compose_config("train", *tiny_overrides, "recipe.epochs=10", average, f"output={folder}"))
+    return folder
+
+
+@pytest.fixture
+def checkpoint(run):
+    return run / "checkpoints" / "best.ckpt"
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Five digits in a folder below, one file that is no image, one that is no picture at all."""
+    data = load_digits()
+    folder = tmp_path / "pictures" / "deep"
+    folder.mkdir(parents=True)
+    for i in range(5):
+        Image.fromarray((data.images[i] * 255 / 16).astype(np.uint8)).save(folder / f"{i}.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    (folder / "notes.txt").write_text("no picture")
+    return tmp_path / "pictures"
+
+
+def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
+    metrics = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu"))
+    trained = json.loads((run / "metrics.json").read_text())
+    assert metrics["test/top1"] == trained["test/top1"]
+    written = json.loads((run / "evaluation_test.json").read_text())
+    assert written["test/loss"] == pytest.approx(trained["test/loss"])
+    raw = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu", "weights=model"))
+    assert raw["test/loss"] != pytest.approx(trained["test/loss"])
+    assert [row["class"] for row in written["per_class"]] == [str(digit) for digit in range(10)]
+    assert sum(row["images"] for row in written["per_class"]) == written["test/images"] == 359
+
+
+def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_config, tmp_path):
+    data = load_digits()
+    for split, indices in (("train", range(40)), ("val", range(40, 100))):
+        for i in indices:
+            folder = tmp_path / "other" / split / str(data.target[i])
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((data.images[i] * 255 / 16).astype(np.uint8)).save(folder / f"{i}.png")
+    output = tmp_path / "metrics.json"
+    overrides = (
+        "data.source=folder",
+        f"data.root={tmp_path / 'other'}",
+        "split=val",
+        f"output={output}",
+        "trainer=cpu",
+    )
+    metrics = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
+    assert metrics.keys() == {"val/loss", "val/top1", "val/top5"}
+    assert metrics["val/top1"] > 0.3
+    shutil.rmtree(tmp_path / "other" / "train")
+    shutil.rmtree(tmp_path / "other" / "val" / "3")
+    evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
+    third = json.loads(output.read_text())["per_class"][3]
+    assert third == {"class": "3", "top1": None, "images": 0}
+    (tmp_path / "other" / "val" / "4").rename(tmp_path / "other" / "val" / "four")
+    with pytest.raises(ValueError, match=r"1 class folder\(s\) that the 10 classes .* lack \(four\).*data.class_map"):
+        evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
+    numbers = {str(digit) if digit != 4 else "four": digit for digit in range(10)}
+    mapped = f"data.class_map={{{','.join(f'{name}: {number}' for name, number in numbers.items())}}}"
+    again = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides, mapped))
+    assert again["val/top1"] > 0.3
+
+
+@pytest.mark.parametrize("layout", ["", "val", "test"])
+def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
+    layout, checkpoint, compose_config, command, tmp_path
+):
+    data = load_digits()
+    root = tmp_path / "other"
+    for i in range(16):
+        folder = root / layout / str(data.target[i])
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((data.images[i] * 255 / 16).astype(np.uint8)).save(folder / f"{i}.png")
+    output = tmp_path / "metrics.json"
+    known = (f"checkpoint={checkpoint}", "data.source=folder", "trainer=cpu", f"output={output}")
+    if layout == "":
+        result = command(tmp_path, "evaluate", *known, f"data.root={root}")
+        assert result.returncode == 0, result.stderr
+        assert "test/images" in result.stdout
+    else:
+        evaluate.run(compose_config("evaluate", *known, f"data.root={root}"))
+    assert json.loads(output.read_text())["test/images"] == 16
+
+
+def test_training_images_are_not_measured_in_place_of_others(checkpoint, compose_config, image_folder, tmp_path):
+    shutil.copytree(image_folder / "train", tmp_path / "other" / "train")
+    known = (f"checkpoint={checkpoint}", "data.source=folder", "trainer=cpu", f"data.root={tmp_path / 'other'}")
+    with pytest.raises(ValueError, match=r"holds training images only: give data.root=.*train"):
+        evaluate.run(compose_config("evaluate", *known))
+
+
+def test_evaluate_at_another_resolution_and_crop(checkpoint, compose_config, tmp_path):
+    output = tmp_path / "metrics.json"
+    known = (f"checkpoint={checkpoint}", "trainer=cpu", f"output={output}")
+    usual = evaluate.run(compose_config("evaluate", *known))
+    larger = evaluate.run(compose_config("evaluate", *known, "data.img_size=12"))
+    cropped = evaluate.run(compose_config("evaluate", *known, "data.crop_pct=0.5"))
+    assert len({metrics["test/loss"] for metrics in (usual, larger, cropped)}) == 3
+    assert larger["test/top1"] > 0.15
+    with pytest.raises(ValueError, match=r"data.img_size=2 does not suit"):
+        evaluate.run(compose_config("evaluate", *known, "data.img_size=2"))
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+def test_predict_lists_every_picture_of_a_folder(suffix, checkpoint, pictures, compose_config, tmp_path):
+    output = tmp_path / f"predictions.{suffix}"
+    config = compose_config(
+        "predict", f"checkpoint={checkpoint}", f"input={pictures}", f"output={output}", "top_k=3", "batch_size=2"
+    )
+    assert predict.run(config) == {"classified": 5, "unreadable": 1}
+    if suffix == "csv":
+        rows = list(csv.DictReader(output.open()))
+        assert [row["error"] for row in rows] == [""] * 5 + ["unreadable"]
+        guesses = [row["class_1"] for row in rows[:5]]
+        shares = [float(rows[0][f"probability_{rank}"]) for rank in (1, 2, 3)]
+    else:
+        written = json.loads(output.read_text())
+        assert [path.endswith("broken.png") for path in written["unreadable"]] == [True]
+        guesses = [row["classes"][0]["class"] for row in written["predictions"]]
+        shares = [entry["probability"] for entry in written["predictions"][0]["classes"]]
+    assert sum(guess == str(i) for i, guess in enumerate(guesses)) >= 2
+    assert shares == sorted(shares, reverse=True)
+    assert len(shares) == 3
+
+
+def test_predict_takes_a_single_image(checkpoint, pictures, compose_config, tmp_path):
+    output = tmp_path / "one.json"
+    image = pictures / "deep" / "0.png"
+    predict.run(compose_config("predict", f"checkpoint={checkpoint}", f"input={image}", f"output={output}"))
+    (row,) = json.loads(output.read_text())["predictions"]
+    assert row["path"] == str(image)
+
+
+@pytest.mark.parametrize(
+    ("verb", "overrides", "message"),
+    [
+        ("evaluate", ["split=train"], "choose test or val"),
+        ("evaluate", ["checkpoint=nowhere.ckpt"], "no such file"),
+        ("evaluate", ["checkpoint=null"], "give checkpoint=FILE"),
+        ("predict", ["checkpoint=null"], "give checkpoint=FILE"),
+        ("predict", ["input=null"], "give input=FILE or input=FOLDER"),
+        ("predict", ["input=nowhere"], "does not exist"),
+        ("predict", ["output=predictions.xlsx"], "must end in .csv or .json"),
+        ("predict", ["top_k=0"], "top_k=0 must be at least 1"),
+        ("predict", ["device=tpu"], "choose auto, cpu, cuda"),
+    ],
+)
+def test_wrong_input_is_one_line_with_the_remedy(
+    verb, overrides, message, checkpoint, pictures, compose_config, tmp_path
+):
+    known = [f"checkpoint={checkpoint}"]
+    known += [f"input={pictures}", f"output={tmp_path / 'p.csv'}"] if verb == "predict" else ["trainer=cpu"]
+    command = {"evaluate": evaluate, "predict": predict}[verb]
+    with pytest.raises(ValueError, match=message) as caught:
+        command.run(compose_config(verb, *known, *overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "count"), [("cuda:3", 2), ("cuda", 0)])
+def test_a_gpu_that_is_not_there_is_named(name, count, checkpoint, pictures, compose_config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    known = (f"checkpoint={checkpoint}", f"input={pictures}", f"device={name}")
+    with pytest.raises(ValueError, match=r"this machine has 2 GPU|needs a GPU"):
+        predict.run(compose_config("predict", *known))
+
+
+def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp_path):
+    content = torch.load(checkpoint, weights_only=True)
+    content["hyper_parameters"]["config"] = {"task": {"name": "document"}}
+    other = tmp_path / "other.ckpt"
+    torch.save(content, other)
+    for command, more in ((evaluate, "trainer=cpu"), (predict, f"input={tmp_path}")):
+        with pytest.raises(ValueError, match=r"belongs to task=document.*task=image"):
+            command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))
+
+
+def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command, tiny_overrides):
+    for arguments, message in (
+        (("train", *tiny_overrides, "mixer=longhron"), "longhorn_exact"),
+        (("train", *tiny_overrides, "data=image_folder", "data.root=nowhere"), "data.root=nowhere does not exist"),
+        (("train", *tiny_overrides, "recipe.batch_size=5000"), "choose recipe.batch_size of at most"),
+    ):
+        result = command(tmp_path, *arguments)
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1

@@ -1,0 +1,77 @@
+"""The console script: what it says of itself, and one line for a mistake."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longseq.tools import cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["longseq", *arguments])
+    try:
+        return cli.main()
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("help",)])
+def test_alone_it_explains_itself(monkeypatch, capsys, arguments):
+    assert run(monkeypatch, *arguments) == 0
+    output = capsys.readouterr().out
+    for name in cli.VERBS:
+        assert f"  {name} " in output
+    assert "longseq train mixer=" in output
+
+
+def test_version(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.split() == ["longseq", importlib.metadata.version("longseq")]
+
+
+@pytest.mark.parametrize("verb", cli.VERBS.values(), ids=cli.VERBS)
+def test_every_verb_has_its_command(verb):
+    assert callable(importlib.import_module(verb.module).run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("learn",), ["unknown verb 'learn'", "train, evaluate"]),
+        (("train", "mixer=longhron"), ["mixer/longhron", "deltanet", "longhorn"]),
+        (("train", "colour=red"), ["colour"]),
+        (("train", "mixer.name=longhron"), ["did you mean 'longhorn'?"]),
+        (("train", "data=cifar10", "data.root=/nowhere"), ["/nowhere", "data.download=true"]),
+    ],
+)
+def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("longseq: error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_the_installed_script_helps_with_a_verb():
+    script = Path(sys.executable).with_name("longseq")
+    result = subprocess.run([script, "train", "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    for word in ("longseq train mixer=deltanet", "mixer:", "resume=true"):
+        assert word in result.stdout
+
+
+def test_one_bad_trial_does_not_end_a_sweep(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    sweep = ("train", "-m", "recipe.batch_size=100000,32", "trainer.fast_dev_run=true", "model.depth=1")
+    assert run(monkeypatch, *sweep) == 2
+    captured = capsys.readouterr()
+    assert "recipe.batch_size=100000" in captured.err
+    assert "test/top1" in captured.out

@@ -1,0 +1,123 @@
+"""`longseq describe`: the figures are right, and the command prints them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from torch.utils.flop_counter import FlopCounterMode
+
+import longseq  # noqa: F401  registers the models
+from longseq import mixers
+from longseq.kernels import explain
+from longseq.tools.describe import describe_image_model, list_mixers, list_models, run
+
+DATA = {"img_size": 224, "in_chans": 3}
+SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "depth": 2, "num_classes": 5}
+
+
+def describe_small(**options: Any) -> dict[str, Any]:
+    return describe_image_model(
+        timm.create_model("longseq_tiny_patch16_224", **{**SMALL, **options}), {"img_size": 16, "in_chans": 1}
+    )
+
+
+def test_timm_model_and_ours_count_alike() -> None:
+    ours = describe_image_model(timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention"), DATA)
+    timms = describe_image_model(timm.create_model("deit_tiny_patch16_224"), DATA)
+    assert ours["tokens"] == timms["tokens"] == 197
+    for part in ("mixers", "mlp", "norms", "head"):
+        assert ours["parameters"]["parts"][part] == timms["parameters"]["parts"][part]
+    assert ours["flops"]["forward"] == pytest.approx(timms["flops"]["forward"], rel=1e-3)
+    assert (ours["flops"]["source"], timms["flops"]["source"]) == ("analytic", "counted by torch")
+
+
+def test_flops_without_data_are_those_of_a_real_pass() -> None:
+    model = timm.create_model("resnet10t").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 3, 64, 96))
+    facts = describe_image_model(model, {"img_size": [64, 96], "in_chans": 3})
+    assert facts["flops"]["forward"] == counter.get_total_flops() > 0
+    assert facts["tokens"] is None
+    assert next(model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_facts_of_every_mixer(mixer: str) -> None:
+    facts = describe_small(mixer=mixer)
+    parameters = facts["parameters"]
+    assert sum(parameters["parts"].values()) == parameters["total"] == parameters["trainable"]
+    assert set(parameters["parts"]) == {"mixers", "embedding", "norms", "head"}
+    assert sum(facts["weight_decay"].values()) == parameters["total"]
+    assert set(facts["operations"]) == set(mixers.get(mixer).operations)
+    for op, judged in facts["operations"].items():
+        assert judged["backends"] == explain(op, device="cpu", sizes={"T": 17})
+        assert judged["backends"][judged["runs"]] == []
+    json.dumps(facts)
+
+
+def test_state_counts_every_reading() -> None:
+    state = describe_small(mixer="longhorn", direction="cross", mixer_options={"state_size": 8})["state"]
+    assert [layer["layer"] for layer in state] == ["blocks.0.mixer", "blocks.1.mixer"]
+    assert state[0]["tensors"] == {"convolution": [64, 3], "memory": [64, 8]}
+    assert state[0]["numbers"] == 4 * (64 * 3 + 64 * 8)
+    assert describe_small(mixer="attention")["state"] == []
+
+
+def test_a_named_backend_is_the_one_that_runs() -> None:
+    assert describe_small(mixer="deltanet", backend="reference")["operations"]["delta_rule"]["runs"] == "reference"
+
+
+def test_frozen_parameters_are_not_trainable() -> None:
+    model = timm.create_model("longseq_tiny_patch16_224", **SMALL)
+    model.blocks.requires_grad_(False)
+    parameters = describe_image_model(model, {"img_size": 16, "in_chans": 1})["parameters"]
+    assert parameters["trainable"] == parameters["total"] - parameters["parts"]["mixers"] - 2 * 32
+
+
+def test_lists() -> None:
+    assert [row["name"] for row in list_mixers()] == list(mixers.list_mixers())
+    rows = {row["name"]: row for row in list_models()}
+    assert rows["longseq_tiny_patch16_224"]["parameters"] == sum(
+        parameter.numel() for parameter in timm.create_model("longseq_tiny_patch16_224").parameters()
+    )
+
+
+def test_command_describes_a_configuration(longseq_command) -> None:
+    result = longseq_command("describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
+    assert result.returncode == 0, result.stderr
+    for shown in ("longseq_small_patch16_224", "mamba", "3 x 224 x 224", "selective_scan", "runs", "devices: cpu"):
+        assert shown in result.stdout
+
+
+def compose_describe(*overrides: str) -> DictConfig:
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        return compose("describe", list(overrides))
+
+
+def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(compose_describe(f"checkpoint={checkpoint}", "format=json"))
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["mixer"], facts["classes"], facts["images"]) == ("attention", 10, [1, 8, 8])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("list=kernels", "list=kernels is unknown: take one of mixers, models"),
+        ("device=tpu9", "device=tpu9 is unknown"),
+        ("format=yaml", "take text or json"),
+        ("checkpoint=nowhere.ckpt", "no such file"),
+        ("data=imagenet", r"give \+\+data\.num_classes=N"),
+    ],
+)
+def test_requests_that_cannot_be_met(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        run(compose_describe(override))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,331 @@
+"""Exported files: what they compute, what they say about themselves, and that other processes can run them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx
+import pytest
+import timm
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+import longseq  # noqa: F401  registers the models
+from longseq import mixers
+from longseq.tools.checkpoint import load, sha256
+from longseq.tools.export import FORMATS, export_image_classifier, image_classifier, onnx_file, run, torchscript_file
+from longseq.tools.export.image_classifier import SUFFIXES
+from longseq.tools.export.parity import probe_images
+
+VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
+CHASSIS: dict[str, dict[str, Any]] = {VIM: {}, VIT: {"direction": "forward", "global_pool": "avg"}}
+
+# 82 tokens: two chunks of the chunk forms, the second not full.
+DATA: dict[str, Any] = {
+    "img_size": 36,
+    "in_chans": 1,
+    "mean": [0.3],
+    "std": [0.25],
+    "interpolation": "bicubic",
+    "crop_pct": 0.9,
+    "class_names": ["ant", "bee", "cat", "dog", "eel"],
+}
+
+
+def build(chassis: str = VIM, mixer: str = "attention", **options: Any) -> nn.Module:
+    """A small model whose mixers matter: fresh weights would give nearly the same logits for every image."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 36, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_classes": 5, "in_chans": 1}
+    model = timm.create_model(chassis, mixer=mixer, **{**sizes, **options})
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    return model.eval()
+
+
+def run_python(code: str, *arguments: str | Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# A process of somebody who has torch and nothing of ours.
+RUN_WITH_TORCH = """
+import json, sys
+for name in ("longseq", "timm", "lightning", "hydra"):
+    sys.modules[name] = None
+import numpy, torch
+torch.set_num_threads(1)
+folder = sys.argv[1]
+with numpy.load(folder + "/cases.npz") as cases:
+    cases = dict(cases)
+for stem in sys.argv[2:]:
+    extra = {"longseq.json": ""}
+    script = torch.jit.load(f"{folder}/{stem}.pt", _extra_files=extra)
+    assert json.loads(extra["longseq.json"])["class_names"][1] == "bee"
+    extra = {"longseq.json": ""}
+    program = torch.export.load(f"{folder}/{stem}.pt2", extra_files=extra).module()
+    assert json.loads(extra["longseq.json"])["class_names"][1] == "bee"
+    for batch in (1, 5):
+        images = torch.from_numpy(cases[f"images{batch}"])
+        for call in (script, program):
+            with torch.no_grad():
+                difference = numpy.abs(call(images).numpy() - cases[f"{stem}{batch}"]).max()
+            assert difference < 1e-4, (stem, batch, difference)
+"""
+
+# A process of somebody who has onnxruntime and numpy.
+RUN_WITH_ONNXRUNTIME = """
+import json, sys
+for name in ("torch", "longseq", "onnx"):
+    sys.modules[name] = None
+import numpy, onnxruntime
+folder = sys.argv[1]
+with numpy.load(folder + "/cases.npz") as cases:
+    cases = dict(cases)
+for stem in sys.argv[2:]:
+    session = onnxruntime.InferenceSession(f"{folder}/{stem}.onnx", providers=["CPUExecutionProvider"])
+    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"])[1] == "bee"
+    for batch in (1, 5):
+        logits = session.run(["logits"], {"images": cases[f"images{batch}"]})[0]
+        difference = numpy.abs(logits - cases[f"{stem}{batch}"]).max()
+        assert difference < 1e-4, (stem, batch, difference)
+"""
+
+
+@pytest.mark.parametrize("mixer", mixers.list_mixers())
+def test_files_run_in_other_processes(mixer: str, tmp_path: Path) -> None:
+    images = {f"images{batch}": probe_images(batch, 1, 36, 36, pixels=False) for batch in (1, 5)}
+    cases: dict[str, Tensor] = dict(images)
+    for chassis, options in CHASSIS.items():
+        model = build(chassis, mixer, **options)
+        for format, suffix in SUFFIXES.items():
+            report = export_image_classifier(
+                model, tmp_path / f"{chassis}{suffix}", format=format, data=DATA, batch_sizes=(1, 3)
+            )
+            assert [row.shape[0] for row in report.comparisons] == [1, 3]
+            assert all(row.passed and row.top1 == 1 for row in report.comparisons)
+        with torch.no_grad():
+            cases |= {f"{chassis}{batch}": model(images[f"images{batch}"]) for batch in (1, 5)}
+    assert cases[f"{VIM}5"].std(0).max() > 0.05, "the model must tell images apart"
+    np.savez(tmp_path / "cases.npz", **{name: value.numpy() for name, value in cases.items()})
+    run_python(RUN_WITH_TORCH, tmp_path, *CHASSIS)
+    run_python(RUN_WITH_ONNXRUNTIME, tmp_path, *CHASSIS)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_preprocessing_and_softmax_in_the_file(format: str, tmp_path: Path) -> None:
+    model = build()
+    path = tmp_path / ("model" + SUFFIXES[format])
+    export_image_classifier(model, path, format=format, data=DATA, preprocess=True, softmax=True)
+    pixels = probe_images(4, 1, 36, 36, pixels=True)
+    with torch.no_grad():
+        expected = model((pixels / 255 - 0.3) / 0.25).softmax(-1)
+    torch.testing.assert_close(FORMATS[format].open_file(path)(pixels), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "direction", "format"),
+    [
+        *(("attention", "bidirectional", format) for format in FORMATS),
+        *(("longhorn", "forward", format) for format in FORMATS),
+        ("deltanet", "forward", "onnx"),
+        ("deltanet", "cross", "torchscript"),
+    ],
+)
+def test_dynamic_resolution(mixer: str, direction: str, format: str, tmp_path: Path) -> None:
+    model = build(mixer=mixer, direction=direction, dynamic_img_size=True)
+    path = tmp_path / ("model" + SUFFIXES[format])
+    export_image_classifier(model, path, format=format, data=DATA, dynamic_resolution=True, batch_sizes=(1, 3))
+    images = probe_images(3, 1, 20, 64, pixels=False)
+    with torch.no_grad():
+        expected = model(images)
+    torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_fixed_resolution_is_enforced(format: str, tmp_path: Path) -> None:
+    path = tmp_path / ("model" + SUFFIXES[format])
+    export_image_classifier(build(), path, format=format, data=DATA, batch_sizes=[3])
+    call = FORMATS[format].open_file(path)
+    with pytest.raises(Exception, match=r"(?i)size|dimension|guard"):
+        call(torch.zeros(2, 1, 12, 108))  # as many patches as 36 x 36 has
+
+
+def test_dynamic_resolution_refused_where_the_model_is_fixed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dynamic_img_size=True"):
+        export_image_classifier(build(), tmp_path / "model.onnx", data=DATA, dynamic_resolution=True)
+
+
+def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
+    model = timm.create_model("resnet10t", num_classes=3).eval()
+    report = export_image_classifier(model, tmp_path / "model.onnx", dynamic_resolution=True, batch_sizes=[1])
+    assert report.metadata["model"] == "resnet10t"
+    assert report.metadata["img_size"] == 176
+    assert {row.shape[2:] for row in report.comparisons} >= {(176, 176)}
+
+
+def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> None:
+    report = export_image_classifier(
+        build(mixer="attention"), tmp_path / "model.onnx", data=DATA, opset=21, extra_metadata={"epoch": 3}
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    model = onnx.load(str(report.path))
+    onnx.checker.check_model(model)
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(properties["class_names"]) == DATA["class_names"]
+    assert json.loads(properties["mean"]) == DATA["mean"]
+    assert properties["interpolation"] == "bicubic"
+    assert properties["mixer"] == "attention"
+    assert properties["epoch"] == "3"
+    assert properties["opset"] == "21"
+    assert {entry.domain: entry.version for entry in model.opset_import}[""] == 21
+    assert "float32" in properties["input"]
+    dimensions = model.graph.input[0].type.tensor_type.shape.dim
+    assert [d.dim_param or d.dim_value for d in dimensions] == ["batch", 1, 36, 36]
+    assert b"image.py" not in report.path.read_bytes(), "no source lines of the machine that exported"
+
+
+def test_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = build().train().double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    export_image_classifier(model, tmp_path / "model.pt", format="torchscript", data=DATA)
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert value.dtype == torch.float64
+
+
+class BatchAware(nn.Module):
+    """Gives another result for the traced batch size than for others, which a trace does not see."""
+
+    pretrained_cfg: ClassVar = {"input_size": (1, 8, 8), "mean": (0.5,), "std": (0.5,)}
+
+    def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 64]
+        return images.flatten(1) * (2 if len(images) == image_classifier.TRACED_BATCH else 1)
+
+
+def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_text("of yesterday")
+    with pytest.raises(ValueError, match=r"differs from the model by .* allowed are .*tolerance=0\.0001"):
+        export_image_classifier(BatchAware(), path, format="torchscript")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+    assert path.read_text() == "of yesterday"
+
+
+def test_a_failing_exporter_leaves_nothing(tmp_path: Path) -> None:
+    class Unexportable(BatchAware):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.from_numpy(images.flatten(1).numpy())
+
+    with pytest.raises(ValueError, match=r"format=pt2 could not take this .*another way: format=onnx or torchscript"):
+        export_image_classifier(Unexportable(), tmp_path / "model.pt2", format="pt2")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "tensorrt"}, "take one of onnx, torchscript, pt2"),
+        ({"output": "model.pt2"}, "take format=pt2 or a name in .onnx"),
+        ({"output": "."}, "is a folder"),
+        ({"output": "best.ckpt"}, "ends like a checkpoint"),
+        ({"opset": 17}, "opset 18 to 26"),
+        ({"batch_sizes": [2]}, "without 2"),
+        ({"batch_sizes": []}, "name one or more"),
+        ({"data": {**DATA, "class_names": ["ant"]}}, "5 classes and class_names 1"),
+    ],
+)
+def test_requests_that_cannot_be_met(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        export_image_classifier(build(), options.pop("output", "model.onnx"), **{"data": DATA, **options})
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxscript" else object())
+    with pytest.raises(ValueError, match=r'needs onnxscript: pip install "longseq\[export\]"'):
+        export_image_classifier(build(), tmp_path / "model.onnx", data=DATA)
+
+
+def test_onnx_larger_than_a_protobuf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "LARGEST_WEIGHTS", 1000)
+    with pytest.raises(ValueError, match="take format=pt2 or torchscript"):
+        export_image_classifier(build(), tmp_path / "model.onnx", data=DATA)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = build()
+    model.head.bias.data[0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        export_image_classifier(model, tmp_path / "model.onnx", data=DATA)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_export_prints_nothing_of_the_exporters(format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / ("model" + SUFFIXES[format])
+    export_image_classifier(build(mixer="mamba"), path, format=format, data=DATA, batch_sizes=[1])
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_command_exports_a_checkpoint(longseq_command: Any, checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "digits.onnx"
+    result = longseq_command(
+        "export",
+        f"checkpoint={checkpoint}",
+        f"output={output}",
+        "preprocess=true",
+        "latency=false",
+        "batch_sizes=[1,4]",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "4 x 1 x 8 x 8" in result.stdout
+    properties = {entry.key: entry.value for entry in onnx.load(str(output)).metadata_props}
+    assert json.loads(properties["class_names"]) == [str(digit) for digit in range(10)]
+    assert properties["checkpoint_sha256"] == sha256(checkpoint)
+    assert properties["weights"] == "ema"
+
+    pixels = probe_images(5, 1, 8, 8, pixels=True)
+    loaded = load(checkpoint)
+    mean, std = loaded.data["mean"][0], loaded.data["std"][0]
+    with torch.no_grad():
+        expected = loaded.backbone((pixels / 255 - mean) / std)
+    torch.testing.assert_close(onnx_file.open_file(output)(pixels), expected, atol=1e-5, rtol=0)
+
+
+def compose_export(*overrides: str) -> DictConfig:
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        return compose("export", [*overrides, "latency=false"])
+
+
+def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path) -> None:
+    assert run(compose_export(f"checkpoint={checkpoint}", f"output={tmp_path}/a.pt2")).format == "pt2"
+    report = run(compose_export(f"checkpoint={checkpoint}", "format=torchscript"))
+    assert report.path == checkpoint.with_suffix(".pt")
+    report.path.unlink()
+
+
+def test_resolution_of_a_checkpoint_can_be_opened(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    run(compose_export(f"checkpoint={checkpoint}", f"output={path}", "dynamic_resolution=true"))
+    assert torchscript_file.open_file(path)(torch.zeros(1, 1, 24, 10)).shape == (1, 10)
+
+
+def test_export_without_a_checkpoint_says_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="needs checkpoint=FILE"):
+        run(compose_export())

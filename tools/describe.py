@@ -1,0 +1,311 @@
+"""`longseq describe`: what a model is made of, what it costs, and which kernels it would run on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import timm
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from timm.optim import param_groups_weight_decay
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from longseq import mixers
+from longseq.blocks.scan import Directions
+from longseq.kernels import explain
+from longseq.parameters import count_parameters
+from longseq.state import state_size, state_tensors
+from longseq.tasks import assemble
+from longseq.tasks.image.info import DataInfo
+from longseq.tools import checkpoint
+from longseq.tools.image_model import model_name
+
+__all__ = ["describe_image_model", "find_devices", "list_mixers", "list_models", "print_description", "run"]
+
+# The part of a model that a parameter belongs to, by a piece of its name; the first that fits.
+PARTS = (
+    ("mixers", (".mixer.", ".attn.")),
+    ("mlp", (".mlp.",)),
+    ("embedding", ("patch_embed", "pos_embed", "cls_token", "reg_token", "stem.")),
+    ("norms", ("norm",)),
+)
+
+
+def run(cfg: DictConfig) -> Any:
+    """Print and return what `describe.yaml` asks for: facts about a model, or a list of what there is."""
+    if cfg.format not in ("text", "json"):
+        raise ValueError(f"format={cfg.format} is unknown: take text or json")
+    if cfg.list is None:
+        model, data = _model_and_data(cfg)
+        facts: Any = describe_image_model(model, data, _device(cfg.device))
+    elif cfg.list in LISTS:
+        facts = LISTS[cfg.list]()
+    else:
+        raise ValueError(f"list={cfg.list} is unknown: take one of {', '.join(LISTS)}")
+    if cfg.format == "json":
+        print(json.dumps(facts, indent=2))
+    elif cfg.list is None:
+        print_description(facts, Console())
+    else:
+        _print_rows(facts, Console())
+    return facts
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return str(torch.device(name))
+    except RuntimeError:
+        raise ValueError(f"device={name} is unknown: take auto, cpu, cuda or mps") from None
+
+
+def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of the checkpoint, or the one that training would begin with, and what it knows of its data."""
+    if cfg.checkpoint is not None:
+        loaded = checkpoint.load(cfg.checkpoint)
+        return loaded.backbone, loaded.data
+    config = assemble.plain(cfg)
+    info = _data_info(config)
+    return assemble.build_backbone(config, info), info.to_dict()
+
+
+def _data_info(config: Mapping[str, Any]) -> DataInfo:
+    """What the model must know of the data, which is opened only where the configuration leaves out the classes."""
+    data = config["data"]
+    if data.get("num_classes") is None:
+        try:
+            return assemble.build_datamodule(config).info
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
+    classes = int(data["num_classes"])
+    unseen = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 1.0, "in_chans": 3}
+    named = {"class_names": [str(index) for index in range(classes)], "num_classes": classes}
+    return DataInfo.from_dict({**unseen, **data, **named})
+
+
+def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """Facts about an image classifier as plain containers.
+
+    `data` tells img_size and in_chans, `device` for which device the kernels are judged. FLOPs are those of one image's
+    forward pass, a multiply-add counted as two; state sizes are numbers kept for one image.
+    """
+    size = data["img_size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    tokens = _count_tokens(model, height, width)
+    return {
+        "model": model_name(model),
+        "mixer": getattr(model, "mixer_name", None),
+        "direction": getattr(model, "direction", None),
+        "images": [data["in_chans"], height, width],
+        "classes": getattr(model, "num_classes", None),
+        "tokens": tokens,
+        "parameters": _count_parts(model),
+        "weight_decay": _count_decayed(model),
+        "flops": _count_flops(model, data["in_chans"], height, width),
+        "state": _describe_states(model),
+        "operations": _judge_operations(model, device, tokens),
+        "device": device,
+        "devices": find_devices(),
+    }
+
+
+def _count_tokens(model: nn.Module, height: int, width: int) -> int | None:
+    """Length of the sequence that the blocks read; None for models that read none."""
+    grid = getattr(getattr(model, "patch_embed", None), "dynamic_feat_size", None)
+    if grid is None:
+        return None
+    rows, columns = grid((height, width))
+    prefix: Any = getattr(model, "num_prefix_tokens", 0)
+    return rows * columns + prefix
+
+
+def _count_parts(model: nn.Module) -> dict[str, Any]:
+    classifier: Any = getattr(model, "get_classifier", nn.Identity)()
+    head = {id(parameter) for parameter in classifier.parameters()}
+    parts = dict.fromkeys((*dict(PARTS), "head", "other"), 0)
+    for name, parameter in model.named_parameters():
+        parts["head" if id(parameter) in head else _part_of(name)] += parameter.numel()
+    return {
+        "total": count_parameters(model),
+        "trainable": count_parameters(model, trainable=True),
+        "parts": {name: count for name, count in parts.items() if count},
+    }
+
+
+def _part_of(name: str) -> str:
+    return next((part for part, pieces in PARTS if any(piece in name for piece in pieces)), "other")
+
+
+def _count_decayed(model: nn.Module) -> dict[str, int]:
+    """Parameters by whether weight decay acts on them: it spares vectors, and what the model names."""
+    spared: Any = getattr(model, "no_weight_decay", set)()
+    counts = {"decayed": 0, "undecayed": 0}
+    for group in param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=spared):
+        counts["decayed" if group["weight_decay"] else "undecayed"] += sum(p.numel() for p in group["params"])
+    return counts
+
+
+def _count_flops(model: nn.Module, channels: int, height: int, width: int) -> dict[str, Any]:
+    """The model's own count; for other models of timm, the products that torch counts in a pass without data."""
+    analytic: Any = getattr(model, "flops", None)
+    if analytic is not None:
+        return {"forward": analytic((height, width)), "source": "analytic"}
+    empty = copy.deepcopy(model).to("meta").eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        empty(torch.empty(1, channels, height, width, device="meta"))
+    return {"forward": counter.get_total_flops(), "source": "counted by torch"}
+
+
+def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
+    """For each mixing layer whose state has a fixed size: how many readings, and what they keep for one image."""
+    states = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Directions):
+            continue
+        mixer: Any = layer.mixers[0]
+        if mixer.supports_noncausal:
+            continue
+        state = mixer.initial_state(1)
+        states.append(
+            {
+                "layer": name,
+                "readings": len(layer.orders),
+                "numbers": len(layer.orders) * state_size(state),
+                "tensors": {field: list(tensor.shape[1:]) for field, tensor in state_tensors(state)},
+            }
+        )
+    return states
+
+
+def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict[str, Any]:
+    """For each kernel operation that the model calls: the backend that runs, and what speaks against the others."""
+    layers = [module for module in model.modules() if isinstance(module, mixers.Mixer)]
+    asked = {op: layer.backend for layer in layers for op in layer.operations}
+    sizes = {} if tokens is None else {"T": tokens}
+    judged = {}
+    for op in sorted(asked):
+        reasons = explain(op, device=device, sizes=sizes)
+        willing = [backend for backend, against in reasons.items() if not against and asked[op] in ("auto", backend)]
+        judged[op] = {"asked": asked[op], "runs": willing[0] if willing else None, "backends": reasons}
+    return judged
+
+
+def find_devices() -> list[str]:
+    """Devices that torch can use here, in words."""
+    devices = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(f"cuda:{index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        devices.append("mps: Apple GPU")
+    return devices
+
+
+def list_mixers() -> list[dict[str, Any]]:
+    """The registered mixers: name, source, kernel operations, options with their defaults."""
+    return [
+        {
+            "name": name,
+            "paper": mixers.get(name).paper,
+            "operations": list(mixers.get(name).operations),
+            "options": mixers.options(name),
+        }
+        for name in mixers.list_mixers()
+    ]
+
+
+def list_models() -> list[dict[str, Any]]:
+    """The image models that longseq registers with timm; timm's own are there beside them."""
+    with torch.device("meta"):
+        return [
+            {"name": name, "parameters": count_parameters(timm.create_model(name))}
+            for name in timm.list_models("longseq_*")
+        ]
+
+
+LISTS: Mapping[str, Callable[[], list[dict[str, Any]]]] = MappingProxyType(
+    {"mixers": list_mixers, "models": list_models}
+)
+
+
+def print_description(facts: Mapping[str, Any], console: Console) -> None:
+    """Print what `describe_image_model` found: a table of figures, a table of kernels, the devices."""
+    table = Table(title=_title(facts), title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for row in _figures(facts):
+        table.add_row(*row)
+    console.print(table)
+    if facts["operations"]:
+        kernels = Table(title=f"kernels on {facts['device']}", title_justify="left")
+        for heading in ("operation", "backend", "verdict"):
+            kernels.add_column(heading)
+        for op, judged in facts["operations"].items():
+            for backend, against in judged["backends"].items():
+                kernels.add_row(op, backend, _verdict(backend, against, judged))
+        console.print(kernels)
+    console.print("devices: " + "; ".join(facts["devices"]), highlight=False)
+
+
+def _title(facts: Mapping[str, Any]) -> str:
+    mixer = "" if facts["mixer"] is None else f", mixer {facts['mixer']}, {facts['direction']}"
+    return f"{facts['model']}{mixer}"
+
+
+def _verdict(backend: str, against: list[str], judged: Mapping[str, Any]) -> str:
+    if against:
+        return "cannot run: " + "; ".join(against)
+    return "runs" if backend == judged["runs"] else "could run"
+
+
+def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    parameters, decay, flops = facts["parameters"], facts["weight_decay"], facts["flops"]
+    channels, height, width = facts["images"]
+    rows = [("images", f"{channels} x {height} x {width}"), ("classes", str(facts["classes"]))]
+    if facts["tokens"] is not None:
+        rows.append(("tokens", str(facts["tokens"])))
+    rows.append(("parameters", f"{parameters['total']:,}"))
+    if parameters["trainable"] != parameters["total"]:
+        rows.append(("  trainable", f"{parameters['trainable']:,}"))
+    rows += [(f"  {name}", f"{count:,}") for name, count in parameters["parts"].items()]
+    rows.append(("without weight decay", f"{decay['undecayed']:,}"))
+    rows.append(("FLOPs of one image", f"{_scaled(flops['forward'])}, forward ({flops['source']})"))
+    layers = Counter((state["numbers"], state["readings"], _shapes(state["tensors"])) for state in facts["state"])
+    for (numbers, readings, tensors), count in layers.items():
+        rows.append(("state", f"{count} layers, each {numbers:,} numbers = {readings} x ({tensors})"))
+    return rows
+
+
+def _scaled(count: int) -> str:
+    return f"{count / 1e9:,.2f} G" if count >= 1e9 else f"{count / 1e6:,.2f} M"
+
+
+def _shapes(tensors: Mapping[str, list[int]]) -> str:
+    return " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in tensors.items())
+
+
+def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(show_lines=True)
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(_in_words, row.values()))
+    console.print(table)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {item}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,47 @@
+"""The torch.export program of an image classifier: what the onnx and pt2 formats are written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["call_nodes", "capture", "foreign_operators"]
+
+_NAMESPACES_OF_TORCH = frozenset({"aten", "prim", "prims"})
+
+
+def capture(module: nn.Module, example: Tensor, axes: Mapping[int, str]) -> torch.export.ExportedProgram:
+    """Trace `module` with the named axes symbolic; an axis that the model fixes is an error of torch.export.
+
+    An earlier trace leaves guards behind that would turn an open axis of this one into a constant, hence the reset;
+    scans cannot be traced with gradients on.
+    """
+    torch._dynamo.reset()
+    shapes = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+    with torch.no_grad():
+        program = torch.export.export(module, (example,), dynamic_shapes=(shapes,))
+    for node in call_nodes(program):
+        node.meta.pop("stack_trace", None)  # source lines and paths of this machine
+    return program
+
+
+def foreign_operators(program: torch.export.ExportedProgram) -> set[str]:
+    """Names of registered operators, in the graph and its subgraphs, that torch alone does not bring."""
+    return {
+        str(node.target)
+        for node in call_nodes(program)
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _NAMESPACES_OF_TORCH
+    }
+
+
+def call_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
+    """The nodes that compute something, those inside scans included."""
+    return [
+        node
+        for graph_module in program.graph_module.modules()
+        if isinstance(graph_module, torch.fx.GraphModule)
+        for node in graph_module.graph.nodes
+        if node.op == "call_function"
+    ]

@@ -1,0 +1,118 @@
+"""ONNX: one file with its weights, run by onnxruntime without torch or longseq."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.tools.export.graph import capture
+from longseq.tools.export.metadata import encode
+from longseq.tools.export.spec import FileSpec
+
+__all__ = ["check", "count_nodes", "open_file", "write"]
+
+# A protobuf message ends at 2 GiB; the graph around the weights takes some of it.
+LARGEST_WEIGHTS = 2**31 - 64 * 2**20
+OPSETS = range(18, 27)
+
+
+def check(module: nn.Module, opset: int) -> None:
+    """Refuse before the work begins what cannot end well."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f'format=onnx needs {", ".join(missing)}: pip install "longseq[export]", or take format=torchscript or pt2'
+        )
+    if opset not in OPSETS:
+        raise ValueError(
+            f"opset={opset}: the exporter writes opset {OPSETS[0]} to {OPSETS[-1]}; 20 suits most runtimes"
+        )
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    if size > LARGEST_WEIGHTS:
+        raise ValueError(
+            f"the weights take {size / 2**30:.2f} GiB and one ONNX file holds 2 GiB: take format=pt2 or torchscript"
+        )
+
+
+def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> None:
+    """Write `module` to `path`, with the axes named in the file's input and the metadata as its properties."""
+    import onnx
+
+    program = torch.onnx.export(
+        capture(module, example, spec.axes),
+        (example,),
+        dynamo=True,
+        dynamic_shapes=(dict(spec.axes),),
+        input_names=["images"],
+        output_names=[spec.output_name],
+        opset_version=spec.opset,
+        verbose=False,
+    )
+    assert program is not None
+    model = program.model_proto
+    _check_model(model, spec)
+    _clean(model)
+    onnx.helper.set_model_props(model, encode({**spec.metadata, "opset": spec.opset}))
+    model.producer_name = "longseq"
+    onnx.save(model, str(path))
+
+
+def _check_model(model: Any, spec: FileSpec) -> None:
+    """Raise RuntimeError where the model is not what was asked for: the exporter fixes axes and opsets in silence."""
+    dimensions = model.graph.input[0].type.tensor_type.shape.dim
+    for axis, name in spec.axes.items():
+        if not dimensions[axis].dim_param:
+            raise RuntimeError(f"the {name} axis became the constant {dimensions[axis].dim_value}")
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    if versions.get("") != spec.opset:
+        raise RuntimeError(f"the file has opset {versions.get('')}, not {spec.opset}")
+    foreign = {node.domain for node in _nodes(model.graph)} - {"", "ai.onnx"}
+    if foreign:
+        raise RuntimeError(f"the file calls operators of {', '.join(sorted(foreign))}, which runtimes do not have")
+
+
+def _clean(model: Any) -> None:
+    """Drop constants that nothing reads, of which onnxruntime would warn, and what the exporter notes about origins.
+
+    Those notes are half of a small file, with source lines and paths of this machine.
+    """
+    used = {name for node in _nodes(model.graph) for name in node.input}
+    used.update(output.name for output in model.graph.output)
+    for graph in _graphs(model.graph):
+        kept = [initializer for initializer in graph.initializer if initializer.name in used]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+        for item in (graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
+            item.ClearField("metadata_props")
+
+
+def _graphs(graph: Any) -> list[Any]:
+    """The graph and those inside it (the bodies of Scan and If)."""
+    inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
+    return [graph, *(found for body in inner for found in _graphs(body))]
+
+
+def _nodes(graph: Any) -> list[Any]:
+    return [node for found in _graphs(graph) for node in found.node]
+
+
+def count_nodes(path: Path) -> Counter[str]:
+    """How often the file uses each operator."""
+    import onnx
+
+    return Counter(node.op_type for node in _nodes(onnx.load(str(path)).graph))
+
+
+def open_file(path: Path) -> Callable[[Tensor], Tensor]:
+    """The file as a function of images, run by onnxruntime on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])

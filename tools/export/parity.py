@@ -1,0 +1,100 @@
+"""Comparison of an exported file with the model that it was written from."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["Comparison", "Expected", "compare", "expect", "latency_ms", "probe_images"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the file is from the model on one batch, what was allowed, and the share of images of equal class.
+
+    `rounding` is how far the model itself is from its double precision.
+    """
+
+    shape: tuple[int, ...]
+    difference: float
+    limit: float
+    rounding: float
+    top1: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.limit  # False for NaN
+
+
+def probe_images(batch: int, channels: int, height: int, width: int, *, pixels: bool) -> Tensor:
+    """Images to compare on [B, C, H, W]: in turn noise, smooth and plain; uint8 if `pixels`, else normalised float32.
+
+    Smooth and plain images give correlated and equal tokens, where a delta rule's triangular systems are hardest.
+    """
+    generator = torch.Generator().manual_seed(1000 * batch + height + width)
+    noise = torch.randn(batch, channels, height, width, generator=generator)
+    coarse = torch.randn(batch, channels, 3, 3, generator=generator)
+    smooth = F.interpolate(coarse, (height, width), mode="bilinear", align_corners=True)
+    plain = coarse[..., :1, :1].expand_as(noise)
+    images = torch.stack([(noise, smooth, plain)[i % 3][i] for i in range(batch)])
+    return (images * 64 + 128).round().clamp(0, 255).to(torch.uint8) if pixels else images.contiguous()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the model gives for a batch, and how far rounding to float32 puts it off."""
+
+    images: Tensor
+    output: Tensor
+    rounding: float
+
+
+@torch.no_grad()
+def expect(model: nn.Module, batches: Sequence[Tensor]) -> list[Expected]:
+    """Run a float32 model on each batch, and its double precision for the rounding error."""
+    exact = copy.deepcopy(model).double()
+    expected = []
+    for images in batches:
+        output = model(images)
+        wide = images.double() if images.is_floating_point() else images
+        expected.append(Expected(images, output, (output - exact(wide)).abs().max().item()))
+    return expected
+
+
+def compare(call: Callable[[Tensor], Tensor], expected: Expected, tolerance: float) -> Comparison:
+    """Run the file on the images of `expected`.
+
+    Allowed is `tolerance` times the largest output (or times 1, if that is more); or three times the model's rounding
+    error, if that is more: what a file with twice that error can be away from the model.
+    """
+    images, output = expected.images, expected.output
+    actual = call(images)
+    if actual.shape != output.shape:
+        raise RuntimeError(f"the file gives {list(actual.shape)} for {list(images.shape)}, not {list(output.shape)}")
+    return Comparison(
+        shape=tuple(images.shape),
+        difference=(actual - output).abs().max().item(),
+        limit=max(tolerance * max(1.0, output.abs().max().item()), 3 * expected.rounding),
+        rounding=expected.rounding,
+        top1=(actual.argmax(-1) == output.argmax(-1)).float().mean().item(),
+    )
+
+
+@torch.no_grad()
+def latency_ms(call: Callable[[Tensor], Tensor], images: Tensor, seconds: float = 1.0) -> float:
+    """Median time of one call in milliseconds, over at least 5 calls and about `seconds`."""
+    for _ in range(3):  # TorchScript compiles during its first calls
+        call(images)
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < seconds:
+        start = time.perf_counter()
+        call(images)
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times)

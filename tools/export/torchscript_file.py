@@ -1,0 +1,53 @@
+"""TorchScript: traced and frozen, run by torch (Python or C++) without longseq."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.tools.export.metadata import EXTRA_FILE
+from longseq.tools.export.spec import FileSpec
+
+__all__ = ["count_nodes", "open_file", "write"]
+
+
+def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> None:
+    """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`."""
+    with torch.no_grad():
+        traced = torch.jit.freeze(torch.jit.trace(module, example, check_trace=False))
+    foreign = {kind for kind in _kinds(traced.inlined_graph) if not kind.startswith(("aten::", "prim::"))}
+    if foreign:
+        raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
+    torch.jit.save(traced, str(path), _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+
+
+def _kinds(block: Any) -> list[str]:
+    """The operators of a graph and of the blocks inside it (loops and branches)."""
+    kinds = []
+    for node in block.nodes():
+        kinds.append("^" + node.pyname() if node.kind() == "prim::PythonOp" else node.kind())
+        for inner in node.blocks():
+            kinds.extend(_kinds(inner))
+    return kinds
+
+
+def count_nodes(path: Path) -> Counter[str]:
+    """How often the file uses each operator."""
+    return Counter(kind for kind in _kinds(torch.jit.load(str(path)).inlined_graph) if kind != "prim::Constant")
+
+
+def open_file(path: Path) -> Callable[[Tensor], Tensor]:
+    """The file as a function of images, on the CPU."""
+    module = torch.jit.load(str(path), map_location="cpu")
+
+    def call(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return module(images)
+
+    return call
