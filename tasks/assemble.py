@@ -18,6 +18,7 @@ from torch import nn
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
@@ -187,6 +188,7 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
             **fixed,
             callbacks=callbacks or [],
             logger=logger,
+            plugins=[WholeCheckpoints()],
             default_root_dir=config.get("output"),
         )
     except (TypeError, MisconfigurationException) as error:

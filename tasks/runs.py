@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
@@ -20,6 +22,7 @@ FREE_KEYS = (
     "data.num_workers",
     "data.pin_memory",
     "callbacks.progress",
+    "callbacks.unreadable",
     "logger",
     "load",
 )
@@ -34,7 +37,7 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
         return str(_checkpoint_run(Path(resume)) or fresh)
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted: Any = OmegaConf.to_container(OmegaConf.create({**config, "output": fresh}), resolve=True)
-    return str(_newest_unfinished(Path(fresh).parent, wanted) or fresh)  # type: ignore[arg-type]
+    return str(_newest_run(Path(fresh).parent, wanted) or fresh)
 
 
 OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
@@ -83,7 +86,10 @@ def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[tup
 def finished(folder: Path) -> dict[str, Any] | None:
     """The metrics of a finished run, None for one that did not finish."""
     path = folder / METRICS_FILE
-    return json.loads(path.read_text()) if path.is_file() else None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,15 +98,37 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.replace(folder, "OUTPUT") if isinstance(value, str) else value for key, value in flatten(config)}
 
 
-def _newest_unfinished(parent: Path, config: Mapping[str, Any]) -> Path | None:
+def newest_other_run(config: Mapping[str, Any]) -> tuple[Path, list[str]] | None:
+    """The newest run beside `config.output` that has another configuration, and the keys that differ."""
+    for folder, saved in _runs(Path(config["output"]).parent):
+        changed = [key for key, _, _ in differences(saved, config)]
+        if changed:
+            return folder, changed
+    return None
+
+
+def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
+    """The newest unfinished run of a configuration, else the newest finished one."""
+    same = [folder for folder, saved in _runs(parent) if not differences(saved, config)]
+    return next((folder for folder in same if finished(folder) is None), next(iter(same), None))
+
+
+def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Folders below `parent` with a checkpoint, newest first, and their configurations; others are passed over."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
-        checkpoint = _newest_checkpoint(path.parent)
-        if checkpoint is None or finished(path.parent) is not None:
-            continue
-        if not differences(OmegaConf.to_container(OmegaConf.load(path)), config):  # type: ignore[arg-type]
-            found.append((checkpoint.stat().st_mtime, path.parent))
-    return max(found)[1] if found else None
+        checkpoint, saved = _newest_checkpoint(path.parent), _read_config(path)
+        if checkpoint is not None and saved is not None:
+            found.append((checkpoint.stat().st_mtime, path.parent, saved))
+    return [(folder, saved) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
+
+
+def _read_config(path: Path) -> dict[str, Any] | None:
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return None
+    return content if isinstance(content, dict) and "output" in content else None  # type: ignore[return-value]
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:

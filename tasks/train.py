@@ -2,8 +2,11 @@
 
 import json
 import logging
+import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,12 @@ from rich.table import Table
 
 from longseq.tasks import assemble, runs
 from longseq.tasks.callbacks.throughput import Throughput
+from longseq.tasks.files import write_text
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.logger import RunLogger
+
+RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "images_per_second", "data_wait_ms")
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -35,7 +42,7 @@ def run(cfg: DictConfig) -> float | None:
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
-        _print(f"This run is finished: {folder}")
+        _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
         return done.get(config["optimized_metric"])
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
@@ -43,8 +50,9 @@ def run(cfg: DictConfig) -> float | None:
     datamodule = assemble.build_datamodule(config)
     backbone = assemble.build_backbone(config, datamodule.info)
     if config["init"] is not None and checkpoint is None:
-        assemble.initialize(backbone, instantiate(config["load"])(config["init"]).backbone)
+        assemble.initialize(backbone, instantiate(config["load"])(config["init"], key="init").backbone)
     task = assemble.build_task(config, backbone, datamodule.info)
+    _check_optimized_metric(config["optimized_metric"], task)
     trainer = assemble.build_trainer(config, assemble.build_callbacks(config))
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):
         trainer.logger.continue_at(runs.updates_of(checkpoint))
@@ -59,7 +67,8 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def quiet_libraries() -> None:
-    """Keep the console to what a user can act on."""
+    """Keep the console to what a user can act on: warnings of this package, one line each, and few of others."""
+    _show_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Each is answered by our own design: the number of workers is the data's option, runs resume in their own folder,
@@ -74,6 +83,36 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", message)
 
 
+def _show_warnings() -> None:
+    # Hydra, told not to log, disables the loggers that exist when it starts, and lets errors alone pass.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.split(".")[0] == "longseq" and isinstance(logger, logging.Logger):
+            logger.disabled = False
+    package = logging.getLogger("longseq")
+    package.disabled = False
+    package.setLevel(logging.WARNING)
+    if any(isinstance(handler, _WarningLines) for handler in package.handlers):
+        return
+    package.addHandler(_WarningLines())
+
+
+class _WarningLines(logging.Handler):
+    """Writes warnings to stderr, from one process of several."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    @rank_zero_only
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"longseq: {record.levelname.lower()}: {' '.join(record.getMessage().split())}", file=sys.stderr)
+
+
+def _check_optimized_metric(metric: str | None, task: ImageClassifier) -> None:
+    measured = [f"{stage}/{name}" for stage in ("val", "test") for name in task.val_metrics]
+    if metric is not None and metric not in (*measured, *RUN_FACTS):
+        raise ValueError(f"optimized_metric={metric} is never measured: choose one of {', '.join(measured)}")
+
+
 def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     devices = assemble.device_count(config)
@@ -86,17 +125,30 @@ def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
 
 def _fit(trainer: Trainer, task: LightningModule, datamodule: Any, checkpoint: Path | None) -> None:
     try:
-        trainer.fit(task, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+        with _memory_explained(trainer, task, datamodule):
+            trainer.fit(task, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
     except SIGTERMException:
         raise SystemExit(143) from None
+
+
+@contextmanager
+def _memory_explained(trainer: Trainer, task: LightningModule, datamodule: Any) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-        batch = datamodule.batch_size
-        raise ValueError(
-            f"out of memory with {batch} images on a device at a time: halve that and keep the recipe with "
-            f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
-        ) from error
+        # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
+        if task.training:
+            batch = datamodule.batch_size
+            remedy = (
+                f"halve that and keep the recipe with "
+                f"trainer.accumulate_grad_batches={2 * trainer.accumulate_grad_batches}"
+            )
+        else:
+            batch = datamodule.eval_batch_size
+            remedy = f"evaluate fewer at a time with data.eval_batch_size={max(1, batch // 2)}"
+        raise ValueError(f"out of memory with {batch} images on a device at a time: {remedy}") from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -107,10 +159,10 @@ def _test(trainer: Trainer, task: LightningModule, datamodule: Any) -> dict[str,
     """Test with the best checkpoint (the last weights in a fast_dev_run, which writes none)."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    (tested,) = trainer.test(task, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
-    callback = trainer.checkpoint_callback
-    if best is not None and getattr(callback, "best_model_score", None) is not None:
-        validated[callback.monitor] = float(callback.best_model_score)  # type: ignore[union-attr]
+    with _memory_explained(trainer, task, datamodule):
+        (tested,) = trainer.test(task, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    if best is not None:
+        validated = getattr(trainer.checkpoint_callback, "best_metrics", None) or validated
     return validated | {key: float(value) for key, value in tested.items()}
 
 
@@ -136,7 +188,7 @@ def _run_facts(trainer: Trainer, backbone: torch.nn.Module, seconds: float) -> d
 @rank_zero_only
 def _save_config(config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(config), folder / runs.CONFIG_FILE)
+    write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)))
 
 
 @rank_zero_only
@@ -155,8 +207,17 @@ def _announce(
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
-        _print("nothing to resume: no unfinished run of this configuration; starting anew")
+        _print(f"nothing to resume: {_what_else_ran(config)}; starting anew")
     _print(f"writing to {shorten(config['output'])}   (tensorboard --logdir {shorten(Path(config['output']).parent)})")
+
+
+def _what_else_ran(config: dict[str, Any]) -> str:
+    other = runs.newest_other_run(config)
+    if other is None:
+        return "no run of this configuration"
+    folder, keys = other
+    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    return f"no run of this configuration; the newest, {shorten(folder)}, differs in {', '.join(keys[:5])}{more}"
 
 
 def _data_line(config: dict[str, Any], info: DataInfo) -> str:
@@ -177,11 +238,12 @@ def _record(
     if task.confusion_matrix is not None:
         written["test/per_class"] = per_class_accuracy(task.confusion_matrix, info)  # type: ignore[arg-type]
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        (folder / runs.METRICS_FILE).write_text(json.dumps(written, indent=2) + "\n")
+        write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     rows: list[tuple[str, str]] = [
         (key, f"{metrics[key]:.4f}") for key in ("test/top1", "test/top5", "test/loss") if key in metrics
     ]
-    rows.append(("time", f"{metrics['seconds']:.0f} s, {metrics.get('images_per_second', 0):.0f} images/s in training"))
+    rate = f", {metrics['images_per_second']:.0f} images/s in training" if "images_per_second" in metrics else ""
+    rows.append(("time", f"{metrics['seconds']:.0f} s{rate}"))
     best = best_checkpoint(trainer)
     if best:
         best = shorten(best)
@@ -192,7 +254,9 @@ def _record(
 
 def per_class_accuracy(confusion_matrix: torch.Tensor, info: DataInfo) -> list[dict[str, Any]]:
     """Each class with the share of its images that were recognised, None without images, and their number."""
-    rows = zip(info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True)
+    rows = zip(
+        info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True
+    )
     return [
         {"class": name, "top1": round(right / images, 4) if images else None, "images": images}
         for name, right, images in rows

@@ -1,25 +1,49 @@
 """The count of images that could not be read."""
 
+from pathlib import Path
+
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from longseq.tasks.files import write_text
 
 
 class UnreadableImages(Callback):
-    """Prints, at the end of fit and of test, how many images were skipped because they could not be read, and which."""
+    """Prints, after the test, how many images of the run were skipped because they could not be read, and which.
 
-    def __init__(self, max_paths: int = 10) -> None:
+    `folder/unreadable.txt` lists all of them, one path a line, from the end of fit on.
+    """
+
+    def __init__(self, max_paths: int = 10, folder: str | None = None) -> None:
         self.max_paths = max_paths
+        self.path = None if folder is None else Path(folder) / "unreadable.txt"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._report(trainer)
+        self._write(trainer)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._report(trainer)
-
-    def _report(self, trainer: Trainer) -> None:
-        paths = list(trainer.datamodule.unreadable)  # type: ignore[attr-defined]
-        if not paths:
+        paths = self._write(trainer)
+        if not paths or not trainer.is_global_zero:
             return
         shown = ", ".join(paths[: self.max_paths])
         more = f" and {len(paths) - self.max_paths} more" if len(paths) > self.max_paths else ""
-        where = f" by process {trainer.global_rank}" if trainer.world_size > 1 else ""
-        print(f"{len(paths)} unreadable image(s) skipped{where}: {shown}{more}", flush=True)
+        listed = f"; all in {self.path}" if more and self.path is not None else ""
+        print(f"{len(paths)} unreadable image(s) skipped: {shown}{more}{listed}", flush=True)
+
+    def _write(self, trainer: Trainer) -> list[str]:
+        """The paths of all processes, and of the run before it was interrupted."""
+        paths = set(_of_all_processes(trainer, list(trainer.datamodule.unreadable)))  # type: ignore[attr-defined]
+        if self.path is not None and self.path.is_file():
+            paths.update(self.path.read_text().splitlines())
+        listed = sorted(paths)
+        if listed and self.path is not None and trainer.is_global_zero:
+            write_text(self.path, "".join(f"{path}\n" for path in listed))
+        return listed
+
+
+def _of_all_processes(trainer: Trainer, paths: list[str]) -> list[str]:
+    if trainer.world_size == 1:
+        return paths
+    gathered: list[list[str]] = [[] for _ in range(trainer.world_size)]
+    torch.distributed.all_gather_object(gathered, paths)
+    return [path for part in gathered for path in part]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import assemble, train
 from longseq.tasks.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
@@ -15,6 +17,7 @@ from longseq.tasks.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 from longseq.tasks.callbacks.pictures import draw_confusion_matrix, draw_predictions
 from longseq.tasks.callbacks.throughput import Throughput
+from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.datasets import TrainingBatches
 
 HEAD = "head.weight"
@@ -178,6 +181,58 @@ def test_a_memory_that_is_too_small_is_one_line_with_the_remedy(tiny, monkeypatc
     monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.forward", exhaust)
     with pytest.raises(ValueError, match=r"64 images on a device .* trainer.accumulate_grad_batches=2"):
         train.run(tiny())
+
+
+def test_memory_that_is_too_small_for_evaluation_names_its_batch(tiny, monkeypatch):
+    def exhaust(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("longseq.tasks.image.module.ImageClassifier.validation_step", exhaust)
+    with pytest.raises(ValueError, match=r"256 images on a device .* data.eval_batch_size=128"):
+        train.run(tiny("recipe.epochs=1"))
+
+
+def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
+    config = tiny("recipe.epochs=1", "recipe.gradient_clip=null")
+    datamodule = assemble.build_datamodule(config)
+    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    spoilt = []
+
+    def spoil(gradient):
+        spoilt.append(1)
+        return gradient * (float("inf") if len(spoilt) == 3 else 1.0)
+
+    task.backbone.get_parameter(HEAD).register_hook(spoil)
+    trainer = assemble.build_trainer(config, [NonFiniteStop(every_n_steps=1)])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    precision = trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    precision.forward_context = contextlib.nullcontext
+    trainer.fit(task, datamodule=datamodule)
+    assert len(spoilt) > 3
+    assert scaler.get_scale() < 2.0
+    assert torch.isfinite(task.backbone.get_parameter(HEAD)).all()
+
+
+def test_an_average_that_keeps_the_initial_weights_is_said(tiny, caplog):
+    fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.99996, warmup=False))
+    assert caplog.text.count("of the initial weights in the average") == 1
+    caplog.clear()
+    fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.99996, warmup=True))
+    fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.5, warmup=False))
+    assert "of the initial weights" not in caplog.text
+
+
+def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    def interrupt(checkpoint, path):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    files, path = WholeCheckpoints(), tmp_path / "checkpoints" / "last.ckpt"
+    files.save_checkpoint({"global_step": 1}, path)
+    monkeypatch.setattr(torch, "save", interrupt)
+    with pytest.raises(OSError, match="disk full"):
+        files.save_checkpoint({"global_step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"global_step": 1}
 
 
 def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):

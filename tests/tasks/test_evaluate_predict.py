@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,12 @@ def test_evaluate_at_another_resolution_and_crop(checkpoint, compose_config, tmp
     assert larger["test/top1"] > 0.15
     with pytest.raises(ValueError, match=r"data.img_size=2 does not suit"):
         evaluate.run(compose_config("evaluate", *known, "data.img_size=2"))
+
+
+def test_classes_of_one_name_keep_their_rows():
+    info = SimpleNamespace(class_names=["crane", "crane", "owl"])
+    rows = train.per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
+    assert [tuple(row.values()) for row in rows] == [("crane", 0.75, 4), ("crane", 1.0, 2), ("owl", None, 0)]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -52,7 +53,87 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
     wanted |= {"throughput/images_per_second", "throughput/data_wait_ms"}
     assert wanted <= set(events["scalars"])
     assert {"val/samples", "test/confusion_matrix"} <= set(events["images"])
-    assert "_hparams_/session_start_info" in EventAccumulator(str(run)).Reload().summary_metadata
+    board = EventAccumulator(str(run)).Reload()
+    assert "_hparams_/session_start_info" in board.summary_metadata
+    for tag in events["scalars"]:
+        steps = [event.step for event in board.Scalars(tag)]
+        assert steps == sorted(steps), tag
+
+
+def test_the_metrics_are_those_of_the_best_checkpoint(tiny, tmp_path):
+    train.run(tiny("recipe.epochs=4", "recipe.learning_rate=0.02"))
+    run = tmp_path / "run"
+    metrics = json.loads((run / "metrics.json").read_text())
+    board = EventAccumulator(str(run)).Reload()
+    epoch = read(run / "checkpoints" / "best.ckpt")["epoch"]
+    for tag in ("val/top1", "val/top5", "val/loss"):
+        assert metrics[tag] == pytest.approx(board.Scalars(tag)[epoch].value)
+    saved = read(run / "checkpoints" / "last.ckpt")["callbacks"]
+    (best,) = (state["best_metrics"] for state in saved.values() if "best_metrics" in state)
+    assert best == {tag: metrics[tag] for tag in best}
+
+
+def test_with_accumulation_the_rate_of_each_update_is_logged_once(tiny, tmp_path):
+    train.run(
+        tiny(
+            "recipe.epochs=1",
+            "trainer.accumulate_grad_batches=2",
+            "trainer.log_every_n_steps=1",
+            "recipe.schedule.warmup_epochs=0.5",
+        )
+    )
+    rates = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/lr")
+    updates = read(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"]
+    assert [event.step for event in rates] == list(range(updates))
+    assert rates[0].value == pytest.approx(1e-6)
+
+
+def test_a_training_that_logs_to_csv(tiny, tmp_path):
+    train.run(tiny("recipe.epochs=1", "logger=csv"))
+    header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
+    assert {"val/top1", "test/top1"} <= set(header.split(","))
+
+
+def test_a_metric_that_is_never_measured_is_refused_before_training(tiny):
+    with pytest.raises(ValueError, match=r"optimized_metric=val/top7 .*val/top1"):
+        train.run(tiny("optimized_metric=val/top7"))
+
+
+def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
+    train.run(tiny("recipe.epochs=1", "trainer.log_every_n_steps=50"))
+    assert "images/s in training" not in capsys.readouterr().out
+
+
+def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command, tiny_overrides):
+    arguments = ("train", *tiny_overrides, "recipe.epochs=1")
+    for name, content in (("foreign", "- 1\n"), ("half", "seed: [0,"), ("lacks", "seed: 0\n")):
+        (tmp_path / "outputs" / "image" / name / "checkpoints").mkdir(parents=True)
+        (tmp_path / "outputs" / "image" / name / "config.yaml").write_text(content)
+        (tmp_path / "outputs" / "image" / name / "checkpoints" / "last.ckpt").write_bytes(b"")
+    first = command(tmp_path, *arguments, "resume=true")
+    assert first.returncode == 0, first.stderr
+    assert "nothing to resume: no run of this configuration; starting anew" in first.stdout
+    run = only(tmp_path, "outputs/image/*/metrics.json").parent
+    again = command(tmp_path, *arguments, "resume=true")
+    assert again.returncode == 0, again.stderr
+    assert f"this run is finished: outputs/image/{run.name}" in again.stdout
+    assert len(list(tmp_path.glob("outputs/image/*/metrics.json"))) == 1
+    other = command(tmp_path, *arguments, "resume=true", "seed=3")
+    assert f"the newest, outputs/image/{run.name}, differs in seed; starting anew" in other.stdout
+
+
+def test_warnings_reach_the_user_one_line_each(tmp_path, command, tiny_overrides, image_folder):
+    shutil.copytree(image_folder, tmp_path / "images")
+    broken = Path("images/train/class1/3.jpg")
+    (tmp_path / broken).write_bytes(b"not an image")
+    arguments = ("data=image_folder", "recipe=digits", "data.root=images", "data.img_size=16", "data.num_workers=0")
+    result = command(tmp_path, "train", *arguments, *tiny_overrides, "recipe.batch_size=8", "recipe.epochs=1")
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("longseq: warning: ")]
+    assert any(f"skipped unreadable image {broken} (" in line for line in lines)
+    assert any("the validation images are also the test images" in line for line in lines)
+    assert result.stdout.count("unreadable image(s) skipped") == 1
+    assert only(tmp_path, "outputs/image/*/unreadable.txt").read_text() == f"{broken}\n"
 
 
 INTERRUPTIBLE = (
