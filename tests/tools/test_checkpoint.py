@@ -132,6 +132,44 @@ def test_weights_of_another_model(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda config: config.update(task={"name": "document"}), "belongs to task=document.*of task=image"),
+        (lambda config: config.pop("model"), "written by another version of longseq.* tell model"),
+        (lambda config: config["recipe"].clear() or config["model"].pop("name"), "another version.*'name'"),
+        (lambda config: config.clear(), "written by another version of longseq.* tell task, model"),
+    ],
+)
+def test_configurations_that_name_no_model_of_ours(
+    edit: Callable[[dict[str, Any]], Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    path = change(checkpoint, tmp_path / "other.ckpt", lambda contents: edit(contents["hyper_parameters"]["config"]))
+    with pytest.raises(ValueError, match=message) as raised:
+        load(path, key="init")
+    assert str(raised.value).startswith(f"init={path}")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_callers_random_state_stays(checkpoint: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    load(checkpoint)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_any_resolution_is_refused_by_models_that_have_one(checkpoint: Path, tmp_path: Path) -> None:
+    def fix(contents: dict[str, Any]) -> None:
+        contents["hyper_parameters"]["config"]["model"] = {"name": "cait_xxs24_224", "label": "timm"}
+        contents["hyper_parameters"]["data"]["img_size"] = 32
+        contents["hyper_parameters"]["config"]["recipe"]["model"] = {}
+
+    path = change(checkpoint, tmp_path / "fixed.ckpt", fix)
+    with pytest.raises(ValueError, match="holds a cait_xxs24_224, which takes images of 32 px only"):
+        load(path, any_resolution=True)
+
+
 def test_unknown_weights_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="take one of auto, ema, model"):
         load(checkpoint, weights="best")

@@ -326,6 +326,13 @@ def test_resolution_of_a_checkpoint_can_be_opened(checkpoint: Path, tmp_path: Pa
     assert torchscript_file.open_file(path)(torch.zeros(1, 1, 24, 10)).shape == (1, 10)
 
 
-def test_export_without_a_checkpoint_says_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="needs checkpoint=FILE"):
-        run(compose_export())
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "give checkpoint=FILE"),
+        (["checkpoint=best.ckpt", "batch_sizes=3"], r"give one, such as batch_sizes=\[1,3\]"),
+    ],
+)
+def test_wrong_keys_say_what_is_missing(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(compose_export(*overrides))
