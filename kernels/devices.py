@@ -1,9 +1,10 @@
-"""Where Triton kernels run."""
+"""Where Triton kernels run, and how their inputs lie in memory."""
 
 import importlib.util
 import os
 
 import torch
+from torch import Tensor
 
 from longseq.kernels.dispatch import Call
 
@@ -24,3 +25,8 @@ def triton_reasons(call: Call) -> list[str]:
     if call.exporting:
         reasons.append("an exported graph would need this package to run it (use backend='torch')")
     return reasons
+
+
+def channels_adjacent(tensor: Tensor) -> Tensor:
+    """The tensor with adjacent channels; batch and time may have any stride."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

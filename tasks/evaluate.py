@@ -11,10 +11,11 @@ from omegaconf import DictConfig
 
 from longseq.tasks import assemble
 from longseq.tasks.callbacks.unreadable import UnreadableImages
+from longseq.tasks.files import write_text
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import first_line
-from longseq.tasks.train import per_class_accuracy, print_rows, quiet_libraries, shorten
+from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
 
 # Images at a time where data.eval_batch_size does not say.
 EVALUATION_BATCH = 64
@@ -100,6 +101,6 @@ def _report(metrics: dict[str, float], task: Any, info: DataInfo, split: str, ou
     per_class = per_class_accuracy(task.confusion_matrix, info)
     written = {f"{split}/images": images, **metrics, "per_class": per_class}
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(written, indent=2) + "\n")
+    write_text(output, json.dumps(written, indent=2) + "\n")
     rows = [(key, f"{value:.4f}") for key, value in metrics.items()]
     print_rows([(f"{split}/images", str(images)), *rows, ("written", shorten(output))])

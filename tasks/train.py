@@ -1,10 +1,7 @@
 """`longseq train`: compose, fit, test with the best checkpoint, report."""
 
 import json
-import logging
-import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +15,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
 
+from longseq.parameters import count_parameters
 from longseq.tasks import assemble, runs
 from longseq.tasks.callbacks.throughput import Throughput
 from longseq.tasks.files import write_text
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.logger import RunLogger
+from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
 
 RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "images_per_second", "data_wait_ms")
 
@@ -64,47 +61,6 @@ def run(cfg: DictConfig) -> float | None:
     metrics |= _run_facts(trainer, backbone, time.monotonic() - started)
     _record(trainer, config, task, metrics, datamodule.info)
     return metrics.get(config["optimized_metric"])
-
-
-def quiet_libraries() -> None:
-    """Keep the console to what a user can act on: warnings of this package, one line each, and few of others."""
-    _show_warnings()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Each is answered by our own design: the number of workers is the data's option, runs resume in their own folder,
-    # and short epochs log less often.
-    for message in (
-        ".*does not have many workers.*",
-        ".*exists and is not empty.*",
-        ".*smaller than the logging interval.*",
-        ".*Checkpoint directory.*",
-        ".*LeafSpec.*",
-    ):
-        warnings.filterwarnings("ignore", message)
-
-
-def _show_warnings() -> None:
-    # Hydra, told not to log, disables the loggers that exist when it starts, and lets errors alone pass.
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.split(".")[0] == "longseq" and isinstance(logger, logging.Logger):
-            logger.disabled = False
-    package = logging.getLogger("longseq")
-    package.disabled = False
-    package.setLevel(logging.WARNING)
-    if any(isinstance(handler, _WarningLines) for handler in package.handlers):
-        return
-    package.addHandler(_WarningLines())
-
-
-class _WarningLines(logging.Handler):
-    """Writes warnings to stderr, from one process of several."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-
-    @rank_zero_only
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"longseq: {record.levelname.lower()}: {' '.join(record.getMessage().split())}", file=sys.stderr)
 
 
 def _check_optimized_metric(metric: str | None, task: ImageClassifier) -> None:
@@ -176,7 +132,7 @@ def _run_facts(trainer: Trainer, backbone: torch.nn.Module, seconds: float) -> d
         "epochs": trainer.current_epoch,
         "updates": trainer.global_step,
         "seconds": round(seconds, 1),
-        "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
+        "parameters": count_parameters(backbone),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Throughput) and callback.images_per_second is not None:
@@ -198,7 +154,7 @@ def _announce(
     model, recipe = config["model"], config["recipe"]
     batch, devices = assemble.device_batch_size(config), assemble.device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
-    parameters = sum(parameter.numel() for parameter in backbone.parameters()) / 1e6
+    parameters = count_parameters(backbone) / 1e6
     _print(f"{model['label']} ({model['name']}, {parameters:.2f}M parameters) on {_data_line(config, info)}")
     _print(
         f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
@@ -250,34 +206,6 @@ def _record(
         rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
         rows += [("next", f"longseq evaluate checkpoint={best}"), ("", f"longseq export checkpoint={best} format=onnx")]
     print_rows(rows)
-
-
-def per_class_accuracy(confusion_matrix: torch.Tensor, info: DataInfo) -> list[dict[str, Any]]:
-    """Each class with the share of its images that were recognised, None without images, and their number."""
-    rows = zip(
-        info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True
-    )
-    return [
-        {"class": name, "top1": round(right / images, 4) if images else None, "images": images}
-        for name, right, images in rows
-    ]
-
-
-def shorten(path: str | Path) -> str:
-    """A path as it is typed from the working directory, where it lies below it."""
-    absolute, here = Path(path).resolve(), Path.cwd()
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
-
-
-def print_rows(rows: list[tuple[str, str]]) -> None:
-    """Print a borderless table; long commands stay on one line, to be copied."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ignore")
-    for row in rows:
-        table.add_row(*row)
-    width = 20 + max(len(text) for row in rows for text in row)
-    Console(width=width, highlight=False).print(table)
 
 
 @rank_zero_only

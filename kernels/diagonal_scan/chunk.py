@@ -46,7 +46,7 @@ def longhorn_scan_chunk(
             return _LonghornScan.apply(*sequences, state, chunk_size)
         x, q, k, beta = (sequence.to(state.dtype) for sequence in sequences)
         epsilon = _epsilon(k, beta)
-        loop = _exported if torch.compiler.is_exporting() else _scripted
+        loop = _scripted if torch.jit.is_tracing() else _exported
         return loop(k, epsilon * x, q, epsilon, None, state)
 
     return run_recurrence(
@@ -80,7 +80,7 @@ def selective_scan_chunk(
         if not is_exporting():
             return _SelectiveScan.apply(x, delta, A, B, C, state, chunk_size)
         x, delta, rate, B, C = (tensor.to(state.dtype) for tensor in (x, delta, A, B, C))
-        loop = _exported if torch.compiler.is_exporting() else _scripted
+        loop = _scripted if torch.jit.is_tracing() else _exported
         return loop(B, delta * x, C, delta, rate.mT, state)
 
     return run_recurrence(

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.devices import channels_adjacent
+
 # The best of a sweep on an H200 at (512, 64, 384) and (128, 197, 384), N = 16: benchmarks/diagonal_scan_constants.json.
 BLOCK_D = 16
 CHECKPOINT = 4
@@ -217,7 +219,7 @@ def diagonal_scan(
     x, rate [B, T, D]; key, query [B, T, N]; A [D, N]; states [B or segments, D, N]. Returns o [B, T, D] in x's dtype,
     the final state, and the checkpoints that the backward pass needs (empty unless `save`).
     """
-    x, rate, key, query = (_channels_adjacent(tensor) for tensor in (x, rate, key, query))
+    x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     length, channels, entries = x.shape[1], x.shape[2], key.shape[2]
     output, final, checkpoints = _allocate(x, key, cu_seqlens, save)
     A = None if A is None else A.contiguous()
@@ -253,7 +255,7 @@ def diagonal_scan_backward(
     d_final: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
-    x, rate, key, query = (_channels_adjacent(tensor) for tensor in (x, rate, key, query))
+    x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     batch, length, channels = x.shape
     entries = key.shape[2]
     blocks = triton.cdiv(channels, BLOCK_D)
@@ -340,11 +342,6 @@ def _allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> 
 def _squared_norm(key: Tensor, A: Tensor | None) -> Tensor | None:
     """Longhorn's kᵀk, [B, T] in float32. Mamba has no use for it."""
     return torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).square() if A is None else None
-
-
-def _channels_adjacent(tensor: Tensor) -> Tensor:
-    """The tensor with adjacent channels; batch and time may have any stride."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.short_convolution.chunk import convolve_windows
 
 # A tile of 2,048 numbers for 128 threads. Checked on an H200, but not compared with other tiles.
@@ -91,7 +92,7 @@ def _backward(
 @torch.library.custom_op("longseq::causal_convolution", mutates_args=())
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last) and bias [D]; y is in x's dtype."""
-    x, weight, bias = _channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
+    x, weight, bias = channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
     y = x.new_empty(x.shape)
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -113,7 +114,7 @@ def causal_convolution_backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias (empty without bias)."""
-    x, dy, weight = _channels_adjacent(x), _channels_adjacent(dy), weight.contiguous()
+    x, dy, weight = channels_adjacent(x), channels_adjacent(dy), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     channels, width = weight.shape
     tiles = _tiles(x)
@@ -188,8 +189,3 @@ def short_convolution_triton(
 
 def _tiles(x: Tensor) -> int:
     return x.shape[0] * triton.cdiv(x.shape[1], BLOCK_T)
-
-
-def _channels_adjacent(tensor: Tensor) -> Tensor:
-    """The tensor with adjacent channels; batch and time may have any stride."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

@@ -1,0 +1,83 @@
+"""What the commands tell the user: warnings, tables and results by class."""
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from longseq.tasks.image.info import DataInfo
+
+
+def quiet_libraries() -> None:
+    """Keep the console to what a user can act on: warnings of this package, one line each, and few of others."""
+    _show_warnings()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Each is answered by our own design: the number of workers is the data's option, runs resume in their own folder,
+    # and short epochs log less often.
+    for message in (
+        ".*does not have many workers.*",
+        ".*exists and is not empty.*",
+        ".*smaller than the logging interval.*",
+        ".*Checkpoint directory.*",
+        ".*LeafSpec.*",
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def _show_warnings() -> None:
+    # Hydra, told not to log, disables the loggers that exist when it starts, and lets errors alone pass.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.split(".")[0] == "longseq" and isinstance(logger, logging.Logger):
+            logger.disabled = False
+    package = logging.getLogger("longseq")
+    package.disabled = False
+    package.setLevel(logging.WARNING)
+    if any(isinstance(handler, _WarningLines) for handler in package.handlers):
+        return
+    package.addHandler(_WarningLines())
+
+
+class _WarningLines(logging.Handler):
+    """Writes warnings to stderr, from one process of several."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    @rank_zero_only
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"longseq: {record.levelname.lower()}: {' '.join(record.getMessage().split())}", file=sys.stderr)
+
+
+def per_class_accuracy(confusion_matrix: torch.Tensor, info: DataInfo) -> list[dict[str, Any]]:
+    """Each class with the share of its images that were recognised, None without images, and their number."""
+    rows = zip(
+        info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True
+    )
+    return [
+        {"class": name, "top1": round(right / images, 4) if images else None, "images": images}
+        for name, right, images in rows
+    ]
+
+
+def shorten(path: str | Path) -> str:
+    """A path as it is typed from the working directory, where it lies below it."""
+    absolute, here = Path(path).resolve(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
+
+
+def print_rows(rows: list[tuple[str, str]]) -> None:
+    """Print a borderless table; long commands stay on one line, to be copied."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ignore")
+    for row in rows:
+        table.add_row(*row)
+    width = 20 + max(len(text) for row in rows for text in row)
+    Console(width=width, highlight=False).print(table)
