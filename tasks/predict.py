@@ -14,6 +14,7 @@ from longseq.tasks import assemble
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import normalize
+from longseq.tasks.report import quiet_libraries
 
 
 class Prediction(NamedTuple):
@@ -25,6 +26,7 @@ class Prediction(NamedTuple):
 
 def run(cfg: DictConfig) -> dict[str, int]:
     """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of images."""
+    quiet_libraries()
     config = assemble.plain(cfg)
     if config["checkpoint"] is None:
         raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")

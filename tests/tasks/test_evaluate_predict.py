@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from longseq.tasks import evaluate, predict, train
+from longseq.tools import cli
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,13 @@ def test_classes_of_one_name_keep_their_rows():
     info = SimpleNamespace(class_names=["crane", "crane", "owl"])
     rows = train.per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
     assert [tuple(row.values()) for row in rows] == [("crane", 0.75, 4), ("crane", 1.0, 2), ("owl", None, 0)]
+
+
+def test_predict_names_the_pictures_that_it_cannot_read(checkpoint, pictures, monkeypatch, capsys, tmp_path):
+    words = (f"checkpoint={checkpoint}", f"input={pictures}", f"output={tmp_path / 'p.csv'}", "num_workers=0")
+    monkeypatch.setattr(sys, "argv", ["longseq", "predict", *words])
+    assert cli.main() == 0
+    assert re.search(r"^longseq: warning: skipped unreadable image \S*broken\.png", capsys.readouterr().err, re.M)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json"])
