@@ -91,7 +91,7 @@ class TrainingProgress(ProgressBar):
         if not self._enabled:
             return
         values = _values(trainer, ("train/loss", "val/loss", "val/top1"))
-        self.console.print(f"{_epoch(trainer)}  {values}  {self._epoch_rate}", highlight=False)
+        self.console.print(f"{_epoch(trainer)}  {values}  {self._epoch_rate}", highlight=False, soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
