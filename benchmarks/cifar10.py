@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from longseq.mixers import list_mixers
+from longseq.mixers import mixer_names
 
 HERE = Path(__file__).parent
 DEIT = "deit_tiny"
@@ -73,7 +73,7 @@ def main() -> None:
         return row
 
     with ThreadPoolExecutor(count) as pool:
-        rows = list(pool.map(on_a_free_gpu, [DEIT, *list_mixers()]))
+        rows = list(pool.map(on_a_free_gpu, [DEIT, *mixer_names()]))
     shown = [word for word in overrides if not word.startswith("data.root=")]
     result = {
         "what": "CIFAR-10 from scratch, one recipe",

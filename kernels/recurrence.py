@@ -14,42 +14,60 @@ from longseq.kernels.precision import compute_dtype, without_autocast
 
 # the tensors of a call that have time in dimension 1, None for each that was left out
 Sequences = Sequence[Any]
+# a tensor [B, ...], or a tuple of them
+State = Any
 # (sequences [B, T, ...], state [B, ...]) -> (output [B, T, ...], final state [B, ...])
-Core = Callable[[Sequences, Tensor], tuple[Tensor, Tensor]]
+Core = Callable[[Sequences, Any], tuple[Tensor, Any]]
 # how to run a core on packed sequences: (core, sequences, state [N, ...], cu_seqlens [N + 1]) -> as the core
-Unpack = Callable[[Core, Sequences, Tensor, Tensor], tuple[Tensor, Tensor]]
+Unpack = Callable[[Core, Sequences, Any, Tensor], tuple[Tensor, Any]]
 
 
 def run_recurrence(
     core: Core,
     sequences: Sequences,
-    initial_state: Tensor | None,
-    state_shape: Sequence[int],
+    initial_state: State | None,
+    state_shape: Sequence[int] | Callable[[int, torch.dtype], State],
     *,
     output_dtype: torch.dtype,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     unpack: Unpack,
-) -> tuple[Tensor, Tensor | None]:
-    """Run `core` from the given state, or from zero, on packed sequences or not.
+) -> tuple[Tensor, Any]:
+    """Run `core` from the given state, or from a first one, on packed sequences or not.
 
-    The state is float32 (float64 if an input is float64), and the core computes in its dtype. The sequences are passed
-    as they are, so that what a core saves for its backward is no larger; the first one must be present. `state_shape`
-    is a state's shape without its leading dimension.
+    The state is float32 (float64 if an input is float64; integers stay), and the core computes in its dtype. The
+    sequences are passed as they are, so that what a core saves for its backward is no larger; the first one must be
+    present. `state_shape` is a state's shape without its leading dimension, for a first state of zeros, or a function
+    of (rows, dtype) that makes another one.
     """
     first = sequences[0]
     with without_autocast(first):
-        dtype = compute_dtype(*sequences, initial_state)
-        if initial_state is None:
-            rows = first.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            state = first.new_zeros((rows, *state_shape), dtype=dtype)
+        given = initial_state if isinstance(initial_state, tuple) else (initial_state,)
+        dtype = compute_dtype(*sequences, *given)
+        rows = first.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if initial_state is not None:
+            state = each(lambda x: x.to(dtype) if x.is_floating_point() else x, initial_state)
+        elif callable(state_shape):
+            state = state_shape(rows, dtype)
         else:
-            state = initial_state.to(dtype)
+            state = first.new_zeros((rows, *state_shape), dtype=dtype)
         if cu_seqlens is None:
             output, final_state = core(sequences, state)
         else:
             output, final_state = unpack(core, sequences, state, cu_seqlens)
     return output.to(output_dtype), final_state if output_final_state else None
+
+
+def each(function: Callable[..., Any], *states: State) -> State:
+    """Apply `function` to a state's tensor, or to each tensor of a tuple; of several states, to those that correspond.
+
+    A named tuple keeps its type.
+    """
+    first = states[0]
+    if isinstance(first, Tensor):
+        return function(*states)
+    parts = [function(*tensors) for tensors in zip(*states, strict=True)]
+    return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
 
 
 def token(sequences: Sequences, t: int) -> list[Any]:
@@ -74,45 +92,47 @@ def segment_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
     return bounds
 
 
-def run_segments(core: Core, sequences: Sequences, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def run_segments(core: Core, sequences: Sequences, state: State, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
     """Run `core` on each segment alone: the definition of packing."""
     bounds = segment_bounds(cu_seqlens, _tokens(sequences))
     outputs, states = [], []
     for index, (start, end) in enumerate(pairwise(bounds)):
+        own = each(lambda x, n=index: x[n : n + 1], state)
         if start == end:
-            states.append(state[index : index + 1])
+            states.append(own)
             continue
         segment = [None if x is None else x[:, start:end] for x in sequences]
-        output, final_state = core(segment, state[index : index + 1])
+        output, final_state = core(segment, own)
         outputs.append(output)
         states.append(final_state)
-    return torch.cat(outputs, dim=1), torch.cat(states)
+    return torch.cat(outputs, dim=1), each(lambda *x: torch.cat(x), *states)
 
 
-def run_padded(core: Core, sequences: Sequences, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def run_padded(core: Core, sequences: Sequences, state: State, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
     """Run `core` on padded batches of segments of similar length.
 
     Padding is zeros, which the core must take as tokens that leave the state as it is. A batch holds segments of over
     half the length of its longest one, so more than half of what is computed is real.
     """
     bounds = segment_bounds(cu_seqlens, _tokens(sequences))
+    device = sequences[0].device
     outputs, states, tokens, segments = [], [], [], []
     for members in _similar_lengths(bounds):
         longest = max(bounds[n + 1] - bounds[n] for n in members)
-        token_of = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in members]).to(state.device)
+        token_of = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in members]).to(device)
         slot_of = torch.cat([i * longest + torch.arange(bounds[n + 1] - bounds[n]) for i, n in enumerate(members)])
-        slot_of = slot_of.to(state.device)
+        slot_of = slot_of.to(device)
         batch = [None if x is None else _scatter(x[0, token_of], slot_of, len(members), longest) for x in sequences]
-        output, final_state = core(batch, state[members])
+        output, final_state = core(batch, each(lambda x, rows=members: x[rows], state))
         outputs.append(output.flatten(0, 1)[slot_of])
         states.append(final_state)
         tokens.append(token_of)
         segments.extend(members)
     empty = [n for n in range(len(bounds) - 1) if bounds[n] == bounds[n + 1]]
-    states.append(state[empty])
-    by_segment = torch.tensor(segments + empty, device=state.device).argsort()
+    states.append(each(lambda x: x[empty], state))
+    by_segment = torch.tensor(segments + empty, device=device).argsort()
     by_token = torch.cat(tokens).argsort()
-    return torch.cat(outputs)[by_token].unsqueeze(0), torch.cat(states)[by_segment]
+    return torch.cat(outputs)[by_token].unsqueeze(0), each(lambda *x: torch.cat(x)[by_segment], *states)
 
 
 def _similar_lengths(bounds: list[int]) -> list[list[int]]:

@@ -5,7 +5,7 @@ variant to `Inputs`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import longseq.kernels as kernels
+from longseq.kernels.recurrence import each
 
 
 @dataclass(frozen=True)
@@ -22,42 +23,59 @@ class Inputs:
 
     op: str
     sequences: dict[str, Tensor]
-    initial_state: Tensor
+    initial_state: Any  # a tensor or a tuple of tensors
     parameters: dict[str, Tensor] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    absent_state: Any = None  # the state that a call without one starts from, where that is not zero
+    needs_state: bool = False  # the operation has no such state: a call must bring one
 
     @property
     def tokens(self) -> int:
         return next(iter(self.sequences.values())).shape[1]
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the call by argument name."""
-        return {**self.sequences, **self.parameters, "initial_state": self.initial_state}
+    def arguments(self) -> dict[str, Tensor]:
+        """Every tensor of the call by argument name; the parts of a tuple are initial_state[0], ..."""
+        return {**self.sequences, **self.parameters, **_named("initial_state", self.initial_state)}
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
-        """The same call with `function` applied to each tensor."""
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The arguments that have gradients: all but counters."""
+        return {name: x for name, x in self.arguments.items() if x.is_floating_point()}
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> "Inputs":
+        """The same call with other tensors, named as in `arguments`."""
+        names = iter(_named("initial_state", self.initial_state))
         return replace(
             self,
-            sequences={name: function(x) for name, x in self.sequences.items()},
-            parameters={name: function(x) for name, x in self.parameters.items()},
-            initial_state=function(self.initial_state),
+            sequences={name: tensors.get(name, x) for name, x in self.sequences.items()},
+            parameters={name: tensors.get(name, x) for name, x in self.parameters.items()},
+            initial_state=each(lambda x: tensors.get(next(names), x), self.initial_state),
         )
 
-    def cut(self, start: int, stop: int, initial_state: Tensor | None = None) -> "Inputs":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """The same call with `function` applied to each float tensor."""
+        return self.replace({name: function(x) for name, x in self.tensors.items()})
+
+    def cut(self, start: int, stop: int, initial_state: Any = None) -> "Inputs":
         """The call on tokens start to stop, from `initial_state` if given."""
         state = self.initial_state if initial_state is None else initial_state
         return replace(self, sequences={k: x[:, start:stop] for k, x in self.sequences.items()}, initial_state=state)
 
-    def run(self, **options: Any) -> tuple[Tensor, Tensor]:
+    def run(self, **options: Any) -> tuple[Tensor, Any]:
         """Output and final state of the operation."""
-        call = {**self.tensors, "output_final_state": True, **self.options, **options}
-        return getattr(kernels, self.op)(**call)
+        call = {**self.sequences, **self.parameters, "initial_state": self.initial_state, "output_final_state": True}
+        return getattr(kernels, self.op)(**{**call, **self.options, **options})
 
-    def step(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, t: int, state: Any) -> tuple[Tensor, Any]:
         """Output and next state of the operation's one-token form at token t."""
         token = {name: x[:, t] for name, x in self.sequences.items()}
         return getattr(kernels, f"{self.op}_step")(**token, **self.parameters, state=state, **self.options)
+
+
+def _named(name: str, state: Any) -> dict[str, Tensor]:
+    """The tensors of a state by name."""
+    return {name: state} if isinstance(state, Tensor) else {f"{name}[{i}]": x for i, x in enumerate(state)}
 
 
 @dataclass(frozen=True)
@@ -231,6 +249,8 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2}
 def error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference relative to 1 + the largest magnitude of `expected`; infinite where one is not finite."""
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else float("inf")
     if expected.numel() == 0:
         return 0.0
     actual, expected = actual.detach().double(), expected.detach().double()
@@ -240,7 +260,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor, name: str) -> None:
     """Fail unless two ways of computing one thing agree to the precision of `actual`."""
-    difference, limit = error(actual, expected), _TOLERANCE[actual.dtype]
+    difference, limit = error(actual, expected), _TOLERANCE.get(actual.dtype, 0.0)
     assert difference <= limit, f"{name} is off by {difference:.1e}, allowed {limit:.0e}"
 
 
@@ -249,19 +269,24 @@ def assert_accurate(actual: Tensor, peer: Tensor, exact: Tensor, name: str) -> N
 
     Chunks of reflections (beta = 2) add up in another order than the recurrence does, which costs a factor of four.
     """
-    difference, limit = error(actual, exact), 8 * (error(peer, exact) + torch.finfo(actual.dtype).eps)
+    rounding = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
+    difference, limit = error(actual, exact), 8 * (error(peer, exact) + rounding)
     assert difference <= limit, (
         f"{name} is off by {difference:.1e}, allowed {limit:.1e} from the plain form's own error"
     )
 
 
-def gradients(
-    inputs: Inputs, run: Callable[..., tuple[Tensor, Tensor]] = Inputs.run, **options: Any
-) -> dict[str, Tensor]:
+def results(output: Tensor, final_state: Any) -> dict[str, Tensor]:
+    """What an operation returned, by name; the parts of a tuple are final_state[0], ..."""
+    return {"output": output, **_named("final_state", final_state)}
+
+
+def gradients(inputs: Inputs, run: Callable[..., tuple[Tensor, Any]] = Inputs.run, **options: Any) -> dict[str, Tensor]:
     """Output, final state and the gradient of every tensor, for a fixed random loss over both of what `run` returns."""
     inputs = inputs.map(lambda x: x.detach().requires_grad_())
-    results = dict(zip(("output", "final_state"), run(inputs, **options), strict=True))
+    returned = results(*run(inputs, **options))
     draw = Draw(1, 1, 1, torch.float64, torch.Generator().manual_seed(1))
-    loss = torch.stack([(x.double() * draw.normal(*x.shape).to(x.device)).sum() for x in results.values()]).sum()
+    differentiable = [x for x in returned.values() if x.is_floating_point()]
+    loss = torch.stack([(x.double() * draw.normal(*x.shape).to(x.device)).sum() for x in differentiable]).sum()
     grads = torch.autograd.grad(loss, list(inputs.tensors.values()), materialize_grads=True)
-    return {**results, **{f"gradient of {name}": grad for name, grad in zip(inputs.tensors, grads, strict=True)}}
+    return {**returned, **{f"gradient of {name}": grad for name, grad in zip(inputs.tensors, grads, strict=True)}}

@@ -220,7 +220,7 @@ def list_mixers() -> list[dict[str, Any]]:
             "operations": list(mixers.get(name).operations),
             "options": mixers.options(name),
         }
-        for name in mixers.list_mixers()
+        for name in mixers.mixer_names()
     ]
 
 

@@ -49,7 +49,7 @@ class ImageBackbone(nn.Module):
         img_size, patch_size, stride: in pixels, one number or (height, width). `stride` defaults to `patch_size`;
             half of it makes patches overlap and quadruples the tokens.
         in_chans, num_classes: channels of the images; classes, 0 for no head.
-        mixer, mixer_options: a name from `longseq.mixers.list_mixers()` and keywords of its constructor.
+        mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor.
         direction: forward, bidirectional, cross or alternating (see `longseq.blocks.scan`). A mixer that can see all
             tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`.
         share_directions: what several readings of the image share: projections, all or none.

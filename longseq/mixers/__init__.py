@@ -1,4 +1,4 @@
-"""Token mixers, registered by name: `create("deltanet", d_model=192)`, `list_mixers()`.
+"""Token mixers, registered by name: `create("deltanet", d_model=192)`, `mixer_names()`.
 
 One mixer a file. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module here and write
 `conf/mixer/name.yaml`; contract tests, image models, export and `longseq describe` then cover it.
@@ -6,7 +6,7 @@ One mixer a file. To add one, subclass `Mixer`, decorate it with `@register("nam
 
 from longseq.mixers import attention, deltanet, linear_attention, longhorn, longhorn_exact, mamba
 from longseq.mixers.base import Mixer
-from longseq.mixers.registry import create, get, list_mixers, options, register
+from longseq.mixers.registry import create, get, mixer_names, options, register
 
 __all__ = [
     "Mixer",
@@ -15,7 +15,7 @@ __all__ = [
     "deltanet",
     "get",
     "linear_attention",
-    "list_mixers",
+    "mixer_names",
     "longhorn",
     "longhorn_exact",
     "mamba",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,9 @@ class Mixer(nn.Module):
     operations: ClassVar[tuple[str, ...]] = ()
     undecayed: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
+
+    # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
+    observed: dict[str, Tensor] | None = None
 
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
@@ -89,6 +93,15 @@ class Mixer(nn.Module):
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError
+
+    def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
+        """Report a number about the scan, such as the norm of its state, if somebody watches; else it costs nothing.
+
+        `measure` returns a scalar. Several reports under one name in one scan are not told apart: the last one stays.
+        """
+        if self.observed is not None:
+            with torch.no_grad():
+                self.observed[name] = measure().detach().float()
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Any:
         """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.

@@ -26,7 +26,7 @@ def register(name: str) -> Callable[[MixerClass], MixerClass]:
     return enter
 
 
-def list_mixers() -> tuple[str, ...]:
+def mixer_names() -> tuple[str, ...]:
     """Return the names of all mixers, in alphabetical order."""
     return tuple(sorted(_REGISTRY))
 
@@ -36,7 +36,7 @@ def get(name: str) -> type[Mixer]:
     if name not in _REGISTRY:
         near = difflib.get_close_matches(str(name), _REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown mixer {name!r}: {hint}the mixers are {', '.join(list_mixers())}")
+        raise ValueError(f"unknown mixer {name!r}: {hint}the mixers are {', '.join(mixer_names())}")
     return _REGISTRY[name]
 
 

@@ -169,7 +169,7 @@ def influence(model, output):
     return x.grad.abs().sum(1).unfold(1, 8, 8).unfold(2, 8, 8).sum((-1, -2))[0]
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 @pytest.mark.parametrize("direction", ["bidirectional", "cross"])
 @pytest.mark.parametrize("place", ["middle", "first"])
 def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, place):
@@ -177,7 +177,7 @@ def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, pla
     assert (influence(model, lambda m, x: m(x)) > 0).all()
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_forward_reads_only_what_came_before(mixer):
     model = tiny(depth=2, mixer=mixer, direction="forward")
     seen = influence(model, lambda m, x: m(x)).flatten() > 0  # the token stands in the middle
@@ -191,7 +191,7 @@ def test_alternating_turns_from_layer_to_layer():
 
 
 @pytest.mark.parametrize("chassis", ["", "vit_"])
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_bfloat16_autocast_trains_without_nan(mixer, chassis):
     model = tiny(chassis, mixer=mixer).train()
     exact = model(images())
@@ -218,7 +218,7 @@ def test_output_projections_start_smaller_the_deeper_the_model():
     assert std[1] == pytest.approx(0.005, rel=0.1)
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_training_and_evaluation_compute_the_same(mixer):
     model = tiny(mixer=mixer)
     x = images()
@@ -247,7 +247,7 @@ def test_flops_grow_with_the_image_and_need_no_grid_of_the_model():
     assert model.flops() < model.flops(img_size=(64, 48)) == larger.flops()
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_weight_decay_leaves_positions_token_and_recurrences_alone(mixer):
     model = tiny(mixer=mixer)
     free = model.no_weight_decay()
@@ -269,7 +269,7 @@ def test_copies_share_their_projections_like_the_original():
 
 def test_torchscript_takes_any_batch_and_runs_without_longseq(tmp_path):
     batches = [images(batch=batch) for batch in (1, 2, 5)]
-    for mixer in mixers.list_mixers():
+    for mixer in mixers.mixer_names():
         model = tiny(mixer=mixer)
         with torch.no_grad():
             torch.jit.trace(model, images()).save(tmp_path / f"{mixer}.model")

@@ -21,8 +21,8 @@ from longseq.blocks.positions import TOKEN_PLACES
 from longseq.blocks.scan import DIRECTIONS
 
 MODELS = timm.list_models("longseq_*")
-COMBINATIONS = list(itertools.product(mixers.list_mixers(), DIRECTIONS, TOKEN_PLACES))
-EXPORTED = [(mixer, "bidirectional") for mixer in mixers.list_mixers()] + [("longhorn", "cross"), ("mamba", "forward")]
+COMBINATIONS = list(itertools.product(mixers.mixer_names(), DIRECTIONS, TOKEN_PLACES))
+EXPORTED = [(mixer, "bidirectional") for mixer in mixers.mixer_names()] + [("longhorn", "cross"), ("mamba", "forward")]
 
 
 def small(name, **options):
@@ -270,7 +270,7 @@ def test_every_way_of_sharing_gives_all_parameters_a_gradient(direction, share):
     check_gradients(tiny("longhorn", direction, share_directions=share, merge="mean"))
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_checkpointing_gives_the_same_gradients(mixer):
     gradients = []
     for enable in (False, True):

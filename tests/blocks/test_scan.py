@@ -79,7 +79,7 @@ def test_separate_mixers_add_up():
     assert not torch.allclose(ahead, back)
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_shared_projections_equal_separate_mixers_with_tied_projections(mixer):
     shared, separate = build(mixer), build(mixer, share="none")
     first, second = separate.mixers
@@ -127,7 +127,7 @@ def test_bidirectional_treats_start_and_end_alike(place):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("direction", "layer"), [("bidirectional", 0), ("alternating", 1)])
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_a_flipped_padded_sequence_equals_the_flipped_unpadded_one(mixer, direction, layer, side):
     lengths, longest = (9, 5, 1), 9
     mixing = build(mixer, direction, layer)
@@ -142,7 +142,7 @@ def test_a_flipped_padded_sequence_equals_the_flipped_unpadded_one(mixer, direct
         torch.testing.assert_close(mixed[row, mask[row]], mixing(sequence)[0], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 @pytest.mark.parametrize(("direction", "orders"), [("forward", 1), ("bidirectional", 2), ("cross", 4)])
 def test_sharing_decides_the_parameter_count(mixer, direction, orders):
     one = mixers.create(mixer, WIDTH)
@@ -156,7 +156,7 @@ def test_sharing_decides_the_parameter_count(mixer, direction, orders):
     }
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_sharing_decides_the_flops(mixer):
     one = mixers.create(mixer, WIDTH)
     scan = one.scan_flops(12)

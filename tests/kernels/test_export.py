@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from longseq.kernels import list_ops, short_convolution
-from longseq.kernels.testing import assert_equal_up_to_rounding, list_variants, make_inputs
+from longseq.kernels.testing import assert_equal_up_to_rounding, list_variants, make_inputs, results
 
 # the variants that lead to graphs of their own
 GRAPHS = ("plain", "gated", "head_gated", "channel_gated")
@@ -24,24 +25,26 @@ class Call(torch.nn.Module):
         self.inputs = inputs
 
     def forward(self, *tensors):
-        return self.inputs.run(**dict(zip(self.inputs.tensors, tensors, strict=True)))
+        return self.inputs.replace(dict(zip(self.inputs.arguments, tensors, strict=True))).run()
 
 
 def draw(op, variant, batch, tokens):
     inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=torch.float32)
-    return inputs, tuple(inputs.tensors.values())
+    return inputs, tuple(inputs.arguments.values())
 
 
 def dynamic_axes(inputs, names, over_time):
     sequence = {0: names[0], 1: names[1]} if over_time else {0: names[0]}
-    return (*(sequence for _ in inputs.sequences), *({} for _ in inputs.parameters), {0: names[0]})
+    states = inputs.arguments.keys() - inputs.sequences.keys() - inputs.parameters.keys()
+    return (*(sequence for _ in inputs.sequences), *({} for _ in inputs.parameters), *({0: names[0]} for _ in states))
 
 
 def check(run, op, variant, sizes):
     for batch, tokens in sizes:
         inputs, tensors = draw(op, variant, batch, tokens)
-        for actual, expected, name in zip(run(tensors), inputs.run(), ("output", "final state"), strict=True):
-            assert_equal_up_to_rounding(torch.as_tensor(actual), expected, f"{name} at B={batch}, T={tokens}")
+        expected = results(*inputs.run())
+        for actual, (name, value) in zip(tree_leaves(run(tensors)), expected.items(), strict=True):
+            assert_equal_up_to_rounding(torch.as_tensor(actual), value, f"{name} at B={batch}, T={tokens}")
 
 
 @pytest.mark.parametrize("over_time", [True, False], ids=["any length", "fixed length"])
@@ -122,9 +125,11 @@ def test_torchscript_loads_without_longseq_at_any_size(tmp_path):
         torch.save((tensors, inputs.run()), tmp_path / f"{number}.tensors")
     script = """
 import pathlib, sys, torch
+from torch.utils._pytree import tree_leaves
 sys.modules["longseq"] = None
 for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
     tensors, expected = torch.load(path.with_suffix(".tensors"))
-    torch.testing.assert_close(tuple(torch.jit.load(path)(*tensors)), expected, rtol=1e-4, atol=1e-4)
+    actual = tree_leaves(torch.jit.load(path)(*tensors))
+    torch.testing.assert_close(actual, tree_leaves(expected), rtol=1e-4, atol=1e-4)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script, tmp_path], check=True, cwd=tmp_path)

@@ -13,7 +13,7 @@ from longseq import mixers
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
 
-NAMES = mixers.list_mixers()
+NAMES = mixers.mixer_names()
 D_MODEL = 32
 TOKENS = 37
 

@@ -41,7 +41,7 @@ def test_heads_are_chosen_for_every_width(width: int, heads: int, dim: int) -> N
     assert (mixer.num_heads, mixer.head_dim) == (heads, dim)
 
 
-@pytest.mark.parametrize("name", mixers.list_mixers())
+@pytest.mark.parametrize("name", mixers.mixer_names())
 def test_every_mixer_names_its_source(name: str) -> None:
     mixer = mixers.get(name)
     assert mixer.paper

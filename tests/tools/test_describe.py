@@ -48,7 +48,7 @@ def test_flops_without_data_are_those_of_a_real_pass() -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_facts_of_every_mixer(mixer: str) -> None:
     facts = describe_small(mixer=mixer)
     parameters = facts["parameters"]
@@ -82,7 +82,7 @@ def test_frozen_parameters_are_not_trainable() -> None:
 
 
 def test_lists() -> None:
-    assert [row["name"] for row in list_mixers()] == list(mixers.list_mixers())
+    assert [row["name"] for row in list_mixers()] == list(mixers.mixer_names())
     rows = {row["name"]: row for row in list_models()}
     assert rows["longseq_tiny_patch16_224"]["parameters"] == sum(
         parameter.numel() for parameter in timm.create_model("longseq_tiny_patch16_224").parameters()

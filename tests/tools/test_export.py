@@ -102,7 +102,7 @@ for stem in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("mixer", mixers.list_mixers())
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_files_run_in_other_processes(mixer: str, tmp_path: Path) -> None:
     images = {f"images{batch}": probe_images(batch, 1, 36, 36, pixels=False) for batch in (1, 5)}
     cases: dict[str, Tensor] = dict(images)
