@@ -15,10 +15,10 @@ __all__ = [
     "deltanet",
     "get",
     "linear_attention",
-    "mixer_names",
     "longhorn",
     "longhorn_exact",
     "mamba",
+    "mixer_names",
     "options",
     "register",
 ]
