@@ -4,13 +4,23 @@ Every operation takes `backend`: "auto" runs the first backend without a reason 
 raises ValueError with the reasons. `explain(op, device=...)` returns the reasons that auto would judge by.
 """
 
+from longseq.kernels.cumulative_softmax import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.delta_rule import delta_rule, delta_rule_step
 from longseq.kernels.diagonal_scan import longhorn_scan, longhorn_scan_step, selective_scan, selective_scan_step
 from longseq.kernels.dispatch import explain, list_ops
 from longseq.kernels.linear_attention import linear_attention, linear_attention_step
+from longseq.kernels.orthogonal_recurrence import orthogonal_recurrence, orthogonal_recurrence_step
+from longseq.kernels.recursive_least_squares import recursive_least_squares, recursive_least_squares_step
 from longseq.kernels.short_convolution import short_convolution, short_convolution_step
+from longseq.kernels.slot_attention import slot_attention, slot_attention_step
+from longseq.kernels.variational_linear_attention import (
+    variational_linear_attention,
+    variational_linear_attention_step,
+)
 
 __all__ = [
+    "cumulative_softmax",
+    "cumulative_softmax_step",
     "delta_rule",
     "delta_rule_step",
     "explain",
@@ -19,8 +29,16 @@ __all__ = [
     "list_ops",
     "longhorn_scan",
     "longhorn_scan_step",
+    "orthogonal_recurrence",
+    "orthogonal_recurrence_step",
+    "recursive_least_squares",
+    "recursive_least_squares_step",
     "selective_scan",
     "selective_scan_step",
     "short_convolution",
     "short_convolution_step",
+    "slot_attention",
+    "slot_attention_step",
+    "variational_linear_attention",
+    "variational_linear_attention_step",
 ]

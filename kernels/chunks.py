@@ -2,8 +2,9 @@
 
 All of it can be compiled by TorchScript and followed by torch.export. Chunked tensors are [n, M, C, ...]: chunks first
 (so that one chunk of every sequence is one block of memory), M = B * H, C = tokens of a chunk.
-Decays are sums of logs g <= 0 over a range of tokens. Each is added up over its own range and never found as a
-difference of two prefix sums, so that nothing cancels and every exponent is <= 0, whatever the size of g.
+Decays are sums of logs g <= 0 over a range of tokens. Each is added up over its own range (or multiplied up from those
+of parts of it) and never found as a difference of two prefix sums, so that nothing cancels and every exponent is <= 0,
+whatever the size of g.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,14 @@ def fit_chunk_size(chunk_size: int, tokens: int) -> int:
     while chunk_size > 16 and 8 * (-tokens % chunk_size) > tokens + -tokens % chunk_size:
         chunk_size = chunk_size // 2
     return chunk_size
+
+
+def balanced_chunk_size(tokens: int) -> int:
+    """The least power of two whose square is at least T: about as many chunks as tokens in one. T may be symbolic."""
+    size = 1
+    while size * size < tokens:
+        size *= 2
+    return size
 
 
 def split_chunks(x: Tensor, dtype: torch.dtype, chunks: int, chunk_size: int) -> Tensor:
@@ -86,37 +95,103 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """
     rows, size, _ = q.shape
     products = (q * k).sum(-1).reshape(rows * size, 1, 1)
+    since, until = _first_decays(g)
     half = 1
     while half < size:
-        early, late = _halves(g, half)
-        query = _halves(q, half)[1] * late.cumsum(-2).exp()
-        key = _halves(k, half)[0] * later_sum(early).exp()
+        query = _halves(q, half)[1] * _halves(since, half)[1]
+        key = _halves(k, half)[0] * _halves(until, half)[0]
         pairs = products.reshape(-1, 2, half, half)
         left = F.pad(torch.cat((pairs[:, 0], torch.bmm(query, key.transpose(-1, -2))), 1), (0, half))
         products = left + F.pad(pairs[:, 1], (half, 0, half, 0))
+        _merge_decays(since, until, half)
         half *= 2
     return products.reshape(rows, size, size)
 
 
 def decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, d_products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read."""
-    _, size, _ = q.shape
     d_diagonal = d_products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    d_q, d_k, d_g = d_diagonal * k, d_diagonal * q, torch.zeros_like(g)
+    d_q, d_k = d_diagonal * k, d_diagonal * q
+    d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
+    for half, since, until in reversed(_decay_levels(g)):
+        _merge_decays_backward(d_since, d_until, half)
+        query, key = _halves(q, half)[1] * since, _halves(k, half)[0] * until
+        d_cross = _below(d_products, half)
+        d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
+        _halves(d_since, half)[1].addcmul_(d_query, query)
+        _halves(d_until, half)[0].addcmul_(d_key, key)
+        _halves(d_q, half)[1].addcmul_(d_query, since)
+        _halves(d_k, half)[0].addcmul_(d_key, until)
+    return d_q, d_k, d_since
+
+
+def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Σ_{j<=i} w_ij v_jc exp(g_{j+1,c} + ... + g_ic); weights [m, C, C], v, g [m, C, V], C a power of two -> [m, C, V].
+
+    What the weights hold above the diagonal is not read. Blocks double as in `decayed_products`, whose transpose this
+    is: there the decay belongs to the channels that are summed, here to those that stay.
+    """
+    size = v.shape[-2]
+    sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
+    since, until = _first_decays(g)
     half = 1
     while half < size:
-        early, late = _halves(g, half)
-        since, until = late.cumsum(-2).exp(), later_sum(early).exp()
-        query, key = _halves(q, half)[1] * since, _halves(k, half)[0] * until
-        blocks = [d_products[:, i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
-        d_cross = torch.stack(blocks, 1).flatten(0, 1)
-        d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
-        _halves(d_q, half)[1].add_(d_query * since)
-        _halves(d_k, half)[0].add_(d_key * until)
-        _halves(d_g, half)[1].add_(reverse_cumsum(d_query * query))
-        _halves(d_g, half)[0].add_(earlier_sum(d_key * key))
+        value = _halves(v, half)[0] * _halves(until, half)[0]
+        _halves(sums, half)[1].addcmul_(torch.bmm(_below(weights, half), value), _halves(since, half)[1])
+        _merge_decays(since, until, half)
         half *= 2
-    return d_q, d_k, d_g
+    return sums
+
+
+def decayed_sums_backward(weights: Tensor, v: Tensor, g: Tensor, d_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of weights (zero above the diagonal), v and g from that of `decayed_sums`."""
+    d_v = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * d_sums
+    d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
+    for half, since, until in reversed(_decay_levels(g)):
+        _merge_decays_backward(d_since, d_until, half)
+        value, d_across = _halves(v, half)[0] * until, _halves(d_sums, half)[1] * since
+        cross = _below(weights, half)
+        d_value = torch.bmm(cross.transpose(-1, -2), d_across)
+        _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
+        _halves(d_until, half)[0].addcmul_(d_value, value)
+        _halves(d_v, half)[0].addcmul_(d_value, until)
+    return decayed_products(d_sums, v, g), d_v, d_since
+
+
+def _first_decays(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Decays within blocks of one row: since the block's start, the row included, and until its end, excluded."""
+    return g.exp(), torch.ones_like(g)
+
+
+def _merge_decays(since: Tensor, until: Tensor, half: int) -> None:
+    """Turn decays within blocks of `half` rows, in place, into those within blocks of twice as many; [m, C, K]."""
+    early, late = _halves(since, half)
+    _halves(until, half)[0].mul_(late[:, -1:])
+    late.mul_(early[:, -1:])
+
+
+def _merge_decays_backward(d_since: Tensor, d_until: Tensor, half: int) -> None:
+    """Turn gradients of the logarithms of `_merge_decays`, in place, into those of what was merged."""
+    d_early, d_late = _halves(d_since, half)
+    d_early[:, -1] += d_late.sum(1)
+    d_late[:, -1] += _halves(d_until, half)[0].sum(1)
+
+
+def _decay_levels(g: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """For half = 1, 2, ..., C / 2: the decays since the middle of each block of 2 * half rows, and until it."""
+    since, until = _first_decays(g)
+    levels, half = [], 1
+    while half < g.shape[-2]:
+        levels.append((half, _halves(since, half)[1].clone(), _halves(until, half)[0].clone()))
+        _merge_decays(since, until, half)
+        half *= 2
+    return levels
+
+
+def _below(x: Tensor, half: int) -> Tensor:
+    """The lower left quarter of each diagonal block of 2 * half: [m, C, C] -> [m * C / (2 * half), half, half]."""
+    blocks = [x[:, i + half : i + 2 * half, i : i + half] for i in range(0, x.shape[-1], 2 * half)]
+    return torch.stack(blocks, 1).flatten(0, 1)
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
@@ -146,8 +221,7 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
         inverse = inverse - (part if half == 1 else torch.bmm(torch.bmm(inverse, part), inverse))
         half *= 2
     while half < size:
-        blocks = [strict[:, i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
-        lower = torch.stack(blocks, 1).flatten(0, 1)
+        lower = _below(strict, half)
         pairs = inverse.unflatten(0, (-1, 2))
         top, bottom = pairs[:, 0], pairs[:, 1]
         left = F.pad(torch.cat((top, -torch.bmm(torch.bmm(bottom, lower), top)), 1), (0, half))

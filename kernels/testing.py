@@ -172,7 +172,16 @@ def _delta_rule(draw: Draw, variant: str) -> Inputs:
     return Inputs("delta_rule", sequences, state, options={"scale": 0.5})
 
 
-@_maker("linear_attention", "plain", "head_gated", "channel_gated", "extreme_head_decay", "extreme_channel_decay")
+@_maker(
+    "linear_attention",
+    "plain",
+    "head_gated",
+    "channel_gated",
+    "value_gated",
+    "extreme_head_decay",
+    "extreme_channel_decay",
+    "extreme_value_decay",
+)
 def _linear_attention(draw: Draw, variant: str) -> Inputs:
     heads, key_dim, value_dim = 2, 4, 3
     shape = (draw.batch, draw.tokens, heads)
@@ -182,8 +191,9 @@ def _linear_attention(draw: Draw, variant: str) -> Inputs:
         "v": draw.normal(*shape, value_dim),
     }
     if variant != "plain":
-        gate_shape = (*shape, key_dim) if "channel" in variant else shape
-        sequences["g"] = draw.decays(*gate_shape) if "extreme" in variant else -draw.uniform(*gate_shape)
+        width = {"channel": (key_dim,), "value": (value_dim,)}.get(variant.replace("extreme_", "").split("_")[0], ())
+        gate = draw.decays(*shape, *width) if "extreme" in variant else -draw.uniform(*shape, *width)
+        sequences["g_value" if "value" in variant else "g"] = gate
     state = draw.normal(draw.rows, heads, key_dim, value_dim)
     return Inputs("linear_attention", sequences, state, options={"scale": 0.5})
 
@@ -219,6 +229,34 @@ def _selective_scan(draw: Draw, variant: str) -> Inputs:
     return Inputs("selective_scan", sequences, draw.normal(draw.rows, channels, width), parameters={"A": rate})
 
 
+@_maker("cumulative_softmax", "plain", "extreme_logits")
+def _cumulative_softmax(draw: Draw, variant: str) -> Inputs:
+    shape = (draw.batch, draw.tokens, 2, 5)
+    x, state = draw.normal(*shape), draw.normal(draw.rows, *shape[2:])
+    if variant == "extreme_logits":
+        x = x - draw.decays(*shape) + draw.decays(*shape)
+    empty = torch.full_like(state, -1e30)
+    return Inputs("cumulative_softmax", {"x": x}, state, absent_state=empty)
+
+
+@_maker("slot_attention", "plain", "write", "identity", "relu_squared", "no_write", "extreme_decay")
+def _slot_attention(draw: Draw, variant: str) -> Inputs:
+    heads, key_dim, value_dim, slots = 2, 4, 3, 5
+    shape = (draw.batch, draw.tokens, heads)
+    g = draw.decays(*shape, slots) if variant == "extreme_decay" else -draw.uniform(*shape, slots)
+    sequences = {
+        "q": draw.normal(*shape, key_dim),
+        "k": draw.normal(*shape, key_dim),
+        "v": draw.normal(*shape, value_dim),
+        "g": torch.zeros_like(g) if variant == "no_write" else g,
+    }
+    if variant == "write":
+        sequences["write"] = draw.uniform(*shape, slots)
+    state = tuple(draw.normal(draw.rows, heads, slots, width) for width in (key_dim, value_dim))
+    activation = variant if variant in ("identity", "relu_squared") else "softmax"
+    return Inputs("slot_attention", sequences, state, options={"scale": 0.5, "activation": activation})
+
+
 @_maker("short_convolution", "plain", "silu", "one_tap", "no_bias")
 def _short_convolution(draw: Draw, variant: str) -> Inputs:
     channels, width = 5, 1 if variant == "one_tap" else 4
@@ -232,14 +270,131 @@ def _short_convolution(draw: Draw, variant: str) -> Inputs:
     )
 
 
+@_maker(
+    "orthogonal_recurrence",
+    "plain",
+    "encode",
+    "similarity",
+    "ttt",
+    "gated",
+    "unnormalized",
+    "l1",
+    "gamma_0",
+    "repeated_tokens",
+    "extreme_decay",
+    "extreme_values",
+)
+def _orthogonal_recurrence(draw: Draw, variant: str) -> Inputs:
+    heads, slots, width = 2, 3, 4
+    shape = (draw.batch, draw.tokens, heads)
+    k, v, gamma = draw.normal(*shape, slots), draw.normal(*shape, width), draw.uniform(*shape)
+    if variant == "repeated_tokens":
+        k, v = (x[:, :1].expand_as(x).clone() for x in (k, v))
+    elif variant == "extreme_values":
+        sizes = torch.tensor([0.0, 1e-3, 1.0, 1e3], dtype=v.dtype)
+        v = v * sizes[torch.randint(len(sizes), shape, generator=draw.generator)][..., None]
+    elif variant == "gamma_0":
+        gamma = torch.zeros_like(gamma)
+    sequences = {"q": draw.normal(*shape, slots), "k": k, "v": v, "gamma": gamma}
+    options: dict[str, Any] = {"scale": 0.5}
+    if variant in ("encode", "similarity", "ttt"):
+        options["objective"] = variant
+    elif variant == "unnormalized":
+        options["normalize"] = False
+    elif variant == "l1":
+        sequences["threshold"] = 0.5 * draw.uniform(*shape)
+    if variant in ("gated", "unnormalized"):
+        sequences["g"] = -draw.uniform(*shape)
+    elif variant == "extreme_decay":
+        sequences["g"] = draw.decays(*shape)
+    state = torch.linalg.qr(draw.normal(draw.rows, heads, width, slots).double())[0].to(draw.dtype)
+    return Inputs("orthogonal_recurrence", sequences, state, options=options, needs_state=True)
+
+
+def _inverse_state(draw: Draw, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """A positive definite matrix, and counters that stand at different places in the period of a refresh."""
+    root = draw.normal(draw.rows, heads, width, width)
+    steps = torch.randint(50, (draw.rows,), generator=draw.generator)
+    return root @ root.mT / width + 0.5 * torch.eye(width, dtype=draw.dtype), steps
+
+
+def _directions(draw: Draw, variant: str, *shape: int) -> Tensor:
+    """Penalty directions u of the given kind."""
+    u = draw.normal(*shape)
+    if variant == "repeated_directions":
+        return u[:, :1].expand_as(u).clone()
+    if variant == "extreme_directions":
+        sizes = torch.tensor([0.0, 1e-3, 1.0, 1e3], dtype=u.dtype)
+        return u * sizes[torch.randint(len(sizes), shape[:3], generator=draw.generator)][..., None]
+    return u
+
+
+@_maker("recursive_least_squares", "plain", "no_refresh", "repeated_directions", "extreme_directions")
+def _recursive_least_squares(draw: Draw, variant: str) -> Inputs:
+    heads, width = 2, 4
+    shape = (draw.batch, draw.tokens, heads, width)
+    first = torch.eye(width, dtype=draw.dtype).expand(draw.rows, heads, width, width) / 0.1
+    return Inputs(
+        "recursive_least_squares",
+        {"x": draw.normal(*shape), "u": _directions(draw, variant, *shape)},
+        _inverse_state(draw, heads, width),
+        options={"refresh_period": None if variant == "no_refresh" else 7, "refresh": 0.05},
+        absent_state=(first, torch.zeros(draw.rows, dtype=torch.int64)),
+    )
+
+
+@_maker(
+    "variational_linear_attention",
+    "plain",
+    "no_refresh",
+    "fixed",
+    "repeated_keys",
+    "unnormalized_key",
+    "unnormalized_alpha",
+    "no_normalizer",
+)
+def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
+    heads, key_dim, value_dim = 2, 8, 5
+    shape = (draw.batch, draw.tokens, heads)
+    k = draw.uniform(*shape, key_dim)
+    if variant == "repeated_keys":
+        k = k[:, :1].expand_as(k).clone()
+    elif variant == "unnormalized_key":
+        k = 0.3 * k
+    sequences = {"q": draw.uniform(*shape, key_dim), "k": k, "v": draw.normal(*shape, value_dim)}
+    if variant != "fixed":
+        sequences["u"] = draw.unit(*shape, key_dim)
+    inverse, steps = _inverse_state(draw, heads, key_dim)
+    if variant == "unnormalized_alpha":
+        inverse = 0.2 * inverse
+    memory, sums = draw.normal(draw.rows, heads, key_dim, value_dim), draw.uniform(draw.rows, heads, key_dim)
+    options: dict[str, Any] = {"refresh_period": None if variant == "no_refresh" else 7, "refresh": 0.05}
+    if variant in ("unnormalized_key", "unnormalized_alpha"):
+        options[variant.replace("unnormalized", "normalize")] = False
+    elif variant == "no_normalizer":
+        options["normalizer"] = False
+    first = torch.eye(key_dim, dtype=draw.dtype).expand_as(inverse) / 0.1
+    return Inputs(
+        "variational_linear_attention",
+        sequences,
+        (memory, inverse, sums, steps),
+        options=options,
+        absent_state=(torch.zeros_like(memory), first, torch.zeros_like(sums), torch.zeros_like(steps)),
+    )
+
+
 def list_forms(op: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[str, ...]:
     """The backends of an operation, but for the reference, that run there."""
     return tuple(name for name, reasons in kernels.explain(op, device=device, dtype=dtype).items() if not reasons)[:-1]
 
 
+# Operations that chunk_size is part of the definition of; their contract is that of the exact form, chunk_size=1.
+_DEFINED_BY_CHUNKS = ("orthogonal_recurrence",)
+
+
 def takes_chunk_size(op: str) -> bool:
-    """Whether an operation has the option chunk_size."""
-    return "chunk_size" in inspect.signature(getattr(kernels, op)).parameters
+    """Whether an operation has the option chunk_size, which must not matter."""
+    return op not in _DEFINED_BY_CHUNKS and "chunk_size" in inspect.signature(getattr(kernels, op)).parameters
 
 
 # The largest difference that counts as equal, relative to 1 + the largest magnitude of what is expected.

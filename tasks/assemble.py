@@ -17,14 +17,25 @@ from torch import nn
 
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
+from longseq.mixers.pattern import options_by_name, spell_pattern
 from longseq.tasks.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.module import TrainedModule
+from longseq.tasks.probe import build as probe
+from longseq.tasks.probe.data import ProbeDataModule
+from longseq.tasks.probe.info import ProbeInfo
 
 Config = Mapping[str, Any]
+Info = DataInfo | ProbeInfo
+
+TASKS = ("image", "probe")
+
+# `${mixer_label:${mixer.name}}` names a run by its mixer, also where a hybrid's pattern is a list or a dictionary.
+OmegaConf.register_new_resolver("mixer_label", spell_pattern, replace=True)
 
 
 def plain(config: DictConfig | Config) -> dict[str, Any]:
@@ -32,6 +43,19 @@ def plain(config: DictConfig | Config) -> dict[str, Any]:
     if isinstance(config, DictConfig):
         return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
     return dict(config)
+
+
+def task_name(config: Config) -> str:
+    """The task of a configuration, one of TASKS."""
+    name = config["task"]["name"]
+    if name not in TASKS:
+        raise ValueError(f"task.name={name} is unknown: choose one of {', '.join(TASKS)}")
+    return name
+
+
+def info_from_dict(config: Config, values: Config) -> Info:
+    """What a checkpoint says of its data, as the task of its configuration describes it."""
+    return ProbeInfo.from_dict(values) if task_name(config) == "probe" else DataInfo.from_dict(values)
 
 
 def device_count(config: Config) -> int:
@@ -72,9 +96,13 @@ def effective_learning_rate(config: Config) -> float:
     return recipe["learning_rate"] * (recipe["batch_size"] / reference if reference else 1.0)
 
 
-def build_datamodule(config: DictConfig | Config) -> ImageDataModule:
-    """The data module, prepared and set up: its `info` tells classes, image size and normalisation."""
+def build_datamodule(config: DictConfig | Config) -> ImageDataModule | ProbeDataModule:
+    """The data module, prepared and set up: its `info` tells what the model must know of the data."""
     config = plain(config)
+    if task_name(config) == "probe":
+        return probe.build_datamodule(config, device_batch_size(config))
+    if "source" not in config["data"]:
+        raise ValueError(f"data={config['data']['name']} is no image data: give task=probe with it")
     datamodule = ImageDataModule(
         **config["data"], batch_size=device_batch_size(config), seed=config["seed"], augment=config["recipe"]["augment"]
     )
@@ -83,13 +111,15 @@ def build_datamodule(config: DictConfig | Config) -> ImageDataModule:
     return datamodule
 
 
-def build_backbone(config: DictConfig | Config, info: DataInfo) -> nn.Module:
-    """The timm model that `config.model` names, for the data's image size, channels and classes.
+def build_backbone(config: DictConfig | Config, info: Info) -> nn.Module:
+    """The model that `config.model` names: one of timm for images, a token model for a probe.
 
     Options that are null in `config.model` are left to the recipe (`recipe.model`) and then to the model. The weights
     are drawn from `config.seed`. ValueError for an unknown model, mixer, option or size.
     """
     config = plain(config)
+    if isinstance(info, ProbeInfo):
+        return probe.build_backbone(config, info, _mixer_options(config))
     options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
     name = config["model"]["name"]
     if not is_model(name):
@@ -133,7 +163,7 @@ def initialize(backbone: nn.Module, trained: nn.Module) -> None:
     backbone.load_state_dict(kept, strict=False)
 
 
-def build_task(config: DictConfig | Config, backbone: nn.Module, info: DataInfo) -> ImageClassifier:
+def build_task(config: DictConfig | Config, backbone: nn.Module, info: Info) -> TrainedModule:
     """The Lightning module around `backbone`; its checkpoints carry the configuration and the data's description."""
     config = plain(config)
     recipe = config["recipe"]
@@ -143,6 +173,8 @@ def build_task(config: DictConfig | Config, backbone: nn.Module, info: DataInfo)
             f"recipe.schedule.warmup_epochs={warmup} must end before recipe.epochs={recipe['epochs']}; "
             f"set recipe.schedule.warmup_epochs=0 or more epochs"
         )
+    if isinstance(info, ProbeInfo):
+        return probe.build_task(config, backbone, info, effective_learning_rate(config))
     return ImageClassifier(
         backbone,
         num_classes=info.num_classes,
@@ -196,9 +228,15 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
 
 
 def _mixer_options(config: Config) -> dict[str, Any]:
-    chosen = dict(config["mixer"].get("options") or {})
+    """The options of `config.mixer`, those of the scale where they are not set; for a hybrid by the mixers' names."""
+    chosen = options_by_name(config["mixer"]["name"], config["mixer"].get("options"))
     usual = config["scale"].get("mixer") or {}
-    known = mixers.options(config["mixer"]["name"])
+    filled = {name: _fill_in(name, options, usual) for name, options in chosen.items()}
+    return filled if len(filled) > 1 else next(iter(filled.values()))
+
+
+def _fill_in(name: str, chosen: dict[str, Any], usual: Config) -> dict[str, Any]:
+    known = mixers.options(name)
     unset = {key: value for key, value in usual.items() if key in known and chosen.get(key) is None}
     # A number of heads that was asked for says how wide they are.
     return chosen | (unset if chosen.get("num_heads") is None else {})

@@ -15,6 +15,9 @@ from longseq.tasks.files import write_text
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import first_line
+from longseq.tasks.probe.build import build_datamodule as probe_data
+from longseq.tasks.probe.data import ProbeDataModule
+from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
 
 # Images at a time where data.eval_batch_size does not say.
@@ -32,10 +35,16 @@ def run(cfg: DictConfig) -> dict[str, float]:
         raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
     changes = {key: value for key, value in config["data"].items() if value is not None}
     loaded = _load(config, changes.get("img_size"))
-    info = DataInfo.from_dict(loaded.data)
-    datamodule = _datamodule(loaded.config, changes, split, info)
-    _check_classes(datamodule.info, info, checkpoint, mapped="class_map" in changes)
+    info = assemble.info_from_dict(loaded.config, loaded.data)
     trained = loaded.config | {"trainer": config["trainer"]}
+    datamodule: ImageDataModule | ProbeDataModule
+    if isinstance(info, ProbeInfo):
+        trained["data"] = _changed_probe(loaded.config["data"], changes)
+        datamodule = probe_data(trained, EVALUATION_BATCH)
+        _check_vocabulary(datamodule.info, info)
+    else:
+        datamodule = _datamodule(loaded.config, changes, split, info)
+        _check_classes(datamodule.info, info, checkpoint, mapped="class_map" in changes)
     task = assemble.build_task(trained, loaded.backbone, info)
     trainer = assemble.build_trainer(config, [UnreadableImages()])
     datamodule.trainer = trainer
@@ -51,8 +60,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
 def _load(config: dict[str, Any], img_size: int | None) -> Any:
     """The trained model, made to take images of another size where one is asked for."""
     load = instantiate(config["load"])
-    loaded = load(config["checkpoint"], weights=config["weights"])
-    if img_size in (None, loaded.data["img_size"]):
+    loaded = load(config["checkpoint"], weights=config["weights"], tasks=assemble.TASKS)
+    if img_size in (None, loaded.data.get("img_size")) or loaded.task_name != "image":
         return loaded
     if not isinstance(img_size, int) or img_size < 1:
         raise ValueError(f"data.img_size={img_size} must be a number of pixels")
@@ -72,6 +81,19 @@ def _datamodule(trained: dict[str, Any], changes: dict[str, Any], split: str, in
     foreign = datamodule.source != own["source"] or _absolute(datamodule.root) != _absolute(own.get("root"))
     datamodule.setup_evaluation(split, info.class_names, foreign=foreign)
     return datamodule
+
+
+def _changed_probe(own: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(changes) - set(own)):
+        raise ValueError(f"data.{unknown[0]} is no key of a probe: it has {', '.join(own)}")
+    return own | changes | {"options": own["options"] | changes.get("options", {})}
+
+
+def _check_vocabulary(found: ProbeInfo, trained: ProbeInfo) -> None:
+    if found.vocab_size > trained.vocab_size:
+        raise ValueError(
+            f"the data has {found.vocab_size} tokens, the model {trained.vocab_size}: give data with as many"
+        )
 
 
 def _absolute(root: str | None) -> Path | None:
@@ -96,11 +118,13 @@ def _beside(checkpoint: Path) -> Path:
 
 
 @rank_zero_only
-def _report(metrics: dict[str, float], task: Any, info: DataInfo, split: str, output: Path) -> None:
-    images = int(task.confusion_matrix.sum())
-    per_class = per_class_accuracy(task.confusion_matrix, info)
-    written = {f"{split}/images": images, **metrics, "per_class": per_class}
+def _report(metrics: dict[str, float], task: Any, info: assemble.Info, split: str, output: Path) -> None:
+    written: dict[str, Any] = dict(metrics)
+    rows = [(key, f"{value:.4f}") for key, value in metrics.items()]
+    if isinstance(info, DataInfo):
+        images = int(task.confusion_matrix.sum())
+        written = {f"{split}/images": images, **metrics, "per_class": per_class_accuracy(task.confusion_matrix, info)}
+        rows.insert(0, (f"{split}/images", str(images)))
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, json.dumps(written, indent=2) + "\n")
-    rows = [(key, f"{value:.4f}") for key, value in metrics.items()]
-    print_rows([(f"{split}/images", str(images)), *rows, ("written", shorten(output))])
+    print_rows([*rows, ("written", shorten(output))])

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,13 @@ def shorten(path: str | Path) -> str:
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
 
 
-def print_rows(rows: list[tuple[str, str]]) -> None:
+def print_rows(rows: Sequence[Sequence[str]]) -> None:
     """Print a borderless table; long commands stay on one line, to be copied."""
+    columns = list(zip(*rows, strict=True))
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ignore")
+    for _ in columns:
+        table.add_column(no_wrap=True, overflow="ignore")
     for row in rows:
         table.add_row(*row)
-    width = 20 + max(len(text) for row in rows for text in row)
+    width = sum(max(map(len, column)) + 2 for column in columns)
     Console(width=width, highlight=False).print(table)

@@ -21,11 +21,11 @@ from longseq.tasks import assemble, runs
 from longseq.tasks.callbacks.throughput import Throughput
 from longseq.tasks.files import write_text
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.logger import RunLogger
+from longseq.tasks.module import TrainedModule
 from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
 
-RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "images_per_second", "data_wait_ms")
+RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms")
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -47,9 +47,9 @@ def run(cfg: DictConfig) -> float | None:
     datamodule = assemble.build_datamodule(config)
     backbone = assemble.build_backbone(config, datamodule.info)
     if config["init"] is not None and checkpoint is None:
-        assemble.initialize(backbone, instantiate(config["load"])(config["init"], key="init").backbone)
+        assemble.initialize(backbone, _trained_backbone(config))
     task = assemble.build_task(config, backbone, datamodule.info)
-    _check_optimized_metric(config["optimized_metric"], task)
+    _check_optimized_metric(config, task)
     trainer = assemble.build_trainer(config, assemble.build_callbacks(config))
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):
         trainer.logger.continue_at(runs.updates_of(checkpoint))
@@ -63,9 +63,14 @@ def run(cfg: DictConfig) -> float | None:
     return metrics.get(config["optimized_metric"])
 
 
-def _check_optimized_metric(metric: str | None, task: ImageClassifier) -> None:
-    measured = [f"{stage}/{name}" for stage in ("val", "test") for name in task.val_metrics]
-    if metric is not None and metric not in (*measured, *RUN_FACTS):
+def _trained_backbone(config: dict[str, Any]) -> torch.nn.Module:
+    return instantiate(config["load"])(config["init"], key="init", tasks=(assemble.task_name(config),)).backbone
+
+
+def _check_optimized_metric(config: dict[str, Any], task: TrainedModule) -> None:
+    metric, rate = config["optimized_metric"], f"{config['task']['unit']}_per_second"
+    measured = [f"val/{name}" for name in task.val_metrics] + [f"test/{name}" for name in task.test_metrics]
+    if metric is not None and metric not in (*measured, *RUN_FACTS, rate):
         raise ValueError(f"optimized_metric={metric} is never measured: choose one of {', '.join(measured)}")
 
 
@@ -104,7 +109,8 @@ def _memory_explained(trainer: Trainer, task: LightningModule, datamodule: Any) 
         else:
             batch = datamodule.eval_batch_size
             remedy = f"evaluate fewer at a time with data.eval_batch_size={max(1, batch // 2)}"
-        raise ValueError(f"out of memory with {batch} images on a device at a time: {remedy}") from error
+        unit = task.hparams["config"]["task"]["unit"]
+        raise ValueError(f"out of memory with {batch} {unit} on a device at a time: {remedy}") from error
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -135,8 +141,8 @@ def _run_facts(trainer: Trainer, backbone: torch.nn.Module, seconds: float) -> d
         "parameters": count_parameters(backbone),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, Throughput) and callback.images_per_second is not None:
-            facts["images_per_second"] = round(callback.images_per_second, 1)
+        if isinstance(callback, Throughput) and callback.rate is not None:
+            facts[f"{callback.unit}_per_second"] = round(callback.rate, 1)
             facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)
     return facts
 
@@ -149,7 +155,7 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
 
 @rank_zero_only
 def _announce(
-    config: dict[str, Any], info: DataInfo, backbone: torch.nn.Module, trainer: Trainer, checkpoint: Path | None
+    config: dict[str, Any], info: assemble.Info, backbone: torch.nn.Module, trainer: Trainer, checkpoint: Path | None
 ) -> None:
     model, recipe = config["model"], config["recipe"]
     batch, devices = assemble.device_batch_size(config), assemble.device_count(config)
@@ -176,14 +182,14 @@ def _what_else_ran(config: dict[str, Any]) -> str:
     return f"no run of this configuration; the newest, {shorten(folder)}, differs in {', '.join(keys[:5])}{more}"
 
 
-def _data_line(config: dict[str, Any], info: DataInfo) -> str:
+def _data_line(config: dict[str, Any], info: assemble.Info) -> str:
     sizes = ", ".join(f"{count} {split}" for split, count in info.sizes.items() if count is not None)
-    return f"{config['data']['name']}: {info.img_size} px, {info.num_classes} classes" + (f", {sizes}" if sizes else "")
+    return f"{config['data']['name']}: {info.describe()}" + (f", {sizes}" if sizes else "")
 
 
 @rank_zero_only
 def _record(
-    trainer: Trainer, config: dict[str, Any], task: LightningModule, metrics: dict[str, Any], info: DataInfo
+    trainer: Trainer, config: dict[str, Any], task: TrainedModule, metrics: dict[str, Any], info: assemble.Info
 ) -> None:
     """metrics.json, the hyper-parameters with the final metrics in TensorBoard, and the closing table."""
     folder = Path(config["output"])
@@ -191,20 +197,23 @@ def _record(
         trainer.logger.log_results(dict(runs.flatten(config)), {k: v for k, v in metrics.items() if "/" in k})
         trainer.logger.save()
     written = dict(metrics)
-    if task.confusion_matrix is not None:
-        written["test/per_class"] = per_class_accuracy(task.confusion_matrix, info)  # type: ignore[arg-type]
+    if task.confusion_matrix is not None and isinstance(info, DataInfo):
+        written["test/per_class"] = per_class_accuracy(task.confusion_matrix, info)
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
-    rows: list[tuple[str, str]] = [
-        (key, f"{metrics[key]:.4f}") for key in ("test/top1", "test/top5", "test/loss") if key in metrics
-    ]
-    rate = f", {metrics['images_per_second']:.0f} images/s in training" if "images_per_second" in metrics else ""
+    headline = [f"test/{name}" for name in task.headline]
+    rows = [(key, f"{metrics[key]:.4f}") for key in headline if key in metrics]
+    unit = config["task"]["unit"]
+    speed = metrics.get(f"{unit}_per_second")
+    rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
     rows.append(("time", f"{metrics['seconds']:.0f} s{rate}"))
     best = best_checkpoint(trainer)
     if best:
         best = shorten(best)
         rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
-        rows += [("next", f"longseq evaluate checkpoint={best}"), ("", f"longseq export checkpoint={best} format=onnx")]
+        rows.append(("next", f"longseq evaluate checkpoint={best}"))
+        if isinstance(info, DataInfo):
+            rows.append(("", f"longseq export checkpoint={best} format=onnx"))
     print_rows(rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,16 +14,14 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
-from longseq.tasks.assemble import build_backbone
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.assemble import build_backbone, info_from_dict
 from longseq.tools.image_model import takes_any_resolution
 
 __all__ = ["Loaded", "load", "read", "sha256"]
 
 WEIGHTS = ("auto", "ema", "model")
 
-# The task whose models this loader builds, and what it reads of their configuration.
-TASK = "image"
+# What this loader reads of a configuration.
 CONFIG_KEYS = ("model", "mixer", "scale", "recipe", "seed")
 
 # Where the task keeps its model, and Lightning's weight averaging the weights that it has averaged.
@@ -35,8 +33,9 @@ RAW_WEIGHTS = "current_model_state"
 class Loaded:
     """A trained backbone in eval mode and what its checkpoint knows.
 
-    `config` is the resolved configuration of the run, `data` its classes and preprocessing (class_names, num_classes,
-    img_size, in_chans, mean, std, interpolation, crop_pct); `weights` says which were taken: "ema" or "model".
+    `config` is the resolved configuration of the run, `data` what its model had to know of its data (for images
+    class_names, num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see `ProbeInfo`);
+    `weights` says which were taken: "ema" or "model".
     """
 
     path: Path
@@ -56,12 +55,13 @@ def load(
     model_options: Mapping[str, Any] = MappingProxyType({}),
     any_resolution: bool = False,
     key: str = "checkpoint",
+    tasks: Collection[str] = ("image",),
 ) -> Loaded:
     """Rebuild the model of a checkpoint and load its weights; the caller's random state stays as it is.
 
     `model_options` replace options of the model that do not change its weights, such as dynamic_img_size or backend.
     With `any_resolution` the model takes images of other sizes than it was trained at: positions are resized to them.
-    `key` is the name under which the user gave the file.
+    `key` is the name under which the user gave the file, `tasks` are those whose checkpoints the caller can use.
 
     `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average where the
     run kept one. Raises ValueError, in one line, where there is no such file, where it is none of our checkpoints or
@@ -71,7 +71,7 @@ def load(
         raise ValueError(f"weights={weights} is unknown: take one of {', '.join(WEIGHTS)}")
     checkpoint = read(path, key)
     config, data = checkpoint["hyper_parameters"]["config"], checkpoint["hyper_parameters"]["data"]
-    task = _task(config, path, key)
+    task = _task(config, tasks, path, key)
     averaged = RAW_WEIGHTS in checkpoint
     if weights == "ema" and not averaged:
         raise ValueError(
@@ -142,25 +142,28 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
-def _task(config: Mapping[str, Any], path: str | Path, key: str) -> str:
-    """The task of the run, which must be the one whose models this loader builds."""
+def _task(config: Mapping[str, Any], tasks: Collection[str], path: str | Path, key: str) -> str:
+    """The task of the run, which must be one of `tasks`."""
     task = (config.get("task") or {}).get("name")
-    if task is not None and task != TASK:
-        raise ValueError(f"{key}={path} belongs to task={task}; this command takes checkpoints of task={TASK}")
+    if task is not None and task not in tasks:
+        taken = " or ".join(f"task={name}" for name in tasks)
+        raise ValueError(f"{key}={path} belongs to task={task}; this command takes checkpoints of {taken}")
     if missing := [name for name in ("task", *CONFIG_KEYS) if config.get(name) is None]:
         raise ValueError(_of_another_version(path, key, missing))
-    return TASK
+    assert task is not None
+    return task
 
 
 def _build(
     config: Mapping[str, Any], data: Mapping[str, Any], options: Mapping[str, Any], path: str | Path, key: str
 ) -> nn.Module:
-    model = {**config["model"], "pretrained": False, **options}
+    fetched = {"pretrained": False} if "pretrained" in config["model"] else {}
+    model = {**config["model"], **fetched, **options}
     # The weights are replaced: what drawing them takes from the generators is given back.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         try:
-            return build_backbone({**config, "model": model}, DataInfo.from_dict(data))
+            return build_backbone({**config, "model": model}, info_from_dict(config, data))
         except (KeyError, TypeError) as error:
             raise ValueError(_of_another_version(path, key, [str(error)])) from error
 

@@ -28,6 +28,11 @@ VERBS = {
     "predict": Verb(
         "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
     ),
+    "probe": Verb(
+        "longseq.tasks.probe.sweep",
+        "compare mixers on a generated task: table and plot",
+        "longseq probe data=mqar mixers=[deltanet,mamba]",
+    ),
     "describe": Verb(
         "longseq.tools.describe", "parameters, FLOPs and kernels of a model", "longseq describe mixer=mamba scale=small"
     ),
@@ -117,13 +122,24 @@ def _is_users(error: BaseException) -> bool:
 
 def _one_line(error: BaseException) -> str:
     from hydra.errors import InstantiationException
+    from omegaconf.errors import InterpolationResolutionError
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, InterpolationResolutionError):
+        error = _raised_by_resolver(error) or error
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"no such file or folder: {error.filename}"
     # Hydra ends its message about a choice that does not exist with its search path, which is ours and not the user's.
     return " ".join(str(error).split("Config search path")[0].split())
+
+
+def _raised_by_resolver(error: BaseException) -> ValueError | None:
+    """The user's mistake that a resolver of ours found, which OmegaConf tells with the key that it was resolving."""
+    origin = error.__context__
+    while origin is not None and type(origin) is not ValueError:
+        origin = origin.__context__
+    return origin
 
 
 def _fail(message: str) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -29,7 +30,16 @@ from longseq.tasks.image.info import DataInfo
 from longseq.tools import checkpoint
 from longseq.tools.image_model import model_name
 
-__all__ = ["describe_image_model", "find_devices", "list_mixers", "list_models", "print_description", "run"]
+__all__ = [
+    "describe_image_model",
+    "find_devices",
+    "list_mixers",
+    "list_models",
+    "print_description",
+    "print_mixers",
+    "print_models",
+    "run",
+]
 
 # The part of a model that a parameter belongs to, by a piece of its name; the first that fits.
 PARTS = (
@@ -48,7 +58,7 @@ def run(cfg: DictConfig) -> Any:
         model, data = _model_and_data(cfg)
         facts: Any = describe_image_model(model, data, _device(cfg.device))
     elif cfg.list in LISTS:
-        facts = LISTS[cfg.list]()
+        facts = LISTS[cfg.list].gather()
     else:
         raise ValueError(f"list={cfg.list} is unknown: take one of {', '.join(LISTS)}")
     if cfg.format == "json":
@@ -56,7 +66,7 @@ def run(cfg: DictConfig) -> Any:
     elif cfg.list is None:
         print_description(facts, Console())
     else:
-        _print_rows(facts, Console())
+        LISTS[cfg.list].show(facts, Console())
     return facts
 
 
@@ -75,6 +85,8 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
         loaded = checkpoint.load(cfg.checkpoint)
         return loaded.backbone, loaded.data
     config = assemble.plain(cfg)
+    if (task := assemble.task_name(config)) != "image":
+        raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)
     return assemble.build_backbone(config, info), info.to_dict()
 
@@ -84,7 +96,9 @@ def _data_info(config: Mapping[str, Any]) -> DataInfo:
     data = config["data"]
     if data.get("num_classes") is None:
         try:
-            return assemble.build_datamodule(config).info
+            info = assemble.build_datamodule(config).info
+            assert isinstance(info, DataInfo)
+            return info
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
     classes = int(data["num_classes"])
@@ -212,16 +226,8 @@ def find_devices() -> list[str]:
 
 
 def list_mixers() -> list[dict[str, Any]]:
-    """The registered mixers: name, source, kernel operations, options with their defaults."""
-    return [
-        {
-            "name": name,
-            "paper": mixers.get(name).paper,
-            "operations": list(mixers.get(name).operations),
-            "options": mixers.options(name),
-        }
-        for name in mixers.mixer_names()
-    ]
+    """The cards of the mixers (see `longseq.mixers.MixerCard`) and their options with defaults, as plain containers."""
+    return [{**dataclasses.asdict(card), "options": mixers.options(card.name)} for card in mixers.list_mixers()]
 
 
 def list_models() -> list[dict[str, Any]]:
@@ -233,8 +239,44 @@ def list_models() -> list[dict[str, Any]]:
         ]
 
 
-LISTS: Mapping[str, Callable[[], list[dict[str, Any]]]] = MappingProxyType(
-    {"mixers": list_mixers, "models": list_models}
+def print_mixers(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print what `list_mixers` found, but for the options: what a layer costs, and the kernels with their mixers."""
+    table = Table(title="one layer of d_model=256; FLOPs a token over 1,024 tokens", title_justify="left")
+    for heading in ("mixer", "state", "/token", "weights", "FLOPs", "source"):
+        figure = heading not in ("mixer", "source")
+        table.add_column(heading, justify="right" if figure else "left", no_wrap=heading != "source")
+    for row in rows:
+        costs = (f"{row['parameters'] / 1e6:.2f} M", _scaled(row["flops_per_token"]))
+        table.add_row(row["name"], f"{row['state_size']:,}", f"{row['state_growth']:,}", *costs, row["paper"])
+    console.print(table)
+    kernels = Table(title="kernels", title_justify="left")
+    for heading in ("operation", "backends, in order", "mixers"):
+        kernels.add_column(heading)
+    for op, backends in sorted({op: names for row in rows for op, names in row["backends"].items()}.items()):
+        kernels.add_row(op, ", ".join(backends), ", ".join(row["name"] for row in rows if op in row["backends"]))
+    console.print(kernels)
+    console.print("state: numbers kept for a sequence, and added by each token; options: format=json", highlight=False)
+
+
+def print_models(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print what `list_models` found."""
+    table = Table()
+    table.add_column("name", overflow="fold")
+    table.add_column("parameters", justify="right")
+    for row in rows:
+        table.add_row(row["name"], f"{row['parameters']:,}")
+    console.print(table)
+
+
+class List(NamedTuple):
+    """What `list=NAME` gathers, and how it is shown to people."""
+
+    gather: Callable[[], list[dict[str, Any]]]
+    show: Callable[[list[dict[str, Any]], Console], None]
+
+
+LISTS: Mapping[str, List] = MappingProxyType(
+    {"mixers": List(list_mixers, print_mixers), "models": List(list_models, print_models)}
 )
 
 
@@ -292,20 +334,3 @@ def _scaled(count: int) -> str:
 
 def _shapes(tensors: Mapping[str, list[int]]) -> str:
     return " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in tensors.items())
-
-
-def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(show_lines=True)
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(_in_words, row.values()))
-    console.print(table)
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, dict):
-        return "\n".join(f"{key}: {item}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,10 +1,13 @@
 """The delta rule with a read key, a write key and an optional decay."""
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_tensors
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step
+from longseq.kernels.devices import triton_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -17,9 +20,29 @@ from longseq.kernels.dispatch import (
 
 __all__ = ["delta_rule", "delta_rule_step"]
 
+TRITON_WIDTH = 256  # of a state's rows and columns
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    wide = [f"{name} = {call.sizes[name]}" for name in ("K", "V") if call.sizes.get(name, 1) > TRITON_WIDTH]
+    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
+    return triton_reasons(call) + reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _delta_rule_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    from longseq.kernels.delta_rule.triton_delta import delta_rule_triton
+
+    return delta_rule_triton(*args, **kwargs)
+
+
+# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
+# for Hopper, but its gradients have not been compared with float64 on a GPU yet.
 register(
     "delta_rule",
     Backend("torch", delta_rule_chunk, unpacking_reasons),
+    Backend("triton", _delta_rule_triton, _triton_reasons),
     Backend("reference", delta_rule_reference, loop_reasons),
 )
 
@@ -51,7 +74,8 @@ def delta_rule(
     Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two,
     changes speed and memory but not the result. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
+    checked by the torch and reference backends; the triton backend does not wait to read them.
 
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     the decay is that of Yang et al. 2024, "Gated Delta Networks", eq. 10.

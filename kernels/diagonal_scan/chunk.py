@@ -7,7 +7,6 @@ chunks' starts are known, once more for the outputs. Nothing is divided and no l
 A state is kept as [lanes, N, D] with the channels last, which makes a step three times as fast on a CPU.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longseq.kernels.chunks import scan
+from longseq.kernels.chunks import balanced_chunk_size, scan
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
@@ -201,7 +200,7 @@ class _Layout:
     def choose(cls, x: Tensor, state: Tensor, chunk_size: int | None) -> "_Layout":
         """Chunks of about √T tokens; as many lanes as a step of this device can use."""
         batch, tokens, _ = x.shape
-        length = min(tokens, math.isqrt(tokens - 1) + 1 if chunk_size is None else chunk_size)
+        length = min(tokens, balanced_chunk_size(tokens) if chunk_size is None else chunk_size)
         chunks = -(-tokens // length)
         width = _NUMBERS_PER_STEP.get(x.device.type, _NUMBERS_PER_STEP["cuda"])
         lanes = max(1, min(chunks, width // state.numel()))

@@ -1,4 +1,4 @@
-"""Linear attention, plain or gated per head or per key channel."""
+"""Linear attention, plain or gated per head, per key channel or per value channel."""
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ def linear_attention(
     v: Tensor,
     *,
     g: Tensor | None = None,
+    g_value: Tensor | None = None,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -39,22 +40,25 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Accumulate outer products of keys and values in a decaying state.
 
-        S_t = Diag(e^{g_t}) S_{t-1} + k_t v_tᵀ;   o_t = scale S_tᵀ q_t
+        S_t = Diag(e^{g_t}) S_{t-1} Diag(e^{g_value_t}) + k_t v_tᵀ;   o_t = scale S_tᵀ q_t
 
-    Tokens with k = 0 or v = 0, and g = 0, leave the state as it is. No feature map and no normaliser are applied.
+    with at most one of the two gates. Tokens with k = 0 or v = 0, and gates of 0, leave the state as it is. No feature
+    map and no normaliser are applied.
 
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g [B, T, H] (one decay per head) or [B, T, H, K] (one per key
-    channel), g <= 0 (a log; any magnitude is safe); states [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each
-    packed segment) B is 1 and states are [N, H, K, V]. Arithmetic and state are float32, or float64 for float64 inputs;
-    o has v's dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state
-    or None).
+    channel); g_value [B, T, H, V] (one per value channel); gates <= 0 (logs; any magnitude is safe); states
+    [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V].
+    Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two,
+    changes speed and memory but not the result. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them.
 
     Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 9; gates per channel as in Yang et al. 2023, "Gated
     Linear Attention Transformers with Hardware-Efficient Training", eq. 3.
     """
     check_chunk_size("linear_attention", chunk_size, power_of_two=True)
+    if g is not None and g_value is not None:
+        raise ValueError("linear_attention: g and g_value are both given, but one gate is the limit; leave one out")
     sizes = check_tensors(
         "linear_attention",
         {
@@ -62,6 +66,7 @@ def linear_attention(
             "k": (k, "B T H K"),
             "v": (v, "B T H V"),
             "g": (g, "B T H" if g is not None and g.dim() == 3 else "B T H K"),
+            "g_value": (g_value, "B T H V"),
             "initial_state": (initial_state, "S H K V"),
         },
         cu_seqlens,
@@ -72,6 +77,7 @@ def linear_attention(
         k,
         v,
         g=g,
+        g_value=g_value,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,

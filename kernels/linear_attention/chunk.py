@@ -5,7 +5,12 @@ With the tokens of one chunk as rows and e^b the decay from the start of the chu
     O = (e^b ⊙ Q) S + P V         P_ij = Σ_c q_ic k_jc e^{b_ic - b_jc} for i >= j
     S <- e^{b_C} ⊙ S + (e^{b_C - b} ⊙ K)ᵀ V
 
-Only the last line runs over chunks one after the other, elementwise; everything else is batched over all of them.
+With a gate for each value channel the decays move from the keys to the values:
+
+    O = e^b ⊙ (Q S) + I           I_ic = Σ_{j<=i} (q_i · k_j) e^{b_ic - b_jc} v_jc
+    S <- S ⊙ e^{b_C}ᵀ + Kᵀ (e^{b_C - b} ⊙ V)
+
+Only the state runs over chunks one after the other, elementwise; everything else is batched over all of them.
 """
 
 from typing import Any
@@ -19,6 +24,8 @@ from longseq.kernels.chunks import (
     decay_matrix_backward,
     decayed_products,
     decayed_products_backward,
+    decayed_sums,
+    decayed_sums_backward,
     earlier_sum,
     export_plan,
     fit_chunk_size,
@@ -41,6 +48,7 @@ def linear_attention_chunk(
     v: Tensor,
     *,
     g: Tensor | None,
+    g_value: Tensor | None,
     scale: float,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -51,15 +59,11 @@ def linear_attention_chunk(
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         arguments: tuple[Any, ...] = (*sequences, state, scale, chunk_size)
-        if torch.jit.is_tracing():
-            return _scripted(*arguments)
-        if is_exporting():
-            return _exported(*arguments)
-        return _LinearAttention.apply(*arguments)
+        return linear_attention_core(*arguments)
 
     return run_recurrence(
         core,
-        (q, k, v, g),
+        (q, k, v, g, g_value),
         initial_state,
         (*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,
@@ -69,26 +73,59 @@ def linear_attention_chunk(
     )
 
 
+def linear_attention_core(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_value: Tensor | None,
+    state: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, T, H, V] and final state [B, H, K, V] in the state's dtype, by the form that suits the caller."""
+    arguments: tuple[Any, ...] = (q, k, v, g, g_value, state, scale, chunk_size)
+    if torch.jit.is_tracing():
+        return _scripted(*arguments)
+    if is_exporting():
+        return _exported(*arguments)
+    return _LinearAttention.apply(*arguments)
+
+
 def _exported(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_value: Tensor | None,
+    state: Tensor,
+    scale: float,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
     batch, tokens, _, _ = q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
-    query, products, value, update, whole = _parts(q, k, v, g, scale, state.dtype, chunks, chunk_size)
+    query, inner, update, since, whole = _parts(q, k, v, g, g_value, scale, state.dtype, chunks, chunk_size)
     if unroll or whole is None:
         states, final = _state_pass(state.flatten(0, 1), update, whole)
     else:
         final, states = scan(_chunk_step, state.flatten(0, 1), [update, whole])
-    return join_chunks(query @ states + products @ value, batch, tokens), final.reshape(state.shape)
+    return join_chunks(times(query @ states, since) + inner, batch, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
 def _scripted(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_value: Tensor | None,
+    state: Tensor,
+    scale: float,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
-    output, final, _ = _forward(q, k, v, g, state, scale, chunk_size)
+    output, final, _ = _forward(q, k, v, g, g_value, state, scale, chunk_size)
     return output, final
 
 
@@ -96,36 +133,51 @@ class _LinearAttention(torch.autograd.Function):
     """The eager form. Saves its inputs and the states before each chunk; recomputes the rest."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, state, scale, chunk_size):
-        output, final, states = _forward(q, k, v, g, state, scale, chunk_size)
-        ctx.save_for_backward(q, k, v, g, states)
+    def forward(ctx, q, k, v, g, g_value, state, scale, chunk_size):
+        output, final, states = _forward(q, k, v, g, g_value, state, scale, chunk_size)
+        ctx.save_for_backward(q, k, v, g, g_value, states)
         ctx.scale, ctx.chunk_size = scale, fit_chunk_size(chunk_size, q.shape[1])
         return output, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        q, k, v, g, states = ctx.saved_tensors
-        with without_autocast(states):
-            return (*_backward(q, k, v, g, states, ctx.scale, ctx.chunk_size, d_output, d_final), None, None)
+        arguments: tuple[Any, ...] = (*ctx.saved_tensors, ctx.scale, ctx.chunk_size, d_output, d_final)
+        with without_autocast(d_output):
+            return (*_backward(*arguments), None, None)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_value: Tensor | None,
+    state: Tensor,
+    scale: float,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, V], final state [B, H, K, V]; for the backward the states before each chunk [n, M, K, V]."""
     batch, tokens, _, _ = q.shape
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
-    query, products, value, update, whole = _parts(q, k, v, g, scale, state.dtype, chunks, chunk_size)
+    query, inner, update, since, whole = _parts(q, k, v, g, g_value, scale, state.dtype, chunks, chunk_size)
     states, final = _state_pass(state.flatten(0, 1), update, whole)
-    return join_chunks(query @ states + products @ value, batch, tokens), final.reshape(state.shape), states
+    return join_chunks(times(query @ states, since) + inner, batch, tokens), final.reshape(state.shape), states
 
 
 def _split(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Chunked query times scale, key, value [n, M, C, K or V] and gate [n, M, C, 1 or K]."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_value: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    chunks: int,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Chunked query times scale, key, value [n, M, C, K or V], gate [n, M, C, 1 or K] and value gate [n, M, C, V]."""
     if g is not None and g.dim() == 3:
         g = g.unsqueeze(-1)
     query = split_chunks(q, dtype, chunks, chunk_size)
@@ -134,30 +186,53 @@ def _split(
         split_chunks(k, dtype, chunks, chunk_size),
         split_chunks(v, dtype, chunks, chunk_size),
         None if g is None else split_chunks(g, dtype, chunks, chunk_size),
+        None if g_value is None else split_chunks(g_value, dtype, chunks, chunk_size),
     )
 
 
 def _parts(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """All that does not depend on the state: e^b Q, P, V, (e^{b_C - b} K)ᵀ V and e^{b_C} [n, M, 1 or K, 1]."""
-    query, key, value, gate = _split(q, k, v, g, scale, dtype, chunks, chunk_size)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_value: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    chunks: int,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """All that does not depend on the state, whose share of the output is (query @ state) ⊙ since.
+
+    The query, decayed for a gate of the keys; what each token reads of its chunk [n, M, C, V]; what the chunk adds to
+    the state [n, M, K, V]; `since`, None but for a gate of the values; and the decay over the chunk, as the state.
+    """
+    query, key, value, gate, value_gate = _split(q, k, v, g, g_value, scale, dtype, chunks, chunk_size)
+    inner = _inner(query, key, value, gate, value_gate)
     since, until, whole = _decays(gate)
+    value_since, value_until, value_whole = _decays(value_gate)
+    if whole is not None:
+        whole = whole.transpose(-1, -2)
+    update = times(key, until).transpose(-1, -2) @ times(value, value_until)
+    return times(query, since), inner, update, value_since, value_whole if whole is None else whole
+
+
+def _inner(query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, value_gate: Tensor | None) -> Tensor:
+    """What each token reads of the tokens of its chunk, P V or I: [n, M, C, V]."""
+    if value_gate is not None:
+        weights = query @ key.transpose(-1, -2)
+        return decayed_sums(weights.flatten(0, 1), value.flatten(0, 1), value_gate.flatten(0, 1)).reshape(value.shape)
     if gate is not None and gate.shape[-1] > 1:
         rows = decayed_products(query.flatten(0, 1), key.flatten(0, 1), gate.flatten(0, 1))
-        products = rows.reshape(query.shape[0], query.shape[1], chunk_size, chunk_size)
-    else:
-        products = (query @ key.transpose(-1, -2)).tril()
-        if gate is not None:
-            products = products * decay_matrix(gate)
-    return times(query, since), products, value, times(key, until).transpose(-1, -2) @ value, whole
+        return rows.reshape(query.shape[0], query.shape[1], query.shape[2], query.shape[2]) @ value
+    products = (query @ key.transpose(-1, -2)).tril()
+    return times(products, None if gate is None else decay_matrix(gate)) @ value
 
 
 def _decays(g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """For g [..., C, 1 or K]: decays since the chunk's start and until its end, and over all of it [..., 1 or K, 1]."""
+    """For g [..., C, D]: decays since the chunk's start and until its end, and over all of it [..., 1, D]."""
     if g is None:
         return None, None, None
-    return g.cumsum(-2).exp(), later_sum(g).exp(), g.sum(-2).unsqueeze(-1).exp()
+    return g.cumsum(-2).exp(), later_sum(g).exp(), g.sum(-2).unsqueeze(-2).exp()
 
 
 def _state_pass(state: Tensor, update: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -182,58 +257,66 @@ def _backward(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    g_value: Tensor | None,
     states: Tensor,
     scale: float,
     chunk_size: int,
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, g and the initial state."""
-    dtype = states.dtype
-    chunks = states.shape[0]
-    *split, gate = _split(q, k, v, g, scale, dtype, chunks, chunk_size)
-    query, key, value = (x.flatten(0, 1) for x in split)
-    gate = None if gate is None else gate.flatten(0, 1)
+    """Gradients of q, k, v, g, g_value and the initial state."""
+    dtype, chunks = states.dtype, states.shape[0]
+    split = _split(q, k, v, g, g_value, scale, dtype, chunks, chunk_size)
+    query, key, value = (x.flatten(0, 1) for x in split[:3])
+    gate, value_gate = (None if x is None else x.flatten(0, 1) for x in split[3:])
     d_output, states = split_chunks(d_output, dtype, chunks, chunk_size).flatten(0, 1), states.flatten(0, 1)
     since, until, whole = _decays(gate)
-    query_since, key_until = times(query, since), times(key, until)
-    d_products = (d_output @ value.mT).tril_()
+    value_since, value_until, value_whole = _decays(value_gate)
+    query_since, key_until, value_until_end = times(query, since), times(key, until), times(value, value_until)
+    d_read = times(d_output, value_since)
 
-    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_output, whole)
-    d_query, d_key, d_value = d_output @ states.mT, value @ d_after.mT, key_until @ d_after
-    d_gate = None
+    state_decay = value_whole if whole is None else whole.mT
+    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_read, state_decay)
+    d_query, d_key, d_value = d_read @ states.mT, value_until_end @ d_after.mT, key_until @ d_after
+    d_gate = d_value_gate = None
     if gate is not None and whole is not None:
         d_gate = _sum_to(reverse_cumsum(d_query * query_since).add_(earlier_sum(d_key * key_until)), gate)
-        d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole.mT
-    d_query, d_key = times(d_query, since), times(d_key, until)
-    products, into_query, into_key, into_gate = _products_backward(query, key, gate, d_products)
-    d_query += into_query
-    d_key += into_key
-    d_gate = None if d_gate is None or into_gate is None else d_gate + into_gate
-    d_value.baddbmm_(products.mT, d_output)
+        d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole
+    if value_whole is not None:
+        d_value_gate = reverse_cumsum(d_read * (query @ states)).add_(earlier_sum(d_value * value_until_end))
+        d_value_gate += (states * d_after).sum(-2, keepdim=True) * value_whole
+    d_query, d_key, d_value = times(d_query, since), times(d_key, until), times(d_value, value_until)
+    into_query, into_key, into_value, into_gate = _inner_backward(query, key, value, gate, value_gate, d_output)
 
     return (
-        join_like(d_query.mul_(scale), q),
-        join_like(d_key, k),
-        join_like(d_value, v),
-        None if g is None or d_gate is None else join_like(d_gate, g),
+        join_like(d_query.add_(into_query).mul_(scale), q),
+        join_like(d_key.add_(into_key), k),
+        join_like(d_value.add_(into_value), v),
+        None if g is None or d_gate is None else join_like(d_gate.add_(into_gate), g),
+        None if g_value is None or d_value_gate is None else join_like(d_value_gate.add_(into_gate), g_value),
         d_state.unflatten(0, (q.shape[0], -1)),
     )
 
 
-def _products_backward(
-    query: Tensor, key: Tensor, gate: Tensor | None, d_products: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """P, recomputed, and the gradients of query, key and gate that pass through it."""
+def _inner_backward(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, value_gate: Tensor | None, d_output: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and gate that pass through `_inner`; without a gate the last is a zero."""
+    if value_gate is not None:
+        d_weights, d_value, d_gate = decayed_sums_backward(query @ key.mT, value, value_gate, d_output)
+        return d_weights @ key, d_weights.mT @ query, d_value, d_gate
+    d_products = (d_output @ value.mT).tril_()
     if gate is not None and gate.shape[-1] > 1:
-        return decayed_products(query, key, gate), *decayed_products_backward(query, key, gate, d_products)
-    products, d_gate = (query @ key.mT).tril_(), None
+        products = decayed_products(query, key, gate)
+        d_query, d_key, d_gate = decayed_products_backward(query, key, gate, d_products)
+        return d_query, d_key, products.mT @ d_output, d_gate
+    products, d_gate = (query @ key.mT).tril_(), d_products.new_zeros(())
     if gate is not None:
         decay = decay_matrix(gate)
         products *= decay
         d_gate = decay_matrix_backward(d_products * products)
         d_products = d_products * decay
-    return products, d_products @ key, d_products.mT @ query, d_gate
+    return d_products @ key, d_products.mT @ query, products.mT @ d_output, d_gate
 
 
 def _sum_to(x: Tensor, gate: Tensor) -> Tensor:

@@ -7,13 +7,22 @@ from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, 
 
 
 def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None, scale: float = 1.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    g: Tensor | None = None,
+    g_value: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_attention`: q, k [B, H, K]; v [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
+    """One token of `linear_attention`: q, k [B, H, K]; v, g_value [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
 
     Returns o [B, H, V] in v's dtype and the next state.
     """
     dtype = state.dtype
+    if g_value is not None:
+        state = state * g_value.to(dtype).exp()[..., None, :]
     if g is not None:
         decay = g.to(dtype).exp()
         state = state * (decay[..., None, None] if g.dim() == 2 else decay[..., None])
@@ -28,6 +37,7 @@ def linear_attention_reference(
     v: Tensor,
     *,
     g: Tensor | None,
+    g_value: Tensor | None,
     scale: float,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -39,14 +49,14 @@ def linear_attention_reference(
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
         for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, g_t = token(sequences, t)
-            o_t, state = linear_attention_step(q_t, k_t, v_t, state, g=g_t, scale=scale)
+            q_t, k_t, v_t, g_t, g_value_t = token(sequences, t)
+            o_t, state = linear_attention_step(q_t, k_t, v_t, state, g=g_t, g_value=g_value_t, scale=scale)
             outputs.append(o_t)
         return torch.stack(outputs, dim=1), state
 
     return run_recurrence(
         recurrence,
-        (q, k, v, g),
+        (q, k, v, g, g_value),
         initial_state,
         (*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,

@@ -2,6 +2,7 @@
 
     import longseq, timm
     model = timm.create_model("longseq_tiny_patch16_224", mixer="longhorn", num_classes=10, img_size=32, patch_size=4)
+    hybrid = timm.create_model("longseq_tiny_patch16_224", mixer="3xlonghorn+attention")
 
 Two chassis. `longseq_{tiny,small,base}_patch16_224` is Vim's: 24 blocks of one mixer each, RMSNorm, residual in
 float32, no MLP, class token in the middle of the sequence. `longseq_vit_{tiny,small,base}_patch16_224` is the Vision
@@ -33,6 +34,7 @@ from longseq.blocks.scan import Directions, scan_orders
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
 from longseq.mixers import get as get_mixer
+from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
 from longseq.parameters import no_weight_decay
 
 POOLS = ("token", "avg", "")
@@ -49,9 +51,11 @@ class ImageBackbone(nn.Module):
         img_size, patch_size, stride: in pixels, one number or (height, width). `stride` defaults to `patch_size`;
             half of it makes patches overlap and quadruples the tokens.
         in_chans, num_classes: channels of the images; classes, 0 for no head.
-        mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor.
+        mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
+            of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
         direction: forward, bidirectional, cross or alternating (see `longseq.blocks.scan`). A mixer that can see all
-            tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`.
+            tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`. In a
+            hybrid each mixer alternates by itself.
         share_directions: what several readings of the image share: projections, all or none.
         merge: sum or mean of the readings.
         backend: the kernel backend of all mixers; auto takes the first that can run.
@@ -79,7 +83,7 @@ class ImageBackbone(nn.Module):
         num_classes: int = 1000,
         embed_dim: int = 192,
         depth: int = 24,
-        mixer: str = "longhorn",
+        mixer: Pattern = "longhorn",
         mixer_options: dict[str, Any] | None = None,
         direction: str = "bidirectional",
         share_directions: str = "projections",
@@ -97,7 +101,7 @@ class ImageBackbone(nn.Module):
         dynamic_img_size: bool = False,
     ) -> None:
         super().__init__()
-        self.mixer_name = mixer
+        self.mixer_name = spell_pattern(mixer)
         self.direction = direction
         self.class_token = class_token
         self.in_chans = in_chans
@@ -125,19 +129,21 @@ class ImageBackbone(nn.Module):
         make_norm = partial(_make_norm, norm, embed_dim)
         make_mixing = partial(
             make_directions,
-            mixer,
-            embed_dim,
-            mixer_options or {},
+            d_model=embed_dim,
             direction=direction,
             share=share_directions,
             merge=merge,
             backend=backend,
         )
+        names = expand_pattern(mixer, depth)
+        options = options_by_name(mixer, mixer_options)
         self.blocks = nn.Sequential()
         for layer, rate in enumerate(torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()):
             mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
             mlp_norm = make_norm() if mlp_ratio else None
-            mixing = make_mixing(layer=layer)
+            name = names[layer]
+            # In step with a hybrid's pattern, a mixer would alternate to one direction in all its layers.
+            mixing = make_mixing(name, options=options[name], layer=names[:layer].count(name))
             self.blocks.append(Block(mixing, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
@@ -347,16 +353,16 @@ class ImageBackbone(nn.Module):
 
 def make_directions(
     mixer: str,
+    *,
     d_model: int,
     options: dict[str, Any],
-    *,
     direction: str,
     layer: int,
     share: str,
     merge: str,
     backend: str,
 ) -> Directions:
-    """Build the mixing layer with index `layer`: the mixer, reading in the orders that `direction` asks for."""
+    """Build a mixing layer, of index `layer` among those of its mixer: it reads in the orders that `direction` asks."""
     orders = scan_orders(direction, layer)
     options = dict(options)
     if "causal" in options:

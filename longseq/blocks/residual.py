@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from timm.layers import DropPath, Mlp
+from typing import Any
+
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from longseq.blocks.positions import Layout
-from longseq.blocks.scan import Directions
 
 
-class Block(nn.Module):
-    """A pre-norm residual block around a mixing layer and an optional MLP.
+class ResidualBlock(nn.Module):
+    """The parts of a pre-norm residual block around a mixing layer and an optional MLP.
 
     The residual keeps the type it comes in (float32, say) whatever the type of the weights.
 
@@ -23,10 +24,10 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        mixer: Directions,
+        mixer: Any,
         norm: nn.Module,
         *,
-        mlp: Mlp | None = None,
+        mlp: nn.Module | None = None,
         mlp_norm: nn.Module | None = None,
         drop_path: float = 0.0,
     ) -> None:
@@ -38,14 +39,37 @@ class Block(nn.Module):
         self.mlp = mlp
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns."""
-        x = x + self.drop_path(self.mixer(self.norm1(x), layout))
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """Add the MLP's branch to `x`, where there is one."""
         if self.mlp is not None and self.norm2 is not None:
             x = x + self.drop_path(self.mlp(self.norm2(x)))
         return x
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations over one sequence, without norms and additions."""
-        weights = 0 if self.mlp is None else self.mlp.fc1.weight.numel() + self.mlp.fc2.weight.numel()
-        return self.mixer.flops(tokens) + 2 * tokens * weights
+        layers = [] if self.mlp is None else [part for part in self.mlp.modules() if isinstance(part, nn.Linear)]
+        return self.mixer.flops(tokens) + 2 * tokens * sum(layer.weight.numel() for layer in layers)
+
+
+class Block(ResidualBlock):
+    """A residual block whose mixing layer reads an image (see `longseq.blocks.scan.Directions`)."""
+
+    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
+        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns."""
+        return self.add_mlp(x + self.drop_path(self.mixer(self.norm1(x), layout)))
+
+
+class SequenceBlock(ResidualBlock):
+    """A residual block whose mixing layer is a mixer itself, with the state that it carries along a sequence."""
+
+    def forward(
+        self, x: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.mixers.Mixer`."""
+        y, state = self.mixer(self.norm1(x), state, cu_seqlens=cu_seqlens, mask=mask)
+        return self.add_mlp(x + self.drop_path(y)), state
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Transform one more token `x [B, D]`."""
+        y, state = self.mixer.step(self.norm1(x), state)
+        return self.add_mlp(x + self.drop_path(y)), state

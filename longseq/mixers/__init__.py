@@ -4,21 +4,61 @@ One mixer a file. To add one, subclass `Mixer`, decorate it with `@register("nam
 `conf/mixer/name.yaml`; contract tests, image models, export and `longseq describe` then cover it.
 """
 
-from longseq.mixers import attention, deltanet, linear_attention, longhorn, longhorn_exact, mamba
+from longseq.mixers import (
+    abc,
+    attention,
+    based,
+    deltanet,
+    gated_deltanet,
+    gla,
+    gsa,
+    hgrn2,
+    hyena,
+    lattice,
+    linear_attention,
+    longhorn,
+    longhorn_exact,
+    mamba,
+    mamba2,
+    retnet,
+    rg_lru,
+    rwkv6,
+    ttt,
+    vla,
+    window_attention,
+)
 from longseq.mixers.base import Mixer
+from longseq.mixers.cards import MixerCard, list_mixers
 from longseq.mixers.registry import create, get, mixer_names, options, register
 
 __all__ = [
     "Mixer",
+    "MixerCard",
+    "abc",
     "attention",
+    "based",
     "create",
     "deltanet",
+    "gated_deltanet",
     "get",
+    "gla",
+    "gsa",
+    "hgrn2",
+    "hyena",
+    "lattice",
     "linear_attention",
+    "list_mixers",
     "longhorn",
     "longhorn_exact",
     "mamba",
+    "mamba2",
     "mixer_names",
     "options",
     "register",
+    "retnet",
+    "rg_lru",
+    "rwkv6",
+    "ttt",
+    "vla",
+    "window_attention",
 ]

@@ -19,19 +19,23 @@ class Mixer(nn.Module):
     follow it, recurrence, output norm) happens in between, in `scan`. The split lets two directions over an image share
     their projections. A subclass creates the two projections and defines `scan`, `scan_step`, `initial_state` and
     `scan_flops`; a batched sequence, any split of it with the state carried over, and token-by-token steps all give the
-    same numbers.
+    same numbers. A mixer that looks back before it projects has no `in_proj`: it sets None and overrides `project_in`
+    to hand on the tokens as they are.
 
     Class attributes:
         paper: the source of the layer.
         operations: names of the `longseq.kernels` operations that `scan` calls.
         undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
+        growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
+            their number, and its floating-point tensors are float32 (float64 for float64 inputs).
     """
 
     paper: ClassVar[str] = ""
     operations: ClassVar[tuple[str, ...]] = ()
     undecayed: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
+    growing_state: ClassVar[bool] = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
     observed: dict[str, Tensor] | None = None

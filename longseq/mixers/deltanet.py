@@ -14,6 +14,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
 
 FEATURE_MAPS = {
@@ -23,6 +24,19 @@ FEATURE_MAPS = {
     "identity": lambda x: x,
 }
 KEY_NORMS = {"l2": 2.0, "l1": 1.0}
+
+
+def check_features(feature_map: str, key_norm: str) -> None:
+    """Refuse names that `unit_features` does not know."""
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
+    if key_norm not in KEY_NORMS:
+        raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
+
+
+def unit_features(x: Tensor, feature_map: str, key_norm: str) -> Tensor:
+    """Map queries or keys `[..., K]` to features of norm one, in float32 at least."""
+    return functional.normalize(FEATURE_MAPS[feature_map](at_least_float32(x)), p=KEY_NORMS[key_norm], dim=-1)
 
 
 class DeltaNetState(NamedTuple):
@@ -66,10 +80,7 @@ class DeltaNet(Mixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
-        if key_norm not in KEY_NORMS:
-            raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
+        check_features(feature_map, key_norm)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
         self.feature_map = feature_map
         self.key_norm = key_norm
@@ -90,17 +101,21 @@ class DeltaNet(Mixer):
         mixed, beta = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
-        if mask is not None:
-            beta = beta * mask.unsqueeze(-1)
+        q, k, v = self._features(mixed)
+        self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
+        self.observe("key_write_norm", lambda: token_mean(beta * k.square().sum(-1), mask))
         o, memory = delta_rule(
-            *self._features(mixed),
-            beta,
+            q,
+            k,
+            v,
+            beta if mask is None else beta * mask.unsqueeze(-1),
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
         )
         assert memory is not None
+        self.observe("state_norm", lambda: mean_norm(memory))
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:
@@ -124,9 +139,7 @@ class DeltaNet(Mixer):
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        feature_map, order = FEATURE_MAPS[self.feature_map], KEY_NORMS[self.key_norm]
-        q = functional.normalize(feature_map(at_least_float32(q)), p=order, dim=-1)
-        k = functional.normalize(feature_map(at_least_float32(k)), p=order, dim=-1)
+        q, k = (unit_features(x, self.feature_map, self.key_norm) for x in (q, k))
         return q, k, functional.silu(v)
 
     def scan_flops(self, tokens: int) -> int:

@@ -28,3 +28,20 @@ def choose_heads(width: int, num_heads: int | None, head_dim: int | None, *, pre
     if num_heads * head_dim != width:
         raise ValueError(f"num_heads={num_heads} times head_dim={head_dim} is not the width {width}; give one of them")
     return num_heads, head_dim
+
+
+def largest_heads(width: int, limit: int) -> int:
+    """Return the largest head dimension of at most `limit` that divides the width."""
+    return next(dim for dim in range(min(width, limit), 0, -1) if width % dim == 0)
+
+
+def expand_width(width: int, factor: float, name: str) -> int:
+    """Return `factor · width`, where `name` is the option that gives the factor.
+
+    Raises:
+        ValueError: the product is no whole number of at least 1.
+    """
+    expanded = round(factor * width)
+    if expanded < 1 or abs(expanded - factor * width) > 1e-6:
+        raise ValueError(f"{name}={factor} of {width} channels is no whole number of at least 1; choose another factor")
+    return expanded

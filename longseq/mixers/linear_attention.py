@@ -12,6 +12,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
 
 
@@ -49,6 +50,7 @@ class LinearAttention(Mixer):
     ) -> None:
         super().__init__(d_model, backend=backend)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
+        self.key_dim = self.head_dim
         self.normalizer = normalizer
         self.eps = eps
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
@@ -70,6 +72,7 @@ class LinearAttention(Mixer):
             backend=self.backend,
         )
         assert memory is not None
+        self.observe("state_norm", lambda: mean_norm(memory))
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
@@ -77,7 +80,7 @@ class LinearAttention(Mixer):
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> LinearAttentionState:
-        shape = (batch, self.num_heads, self.head_dim, self.head_dim + int(self.normalizer))
+        shape = (batch, self.num_heads, self.key_dim, self.head_dim + int(self.normalizer))
         return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,4 +98,4 @@ class LinearAttention(Mixer):
 
     def scan_flops(self, tokens: int) -> int:
         # Writing at the key and reading at the query take 2 K V each.
-        return 4 * tokens * self.d_model * (self.head_dim + int(self.normalizer))
+        return 4 * tokens * self.num_heads * self.key_dim * (self.head_dim + int(self.normalizer))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import longhorn_scan, longhorn_scan_step
+from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
 
@@ -50,13 +51,12 @@ class Longhorn(SelectiveMixer):
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         beta = at_least_float32(rate).sigmoid()
-        if mask is not None:
-            beta = beta * mask.unsqueeze(-1)
+        self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(
             x,
             query,
             key,
-            beta,
+            beta if mask is None else beta * mask.unsqueeze(-1),
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,

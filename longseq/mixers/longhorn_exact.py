@@ -7,6 +7,7 @@ from torch import Tensor
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
 
@@ -57,6 +58,7 @@ class LonghornExact(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
         strength = self._strength(key, rate)
         if mask is not None:
             strength = strength * mask.unsqueeze(-1)

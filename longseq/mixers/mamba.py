@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
+from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
+from longseq.mixers.step_size import check_step_range, draw_step_bias, step_size
 
 
 @register("mamba")
@@ -53,8 +51,7 @@ class Mamba(SelectiveMixer):
             rate_bias=False,
             backend=backend,
         )
-        if not 0 < dt_min <= dt_max:
-            raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: step sizes are positive and dt_min is the smaller one")
+        check_step_range(dt_min, dt_max)
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.rate_bias = nn.Parameter(torch.empty(self.inner))
@@ -67,20 +64,17 @@ class Mamba(SelectiveMixer):
         self.A_log.copy_(torch.arange(1, self.state_size + 1).log().expand_as(self.A_log))
         bound = self.rate_rank**-0.5
         self.rate_proj.weight.uniform_(-bound, bound)
-        low, high = math.log(self.dt_min), math.log(self.dt_max)
-        step = torch.empty_like(self.rate_bias).uniform_(low, high).exp()
-        self.rate_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        draw_step_bias(self.rate_bias, self.dt_min, self.dt_max)
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        step = self._step_size(rate)
-        if mask is not None:
-            step = step * mask.unsqueeze(-1)
+        step = step_size(rate, self.rate_bias)
+        self.observe("gate_saturation", lambda: self._saturation(step, mask))
         y, final = selective_scan(
             x,
-            step,
+            step if mask is None else step * mask.unsqueeze(-1),
             -self.A_log.exp(),
             key,
             query,
@@ -93,7 +87,8 @@ class Mamba(SelectiveMixer):
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return selective_scan_step(x, self._step_size(rate), -self.A_log.exp(), key, query, memory)
+        return selective_scan_step(x, step_size(rate, self.rate_bias), -self.A_log.exp(), key, query, memory)
 
-    def _step_size(self, rate: Tensor) -> Tensor:
-        return functional.softplus(at_least_float32(rate) + self.rate_bias)
+    def _saturation(self, step: Tensor, mask: Tensor | None) -> Tensor:
+        # One column of A at a time: the decays of all of them are as many as the states of all tokens.
+        return torch.stack([saturation((step * a).exp(), mask) for a in (-self.A_log.exp()).unbind(-1)]).mean()

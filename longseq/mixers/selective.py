@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.measures import mean_norm
 
 
 class SelectiveState(NamedTuple):
@@ -80,6 +81,7 @@ class SelectiveMixer(Mixer):
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask)
         y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask)
+        self.observe("state_norm", lambda: mean_norm(memory))
         return self._gate(y, x, gate), SelectiveState(convolution, memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:

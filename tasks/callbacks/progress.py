@@ -13,19 +13,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 class TrainingProgress(ProgressBar):
     """Shows the whole run as one bar in a terminal, and prints one line an epoch everywhere.
 
-    Values are read from the device only when the bar is redrawn, at most once in `refresh_seconds`.
+    Values (the losses and `metric`) are read from the device only when the bar is redrawn, at most once in
+    `refresh_seconds`; `unit` is what the samples are called.
     """
 
-    def __init__(self, refresh_seconds: float = 1.0) -> None:
+    def __init__(self, refresh_seconds: float = 1.0, metric: str = "val/top1", unit: str = "images") -> None:
         super().__init__()
         self.refresh_seconds = refresh_seconds
+        self.metric = metric
+        self.unit = unit
         self.console = Console(stderr=True)
         self._enabled = True
         self._progress: Progress | None = None
         self._task: Any = None
         self._refreshed = 0.0
         self._started = 0.0
-        self._images = 0
+        self._samples = 0
         self._epoch_rate = ""
 
     def enable(self) -> None:
@@ -38,7 +41,7 @@ class TrainingProgress(ProgressBar):
         if not self._enabled:
             return
         self._refreshed = self._started = time.monotonic()
-        self._images = 0
+        self._samples = 0
         if not self.console.is_terminal:
             return
         batches = trainer.num_training_batches
@@ -66,7 +69,7 @@ class TrainingProgress(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self._started = time.monotonic()
-        self._images = 0
+        self._samples = 0
         if self._progress is not None:
             self._progress.update(self._task, description=_epoch(trainer))
 
@@ -75,7 +78,7 @@ class TrainingProgress(ProgressBar):
     ) -> None:
         if not self._enabled:
             return
-        self._images += len(batch[0]) * trainer.world_size
+        self._samples += len(batch[0]) * trainer.world_size
         if trainer.is_last_batch:
             self._epoch_rate = self._rate()
         if self._progress is None:
@@ -84,13 +87,13 @@ class TrainingProgress(ProgressBar):
         now = time.monotonic()
         if now - self._refreshed >= self.refresh_seconds:
             self._refreshed = now
-            values = _values(trainer, ("train/loss", "val/top1"))
+            values = _values(trainer, ("train/loss", self.metric))
             self._progress.update(self._task, rate=self._rate(), values=values)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._enabled:
             return
-        values = _values(trainer, ("train/loss", "val/loss", "val/top1"))
+        values = _values(trainer, ("train/loss", "val/loss", self.metric))
         self.console.print(f"{_epoch(trainer)}  {values}  {self._epoch_rate}", highlight=False, soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,7 +109,7 @@ class TrainingProgress(ProgressBar):
 
     def _rate(self) -> str:
         seconds = time.monotonic() - self._started
-        return f"{self._images / seconds:.0f} images/s" if seconds > 0 else ""
+        return f"{self._samples / seconds:.0f} {self.unit}/s" if seconds > 0 else ""
 
 
 def _epoch(trainer: Trainer) -> str:

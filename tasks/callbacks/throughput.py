@@ -1,4 +1,4 @@
-"""Images per second, and the time that training waits for data."""
+"""Samples per second, and the time that training waits for data."""
 
 import time
 from typing import Any
@@ -11,22 +11,23 @@ from longseq.tasks.callbacks.updates import updated
 
 
 class Throughput(Callback):
-    """Logs `throughput/images_per_second` (all devices) and `throughput/data_wait_ms` (per batch) every
-    `log_every_n_steps` updates.
+    """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch) every
+    `log_every_n_steps` updates; `unit` is what the samples are called.
 
     The clock runs while a batch is fetched and trained on, not during validation and checkpoints. The device is waited
-    for once per logged window. `images_per_second` and `data_wait_ms` hold the means over the whole run.
+    for once per logged window. `rate` (samples per second) and `data_wait_ms` hold the means over the whole run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "images") -> None:
+        self.unit = unit
         self._clock: _FetchClock | None = None
         self._window = _Window()
         self._run = _Window()
         self._batch_started = 0.0
 
     @property
-    def images_per_second(self) -> float | None:
-        return self._run.images_per_second
+    def rate(self) -> float | None:
+        return self._run.rate
 
     @property
     def data_wait_ms(self) -> float | None:
@@ -50,14 +51,14 @@ class Throughput(Callback):
         due = updated(trainer, batch_idx) and trainer.global_step % every == 0
         if due and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        images = len(batch[0]) * trainer.world_size
-        self._window.add(images, time.perf_counter() - self._batch_started, self._clock.take())
+        samples = len(batch[0]) * trainer.world_size
+        self._window.add(samples, time.perf_counter() - self._batch_started, self._clock.take())
         if not due:
             return
         if trainer.logger is not None:
             trainer.logger.log_metrics(
                 {
-                    "throughput/images_per_second": self._window.images_per_second or 0.0,
+                    f"throughput/{self.unit}_per_second": self._window.rate or 0.0,
                     "throughput/data_wait_ms": self._window.data_wait_ms or 0.0,
                 },
                 step=trainer.global_step - 1,
@@ -73,25 +74,25 @@ class _Window:
 
     def __init__(self) -> None:
         self.batches = 0
-        self.images = 0
+        self.samples = 0
         self.seconds = 0.0
         self.waited = 0.0
 
-    def add(self, images: int, seconds: float, waited: float) -> None:
+    def add(self, samples: int, seconds: float, waited: float) -> None:
         self.batches += 1
-        self.images += images
+        self.samples += samples
         self.seconds += seconds
         self.waited += waited
 
     def merge(self, other: "_Window") -> None:
         self.batches += other.batches
-        self.images += other.images
+        self.samples += other.samples
         self.seconds += other.seconds
         self.waited += other.waited
 
     @property
-    def images_per_second(self) -> float | None:
-        return self.images / self.seconds if self.seconds > 0 else None
+    def rate(self) -> float | None:
+        return self.samples / self.seconds if self.seconds > 0 else None
 
     @property
     def data_wait_ms(self) -> float | None:

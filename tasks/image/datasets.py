@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.sampler import Draw, derive_seed
+from longseq.tasks.image.sampler import Draw
 from longseq.tasks.image.sources import UNREADABLE, Split, first_line
 from longseq.tasks.image.transforms import evaluation_transform
+from longseq.tasks.seeds import derive_seed
 
 _log = logging.getLogger(__name__)
 

@@ -29,6 +29,10 @@ class DataInfo:
         """Plain containers, for checkpoints."""
         return asdict(self)
 
+    def describe(self) -> str:
+        """The data in a few words."""
+        return f"{self.img_size} px, {self.num_classes} classes"
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataInfo:
         """The inverse of `to_dict`; keys of others are ignored."""

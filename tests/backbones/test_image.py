@@ -164,7 +164,7 @@ def test_a_smaller_stride_gives_more_tokens():
 
 def influence(model, output):
     """Which pixels of the first image move `output(model, image)`: one number a patch."""
-    x = images(batch=1).requires_grad_()
+    x = images(batch=1).to(model.pos_embed.dtype).requires_grad_()
     output(model, x).square().sum().backward()
     return x.grad.abs().sum(1).unfold(1, 8, 8).unfold(2, 8, 8).sum((-1, -2))[0]
 
@@ -179,9 +179,10 @@ def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, pla
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
 def test_forward_reads_only_what_came_before(mixer):
-    model = tiny(depth=2, mixer=mixer, direction="forward")
-    seen = influence(model, lambda m, x: m(x)).flatten() > 0  # the token stands in the middle
-    assert seen.tolist() == [True] * 6 + [False] * 6
+    model = tiny(depth=2, mixer=mixer, direction="forward").double()
+    moved = influence(model, lambda m, x: m(x)).flatten()
+    seen = moved > 1e-10 * moved.max()  # Fourier transforms leave rounding errors in the past
+    assert seen.tolist() == [True] * 6 + [False] * 6  # the token stands in the middle
 
 
 def test_alternating_turns_from_layer_to_layer():
@@ -268,8 +269,9 @@ def test_copies_share_their_projections_like_the_original():
 
 
 def test_torchscript_takes_any_batch_and_runs_without_longseq(tmp_path):
+    """The files of every mixer are run in `tests/tools/test_export.py`."""
     batches = [images(batch=batch) for batch in (1, 2, 5)]
-    for mixer in mixers.mixer_names():
+    for mixer in ("attention", "deltanet", "longhorn"):
         model = tiny(mixer=mixer)
         with torch.no_grad():
             torch.jit.trace(model, images()).save(tmp_path / f"{mixer}.model")

@@ -6,6 +6,7 @@ import torch
 from longseq.kernels.chunks import (
     decay_matrix,
     decayed_products,
+    decayed_sums,
     fit_chunk_size,
     join_chunks,
     split_chunks,
@@ -46,6 +47,7 @@ def test_a_great_decay_leaves_small_ones_after_it_exact():
     assert_equal_up_to_rounding(after, torch.tensor(-0.01 * 42).exp(), "decay")
     one = torch.ones(1, 64, 1)
     assert_equal_up_to_rounding(decayed_products(one, one, g)[0, 63, 21], after, "product")
+    assert_equal_up_to_rounding(decayed_sums(only_token(64, 21), one, g)[0, 63, 0], after, "sum")
 
 
 def test_a_gate_of_minus_infinity_forgets():
@@ -56,6 +58,15 @@ def test_a_gate_of_minus_infinity_forgets():
     one = torch.ones(1, 8, 1)
     assert torch.equal(decay_matrix(g)[0], expected)
     assert torch.equal(decayed_products(one, one, g)[0], expected)
+    for token in range(8):
+        assert torch.equal(decayed_sums(only_token(8, token), one, g)[0, :, 0], expected[:, token])
+
+
+def only_token(size, token):
+    """Weights that read one token [1, C, C]."""
+    weights = torch.zeros(1, size, size)
+    weights[:, :, token] = 1
+    return weights
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_float32_is_as_accurate_as_the_recurrence(op, variant):
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
     peer, actual = gradients(inputs, backend="reference"), gradients(inputs)
     for name, value in actual.items():
-        assert value.dtype == torch.float32
+        assert value.dtype in (torch.float32, torch.int64)
         assert_accurate(value, peer[name], exact[name], name)
 
 
@@ -223,9 +223,11 @@ def test_backward_keeps_less_than_the_states_of_all_tokens(op):
 
 @pytest.mark.parametrize("op", list_ops())
 def test_compiles_to_one_graph(op):
-    inputs = make_inputs(op, tokens=3)
+    torch._dynamo.reset()
     compiled = torch.compile(lambda inputs: inputs.run(), fullgraph=True, backend="aot_eager")
-    assert_same(gradients(inputs, run=compiled), gradients(inputs))
+    for tokens in (3, 11):  # the second length makes T symbolic
+        inputs = make_inputs(op, tokens=tokens)
+        assert_same(gradients(inputs, run=compiled), gradients(inputs))
 
 
 @pytest.mark.gpu

@@ -11,9 +11,9 @@ from longseq.kernels import list_ops, short_convolution
 from longseq.kernels.testing import assert_equal_up_to_rounding, list_variants, make_inputs, results
 
 # the variants that lead to graphs of their own
-GRAPHS = ("plain", "gated", "head_gated", "channel_gated")
+GRAPHS = ("plain", "gated", "head_gated", "channel_gated", "value_gated", "write")
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op) if variant in GRAPHS]
-UNROLLED = [("delta_rule", "gated"), ("linear_attention", "channel_gated")]
+UNROLLED = [("delta_rule", "gated"), ("linear_attention", "channel_gated"), ("linear_attention", "value_gated")]
 SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
 
 

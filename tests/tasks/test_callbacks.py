@@ -142,7 +142,7 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     throughput = Throughput()
     fit(tiny("trainer.log_every_n_steps=5"), throughput)
     assert throughput.data_wait_ms > 20
-    assert 0 < throughput.images_per_second < 64 / 0.02
+    assert 0 < throughput.rate < 64 / 0.02
 
 
 def test_pictures_show_what_they_should():

@@ -14,15 +14,31 @@ from lightning.pytorch.loggers import Logger
 
 import longseq.conf
 from longseq import mixers
+from longseq.mixers.pattern import options_by_name
 from longseq.tasks import assemble, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.probe.data import ProbeDataModule
+from longseq.tasks.probe.generators import check_options
+from longseq.tasks.probe.info import ProbeInfo
 
 CONF = Path(longseq.conf.__file__).parent
 GROUPS = ("task", "mixer", "model", "scale", "data", "recipe", "trainer", "callbacks", "logger")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
+SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
+
+# Options that belong to task=probe; all others are composed with the default task.
+PROBES = {
+    *(("data", path.stem) for path in (CONF / "data").glob("*.yaml") if path.stem.startswith(("mad_", "mqar"))),
+    *(("data", name) for name in ("copy", "listops", "regbench")),
+    *(("recipe", name) for name in ("probe", "zoology", "vla", "mad")),
+    ("callbacks", "probe"),
+    ("model", "token"),
+    ("scale", "probe"),
+    ("task", "probe"),
+}
 
 
 def bind(target: Any, **arguments: Any) -> None:
@@ -35,21 +51,33 @@ def bind_target(node: dict[str, Any], *leading: Any, **arguments: Any) -> None:
     inspect.signature(get_object(node["_target_"])).bind(*leading, **options, **arguments)
 
 
+def chosen(group: str, option: str) -> list[str]:
+    """Overrides that choose an option, with the task that it belongs to."""
+    task = ["task=probe"] if (group, option) in PROBES and group != "task" else []
+    return [*task, f"{group}={option}"]
+
+
 def test_the_groups_are_those_tested_here():
     assert {path.parent.name for path in CONF.glob("*/*.yaml")} == set(GROUPS)
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
 def test_every_option_composes_and_binds(group, option, compose_config, tmp_path):
-    config = assemble.plain(compose_config("train", f"{group}={option}", f"output={tmp_path}"))
-    bind(ImageDataModule, **config["data"], batch_size=1, seed=0, augment=config["recipe"]["augment"])
+    config = assemble.plain(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
+    if config["task"]["name"] == "probe":
+        bind(ProbeDataModule, **config["data"], batch_size=1, seed=0)
+        check_options(config["data"]["generator"], config["data"]["options"])
+    else:
+        bind(ImageDataModule, **config["data"], batch_size=1, seed=0, augment=config["recipe"]["augment"])
     bind(Trainer, **config["trainer"])
-    bind(mixers.get(config["mixer"]["name"]), d_model=8, **config["mixer"]["options"])
+    for name, options in options_by_name(config["mixer"]["name"], config["mixer"]["options"]).items():
+        bind(mixers.get(name), d_model=8, **options)
     bind_target(config["recipe"]["optimizer"], None, lr=0.1)
     bind_target(config["recipe"]["schedule"], None, num_epochs=1, updates_per_epoch=1)
     assert isinstance(instantiate(config["logger"]), Logger)
     callbacks = assemble.build_callbacks(config)
-    assert len(callbacks) == len(config["callbacks"]) + bool(config["recipe"]["ema"])
+    wanted = [options for options in config["callbacks"].values() if options is not None]
+    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"])
 
 
 MODELS = [option for option in OPTIONS if option[0] in ("mixer", "model", "scale")]
@@ -57,11 +85,12 @@ MODELS = [option for option in OPTIONS if option[0] in ("mixer", "model", "scale
 
 @pytest.mark.parametrize(("group", "option"), MODELS, ids=[f"{group}-{option}" for group, option in MODELS])
 def test_every_model_builds(group, option, compose_config, tmp_path):
-    config = compose_config("train", f"{group}={option}", f"output={tmp_path}")
+    config = compose_config("train", *chosen(group, option), f"output={tmp_path}")
+    info = SMALL_PROBE if config.task.name == "probe" else SMALL
     with torch.device("meta"):
-        backbone = assemble.build_backbone(config, SMALL)
+        backbone = assemble.build_backbone(config, info)
     assert sum(parameter.numel() for parameter in backbone.parameters()) > 0
-    assert backbone.num_classes == 2
+    assert backbone.num_classes == 2 if info is SMALL else backbone.vocab_size == 8
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=str)

@@ -196,10 +196,13 @@ def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
 
 
 def test_two_processes_count_each_test_image_once(tmp_path, command, tiny_overrides):
-    """359 test images do not divide by two."""
-    result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim")
+    """359 test images do not divide by two. One process alone watches the mixers."""
+    watched = ("mixer=linear_attention", "callbacks.telemetry.every_n_steps=5")
+    result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim", *watched)
     assert result.returncode == 0, result.stderr
     run = only(tmp_path, "outputs/image/*")
+    board = EventAccumulator(str(run)).Reload()
+    assert board.Scalars("telemetry/blocks.0.rows/state_norm")[0].step == 4
     tested = json.loads((run / "metrics.json").read_text())
     alone = command(tmp_path, "evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu")
     assert alone.returncode == 0, alone.stderr

@@ -45,6 +45,7 @@ def test_every_verb_has_its_command(verb):
     [
         (("learn",), ["unknown verb 'learn'", "train, evaluate"]),
         (("train", "mixer=longhron"), ["mixer/longhron", "deltanet", "longhorn"]),
+        (("train", "mixer=hybrid", "mixer.name=[1,2]"), ["error: mixer=[1, 2] is no pattern: write a name"]),
         (("train", "colour=red"), ["colour"]),
         (("train", "mixer.name=longhron"), ["did you mean 'longhorn'?"]),
         (("train", "data=cifar10", "data.root=/nowhere"), ["/nowhere", "data.download=true"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def test_frozen_parameters_are_not_trainable() -> None:
 
 
 def test_lists() -> None:
-    assert [row["name"] for row in list_mixers()] == list(mixers.mixer_names())
+    cards = mixers.list_mixers()
+    for row, card in zip(list_mixers(), cards, strict=True):
+        assert row == {**dataclasses.asdict(card), "options": mixers.options(card.name)}
     rows = {row["name"]: row for row in list_models()}
     assert rows["longseq_tiny_patch16_224"]["parameters"] == sum(
         parameter.numel() for parameter in timm.create_model("longseq_tiny_patch16_224").parameters()
@@ -105,6 +108,17 @@ def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.Capture
     run(compose_describe(f"checkpoint={checkpoint}", "format=json"))
     facts = json.loads(capsys.readouterr().out)
     assert (facts["mixer"], facts["classes"], facts["images"]) == ("attention", 10, [1, 8, 8])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("mixers", ["deltanet", "35,072", "0.73 M", "delta_rule"]), ("models", ["6,852,904"])]
+)
+def test_lists_are_printed(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run(compose_describe(f"list={name}"))
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+    run(compose_describe(f"list={name}", "format=json"))
+    assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

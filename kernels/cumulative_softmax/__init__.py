@@ -1,0 +1,60 @@
+"""The cumulative softmax: how much of a running softmax average is left at each token."""
+
+from torch import Tensor
+
+from longseq.kernels.checks import check_tensors
+from longseq.kernels.cumulative_softmax.chunk import cumulative_softmax_torch
+from longseq.kernels.cumulative_softmax.reference import (
+    NOTHING,
+    cumulative_softmax_reference,
+    cumulative_softmax_step,
+)
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    is_exporting,
+    loop_reasons,
+    register,
+    select,
+    unpacking_reasons,
+)
+
+__all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
+
+register(
+    "cumulative_softmax",
+    Backend("torch", cumulative_softmax_torch, unpacking_reasons),
+    Backend("reference", cumulative_softmax_reference, loop_reasons),
+)
+
+
+def cumulative_softmax(
+    x: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Log of the share that the earlier tokens keep when a token joins a softmax over all tokens so far.
+
+        z_t = log(e^{z_{t-1}} + e^{x_t});   g_t = z_{t-1} - z_t
+
+    The token itself has the share w_t = 1 - e^{g_t} = e^{x_t - z_t}, so that S_t = e^{g_t} S_{t-1} + w_t v_t is the
+    average of the values so far under softmax(x_1, ..., x_t). Any magnitude of x is safe. The state before any token,
+    z = -1e30, stands for the logarithm of nothing: the first token gets the share 1. A token with x = -1e30 after a
+    real one leaves everything as it is.
+
+    Shapes: x, g [B, T, H, M]; states z [B, H, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1
+    and states are [N, H, M]. Arithmetic and state are float32, or float64 for float64 inputs; g has x's dtype. Returns
+    (g, final state or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: the write strengths of Peng et al. 2022, "ABC: Attention with Bounded-memory Control", for causal attention.
+    """
+    sizes = check_tensors(
+        "cumulative_softmax", {"x": (x, "B T H M"), "initial_state": (initial_state, "S H M")}, cu_seqlens
+    )
+    run = select("cumulative_softmax", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(x, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)

@@ -1,0 +1,46 @@
+"""The cumulative softmax as its recurrence: the definition that every other form is compared with."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
+
+# The logarithm of nothing. A finite number, because minus infinity has no gradient; far below any logit.
+NOTHING = -1e30
+
+
+def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of `cumulative_softmax`: x and state [B, H, M]. Returns g [B, H, M] in x's dtype and the next state."""
+    logit = x.to(state.dtype)
+    # As a difference of the two states g would be lost in their rounding where a token's share is small.
+    return functional.logsigmoid(state - logit).to(x.dtype), torch.logaddexp(state, logit)
+
+
+def cumulative_softmax_reference(
+    x: Tensor, *, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`cumulative_softmax`, one token at a time."""
+
+    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for logit in sequences[0].unbind(1):
+            g, state = cumulative_softmax_step(logit, state)
+            outputs.append(g)
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(
+        recurrence,
+        (x,),
+        initial_state,
+        lambda rows, dtype: nothing_yet(x, rows, dtype),
+        output_dtype=x.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )
+
+
+def nothing_yet(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The state before the first token [rows, H, M]."""
+    return x.new_full((rows, *x.shape[2:]), NOTHING, dtype=dtype)

@@ -1,0 +1,231 @@
+"""The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
+
+`retreat` walks from the last chunk to the first and leaves the gradients of the states after each chunk. The rest runs
+over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences,
+`retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
+
+A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
+product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on is in
+units of the largest gradient, `d_largest`, and what they find from U and the states in units of `largest` as well.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.delta_rule.triton_tiles import (
+    PLAIN,
+    chunk,
+    decay_between,
+    decay_since,
+    decay_until,
+    load_block,
+    load_numbers,
+    load_tokens,
+    sequence,
+    store_block,
+    store_tokens,
+    unit_scale,
+)
+
+
+@triton.jit
+def _store_scores(
+    d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ."""
+    i = tl.arange(0, CHUNK)
+    if GATED:
+        between = decay_between(gate, CHUNK)
+        d_reading *= between
+        d_erasing *= between
+    d_reading = tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0)
+    d_erasing = tl.where(i[:, None] > i[None, :], -d_erasing, 0.0)
+    store_block(d_attention + place * CHUNK * CHUNK, 0, 0, d_reading, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(d_lower + place * CHUNK * CHUNK, 0, 0, d_erasing, CHUNK, CHUNK, CHUNK, CHUNK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def retreat(
+    g, d_largest, cu_seqlens, inverse, attention, queries, writes, erased, written, decays, d_output, d_final,
+    d_states, d_written, d_v, d_attention, d_lower, d_initial,
+    scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value columns of one head of one sequence: gradients of the states after each chunk and of U.
+
+    Of SHORT sequences one program holds all columns, and leaves the gradients of V instead of U's, and of the scores.
+    """
+    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    d_output += row * do_row + head * do_head
+
+    unit = unit_scale(d_largest, SCALED)
+    d_state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    if HAS_FINAL:
+        d_state = load_block(d_final + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK).to(tl.float32) * unit
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    for back in range(0, chunks):
+        m = chunks - 1 - back
+        t = start + m * CHUNK
+        place = (slot + m) * H + head
+        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        do = load_tokens(d_output + t * do_token, do_token, end - t, column, V, CHUNK, BLOCK)
+        do = (do.to(tl.float32) * unit).to(DTYPE)
+
+        after = d_state.to(DTYPE)
+        store_block(d_states + place * K * V, 0, column, after, K, V, BLOCK_K, BLOCK)
+        du = tl.dot(tl.trans(among), do, input_precision=PRECISION)
+        du = tl.dot(write, after, du, input_precision=PRECISION).to(DTYPE)
+        if GATED:
+            d_state *= tl.load(decays + place)
+        d_state = tl.dot(tl.trans(query), do, d_state, input_precision=PRECISION)
+        d_state = tl.dot(tl.trans(erase), du, d_state, input_precision=PRECISION)
+        if SHORT:
+            x = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK)
+            dv = tl.dot(tl.trans(x), du, input_precision=PRECISION)
+            store_tokens(d_v + ((row * T + t) * H + head) * V, H * V, end - t, column, dv / unit, V, CHUNK, BLOCK)
+            store_block(d_written + place * CHUNK * V, 0, column, dv, CHUNK, V, CHUNK, BLOCK)
+            d_reading = tl.dot(do, tl.trans(u), input_precision=PRECISION)
+            d_erasing = tl.dot(dv.to(DTYPE), tl.trans(u), input_precision=PRECISION)
+            gate = tl.zeros((CHUNK,), tl.float32)
+            if GATED:
+                gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token, end - t, CHUNK)
+            _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
+        else:
+            store_block(d_written + place * CHUNK * V, 0, column, du, CHUNK, V, CHUNK, BLOCK)
+    store_block(d_initial + (n * H + head) * K * V, 0, column, d_state / unit, K, V, BLOCK_K, BLOCK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_scores(
+    g, d_largest, cu_seqlens, sequence_of, inverse, written, d_output, d_written, d_v, d_attention, d_lower,
+    scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
+    V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: gradients of V (in `d_written` also, in place of U's), of Q Wᵀ and of R Wᵀ."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    place = slot * H + head
+    d_output += row * do_row + start * do_token + head * do_head
+    d_v += ((row * T + start) * H + head) * V
+
+    unit = unit_scale(d_largest, SCALED)
+    xt = tl.trans(load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
+    d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for e in range(0, V, STEP):
+        du = load_block(d_written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP)
+        u = tl.trans(load_block(written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP))
+        do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
+        dv = tl.dot(xt, du, input_precision=PRECISION)
+        store_tokens(d_v, H * V, live, e, dv / unit, V, CHUNK, STEP)
+        store_block(d_written + place * CHUNK * V, 0, e, dv, CHUNK, V, CHUNK, STEP)
+        d_reading = tl.dot(do, u, d_reading, input_precision=PRECISION)
+        d_erasing = tl.dot(dv.to(u.dtype), u, d_erasing, input_precision=PRECISION)
+    gate = tl.zeros((CHUNK,), tl.float32)
+    if GATED:
+        gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token, live, CHUNK)
+    _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_inputs(
+    q, k, beta, write_key, g, largest, d_largest, cu_seqlens, sequence_of, written, states,
+    d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
+    scale, T, H, tokens,
+    q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
+    write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's."""
+    blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) % blocks
+    column = block * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    place = slot * H + head
+    token = (row * T + start) * H + head
+    i = tl.arange(0, CHUNK)
+    q += row * q_row + start * q_token + head * q_head
+    k += row * k_row + start * k_token + head * k_head
+    write_key += row * write_row + start * write_token + head * write_head
+    d_output += row * do_row + start * do_token + head * do_head
+    if GATED:
+        g += row * g_row + start * g_token + head * g_head
+
+    unit = unit_scale(d_largest, SCALED)
+    dq = tl.zeros((CHUNK, BLOCK), tl.float32)
+    dr = tl.zeros((CHUNK, BLOCK), tl.float32)
+    dw = tl.zeros((CHUNK, BLOCK), tl.float32)
+    d_whole = tl.zeros((BLOCK,), tl.float32)
+    for e in range(0, V, STEP):
+        state = load_block(states + place * K * V, column, e, K, V, BLOCK, STEP)
+        after = load_block(d_states + place * K * V, column, e, K, V, BLOCK, STEP)
+        u = load_block(written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP)
+        do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
+        dv = load_block(d_written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP)
+        dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)
+        dr = tl.dot(dv, tl.trans(state), dr, input_precision=PRECISION)
+        dw = tl.dot(u, tl.trans(after), dw, input_precision=PRECISION)
+        if GATED:
+            d_whole += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
+    dq *= scale
+    dr = -dr
+    strength = load_numbers(beta + row * beta_row + start * beta_token + head * beta_head, beta_token, live, CHUNK)
+    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
+    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
+    write = read
+    if OWN_WRITE_KEY:
+        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
+    d_end = 0.0
+    if GATED:
+        gate = load_numbers(g, g_token, live, CHUNK)
+        since = decay_since(gate)
+        dq *= since[:, None]
+        dr *= since[:, None]
+        dw *= decay_until(g, g_token, live, CHUNK)[:, None]
+        d_end = tl.sum(d_whole, 0) * tl.exp(tl.sum(gate, 0))
+        d_end += tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0)
+
+    reading_strength = (d_reading.to(tl.float32) * strength[None, :]).to(d_reading.dtype)
+    erasing_strength = (d_erasing.to(tl.float32) * strength[None, :]).to(d_reading.dtype)
+    dq = tl.dot(reading_strength, write, dq, input_precision=PRECISION)
+    dr = tl.dot(erasing_strength, write, dr, input_precision=PRECISION)
+    dw = tl.dot(tl.trans(d_reading), query, dw, input_precision=PRECISION)
+    dw = tl.dot(tl.trans(d_erasing), read, dw, input_precision=PRECISION)
+    unit *= unit_scale(largest, SCALED)
+    dq /= unit
+    dr /= unit
+    dw /= unit
+    d_strength = tl.sum(dw * write.to(tl.float32), 1)
+    part = block.to(tl.int64) * tokens * H + token
+    if GATED:
+        # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
+        # one side of it are in both sums, with opposite signs.
+        read_later = tl.sum(dq * query.to(tl.float32) + dr * read.to(tl.float32), 1) - d_strength * strength
+        dg = tl.cumsum(read_later, 0, reverse=True) + d_end / unit
+        tl.store(d_g + part + i * H, dg, mask=i < live)
+    tl.store(d_beta + part + i * H, d_strength, mask=i < live)
+    store_tokens(d_q + token * K, H * K, live, column, dq, K, CHUNK, BLOCK)
+    dw *= strength[:, None]
+    if OWN_WRITE_KEY:
+        store_tokens(d_write_key + token * K, H * K, live, column, dw, K, CHUNK, BLOCK)
+    else:
+        dr += dw
+    store_tokens(d_k + token * K, H * K, live, column, dr, K, CHUNK, BLOCK)

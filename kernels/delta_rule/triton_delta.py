@@ -1,0 +1,411 @@
+"""The delta rule in Triton: its two custom operations, their launches and the constants that those use.
+
+Sums, the triangular inverse and the state are float32. Matrix products of float32 inputs are three TF32 products each.
+Those of bfloat16 inputs are float16 products, as those of float16 are: what lies between two products (X, U, states,
+their gradients) then has 11 bits instead of 8, at the same speed, and the error of a result is that of rounding it to
+bfloat16. Range is the price: values and gradients are multiplied by a power of two that brings the largest to at most
+1, which leaves a factor of 65,504 for states and U to grow; queries and keys are taken as they are.
+
+No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
+tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, U and the states before each chunk for the backward pass: about
+2 C + 3 K + V + K V / C numbers for each token and head, with C = 64.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
+from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out
+from longseq.kernels.devices import channels_adjacent
+
+
+class Launch(NamedTuple):
+    """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest."""
+
+    block: int
+    step: int
+    warps: int
+    stages: int
+    registers: int | None = None  # at most, of a thread
+
+
+# By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256. Not measured yet.
+LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
+    (2, 64): {
+        "prepare": Launch(64, 0, 4, 1),
+        "advance_short": Launch(64, 0, 4, 1),
+        "advance": Launch(64, 0, 4, 2),
+        "read_out": Launch(64, 64, 4, 2),
+        "retreat_short": Launch(64, 0, 4, 1),
+        "retreat": Launch(64, 0, 4, 2),
+        "differentiate_scores": Launch(0, 64, 4, 2),
+        "differentiate_inputs": Launch(64, 64, 4, 2),
+    },
+    (2, 128): {
+        "prepare": Launch(64, 0, 4, 1),
+        "advance": Launch(64, 0, 4, 2),
+        "read_out": Launch(128, 64, 4, 2),
+        "retreat": Launch(64, 0, 4, 2),
+        "differentiate_scores": Launch(0, 64, 4, 2),
+        "differentiate_inputs": Launch(128, 64, 8, 2),
+    },
+    (2, 256): {
+        "prepare": Launch(64, 0, 4, 1),
+        "advance": Launch(32, 0, 4, 2),
+        "read_out": Launch(128, 64, 4, 2),
+        "retreat": Launch(32, 0, 4, 1),
+        "differentiate_scores": Launch(0, 64, 4, 2),
+        "differentiate_inputs": Launch(128, 64, 8, 2),
+    },
+}
+LAUNCHES |= {
+    (4, width): {
+        "prepare": Launch(32, 0, 4, 1),
+        "advance": Launch(16, 0, 8, 1),
+        "read_out": Launch(64, 32, 4, 1),
+        "retreat": Launch(16, 0, 8, 1),
+        "differentiate_scores": Launch(0, 32, 4, 1),
+        "differentiate_inputs": Launch(64, 32, 8, 1),
+    }
+    for width in (64, 128, 256)
+}
+CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
+# Half precision sequences up to here are read out as the state advances, and scored as it retreats.
+SHORT_TOKENS = 1024
+SHORT_WIDTH = 64
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class _Plan(NamedTuple):
+    """What both passes derive from a call's shapes."""
+
+    dtype: torch.dtype  # of the matrix products
+    chunk: int
+    slots: int  # chunks of all sequences, at most
+    sequences: int
+    short: bool
+    block_k: int  # all key columns
+    launches: dict[str, Launch]
+
+    @property
+    def advance(self) -> str:
+        """The table's name for the kernel `advance`, which does more for short sequences."""
+        return "advance_short" if self.short else "advance"
+
+    @property
+    def retreat(self) -> str:
+        return "retreat_short" if self.short else "retreat"
+
+    def options(self, kernel: str) -> dict[str, int | None]:
+        launch = self.launches[kernel]
+        return {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
+
+    def block(self, kernel: str, width: int) -> int:
+        """The width of a program's block of so many columns."""
+        return min(self.launches[kernel].block, _block(width))
+
+    def step(self, kernel: str, width: int) -> int:
+        return min(self.launches[kernel].step, _block(width))
+
+
+def _block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, cu_seqlens: Tensor | None) -> _Plan:
+    """The plan of a call. `v` may be any tensor of v's shape and dtype."""
+    batch, tokens, _, key_dim = k.shape
+    half = all(x is None or x.dtype.itemsize == 2 for x in (q, k, v, write_key))
+    dtype = torch.float16 if half else torch.float32
+    chunk = CHUNKS[dtype.itemsize]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # A packed segment's slots begin at start // chunk + its number: apart from those of the segment before it.
+    slots = batch * -(-tokens // chunk) if cu_seqlens is None else tokens // chunk + sequences + 1
+    width = max(key_dim, v.shape[3])
+    launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
+    short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
+    return _Plan(dtype, chunk, slots, sequences, short, _block(key_dim), launches)
+
+
+def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
+    """The compile-time arguments that every kernel takes."""
+    return {
+        "K": k.shape[3],
+        "V": v.shape[3],
+        "PACKED": cu_seqlens is not None,
+        "SCALED": plan.dtype == torch.float16,
+        "PRECISION": "tf32x3" if plan.dtype == torch.float32 else "tf32",
+        "CHUNK": plan.chunk,
+    }
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if tensor is None else tensor.stride()[:3]
+
+
+def _sequence_of(plan: _Plan, cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
+    """The packed segment that each slot belongs to, found without waiting for the device."""
+    if cu_seqlens is None:
+        return None
+    numbers = torch.arange(plan.slots, device=cu_seqlens.device)
+    first = cu_seqlens[:-1].clamp(0, tokens) // plan.chunk + numbers[: plan.sequences]
+    return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
+
+
+def _largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
+    """The largest magnitude of values (or gradients) and states, [1]; not found for float32, which needs no scale."""
+    if plan.dtype == torch.float32:
+        return values.new_empty((0,), dtype=torch.float32)
+    largest = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
+    if state is not None:
+        largest = torch.maximum(largest, torch.linalg.vector_norm(state, torch.inf, dtype=torch.float32))
+    return largest.reshape(1)
+
+
+@torch.library.custom_op("longseq::delta_rule", mutates_args=())
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    write_key: Tensor | None,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
+    backward pass needs, in the order of `_Kept`."""
+    q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
+    write = k if write_key is None else channels_adjacent(write_key)
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    plan = _plan(q, k, v, write, cu_seqlens)
+    tokens, heads, value_dim = v.shape[1:]
+    key_dim = k.shape[3]
+    constants = _constants(plan, k, v, cu_seqlens)
+    sequence_of = _sequence_of(plan, cu_seqlens, tokens)
+    output, final, kept = _allocate(plan, k, v, g, save)
+    largest = _largest(plan, v, initial_state)
+    block = plan.block(plan.advance, value_dim)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        prepare[(plan.slots * heads,)](
+            q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
+            kept.inverse, kept.attention, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
+            scale, tokens, heads,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(beta), *_strides(write), *_strides(g),
+            GATED=g is not None, SCORES=_TRITON_DTYPES[_score_dtype(plan, q, k, write)],
+            DTYPE=_TRITON_DTYPES[plan.dtype], BLOCK=plan.block("prepare", max(key_dim, value_dim)),
+            **constants, **plan.options("prepare"),
+        )  # fmt: skip
+        advance[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
+            initial_state, largest, cu_seqlens, kept.attention, kept.queries, kept.writes, kept.erased, kept.written,
+            kept.decays, kept.states, output, final, tokens, heads,
+            GATED=g is not None, HAS_INITIAL=initial_state is not None, SHORT=plan.short, SAVE=save,
+            DTYPE=_TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
+            **constants, **plan.options(plan.advance),
+        )  # fmt: skip
+        if not plan.short:
+            block = plan.block("read_out", value_dim)
+            read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
+                largest, cu_seqlens, sequence_of, kept.attention, kept.queries, kept.written, kept.states, output,
+                tokens, heads, BLOCK=block, STEP=plan.step("read_out", key_dim),
+                **constants, **plan.options("read_out"),
+            )  # fmt: skip
+    return output, final, [*kept, largest] if save else []
+
+
+@delta_rule.register_fake
+def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, save):
+    plan = _plan(q, k, v, write_key, cu_seqlens)
+    output, final, kept = _allocate(plan, k, v, g, save)
+    largest = v.new_empty((0 if plan.dtype == torch.float32 else 1,), dtype=torch.float32)
+    return output, final, [*kept, largest] if save else []
+
+
+class _Kept(NamedTuple):
+    """What `prepare` and `advance` leave, by slot and head."""
+
+    inverse: Tensor  # X
+    attention: Tensor  # tril(Q Wᵀ ⊙ D)
+    queries: Tensor  # e^b Q
+    writes: Tensor  # e^{b_C - b} W
+    erased: Tensor  # -X e^b R
+    written: Tensor  # X V, then U
+    decays: Tensor  # e^{b_C}, empty without gates
+    states: Tensor  # before each chunk
+
+
+def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
+    """The output, the final state and the rest, not yet written."""
+    heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
+
+    def tiles(*shape: int) -> Tensor:
+        return v.new_empty((plan.slots, heads, *shape), dtype=plan.dtype)
+
+    matrix, keys, values = (plan.chunk, plan.chunk), (plan.chunk, key_dim), (plan.chunk, value_dim)
+    state = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+    decays = v.new_empty((plan.slots if g is not None else 0, heads), dtype=torch.float32)
+    states = tiles(key_dim, value_dim) if save or not plan.short else v.new_empty((0,), dtype=plan.dtype)
+    kept = tiles(*matrix), tiles(*matrix), tiles(*keys), tiles(*keys), tiles(*keys), tiles(*values), decays, states
+    return v.new_empty(v.shape), state, _Kept(*kept)
+
+
+def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
+    """Of the products of queries and keys: their own, in which they are exact, where they agree."""
+    # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
+    agree = len({x.dtype for x in tensors}) == 1 and tensors[0].device.type != "cpu"
+    return tensors[0].dtype if agree and plan.dtype == torch.float16 else plan.dtype
+
+
+@torch.library.custom_op("longseq::delta_rule_backward", mutates_args=())
+def delta_rule_backward(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    write_key: Tensor | None,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kept: list[Tensor],
+    d_output: Tensor,
+    d_final: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
+    q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
+    write = k if write_key is None else channels_adjacent(write_key)
+    d_final = None if d_final is None else d_final.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    plan = _plan(q, k, d_output, write, cu_seqlens)
+    batch, tokens, heads, key_dim = k.shape
+    value_dim = d_output.shape[3]
+    constants = _constants(plan, k, d_output, cu_seqlens)
+    sequence_of = _sequence_of(plan, cu_seqlens, tokens)
+    ours, largest = _Kept(*kept[:-1]), kept[-1]
+    d_largest = _largest(plan, d_output, d_final)
+
+    d_states, d_written = torch.empty_like(ours.states), torch.empty_like(ours.written)
+    d_attention, d_lower = torch.empty_like(ours.attention), torch.empty_like(ours.attention)
+    d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), d_output.new_empty(d_output.shape)
+    d_write_key = k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape)
+    block_k = plan.block("differentiate_inputs", key_dim)
+    parts = triton.cdiv(key_dim, block_k)
+    d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
+    block = plan.block(plan.retreat, value_dim)
+    assert not plan.short or block >= value_dim, "of short sequences one program of `retreat` holds all value columns"
+    with torch.cuda.device_of(q):
+        retreat[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
+            g, d_largest, cu_seqlens, ours.inverse, ours.attention, ours.queries, ours.writes, ours.erased,
+            ours.written, ours.decays, d_output, d_final,
+            d_states, d_written, d_v, d_attention, d_lower, d_initial,
+            scale, tokens, heads, *_strides(g), *_strides(d_output),
+            GATED=g is not None, HAS_FINAL=d_final is not None, SHORT=plan.short,
+            DTYPE=_TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
+            **constants, **plan.options(plan.retreat),
+        )  # fmt: skip
+        if not plan.short:
+            differentiate_scores[(plan.slots * heads,)](
+                g, d_largest, cu_seqlens, sequence_of, ours.inverse, ours.written, d_output, d_written, d_v,
+                d_attention, d_lower, scale, tokens, heads, *_strides(g), *_strides(d_output),
+                GATED=g is not None, STEP=plan.step("differentiate_scores", value_dim),
+                **{name: value for name, value in constants.items() if name != "K"},
+                **plan.options("differentiate_scores"),
+            )  # fmt: skip
+        differentiate_inputs[(plan.slots * heads * parts,)](
+            q, k, beta, write, g, largest, d_largest, cu_seqlens, sequence_of, ours.written, ours.states,
+            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
+            scale, tokens, heads, batch * tokens,
+            *_strides(q), *_strides(k), *_strides(beta), *_strides(write), *_strides(g), *_strides(d_output),
+            GATED=g is not None, OWN_WRITE_KEY=write_key is not None,
+            BLOCK=block_k, STEP=plan.step("differentiate_inputs", value_dim),
+            **constants, **plan.options("differentiate_inputs"),
+        )  # fmt: skip
+    return d_q, d_k, d_v, _add_up(d_beta, beta), d_write_key, _add_up(d_g, g), d_initial
+
+
+@delta_rule_backward.register_fake
+def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale):
+    sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        d_output.new_empty(d_output.shape),
+        beta.new_empty(beta.shape),
+        k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape),
+        beta.new_empty((0,)) if g is None else g.new_empty(g.shape),
+        q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32),
+    )
+
+
+def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:
+    """A gradient [B, T, H] in as many parts as programs share it: in float32 until they are added up."""
+    if like is None:
+        return beta.new_empty((1, 0))
+    return like.new_empty((parts, *like.shape), dtype=like.dtype if parts == 1 else torch.float32)
+
+
+def _add_up(parts: Tensor, like: Tensor | None) -> Tensor:
+    return parts[0] if like is None or parts.shape[0] == 1 else parts.sum(0).to(like.dtype)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, beta, write_key, g, initial_state, cu_seqlens, ctx.scale, ctx.saved = inputs
+    ctx.save_for_backward(q, k, beta, write_key, g, cu_seqlens, *output[2])
+    ctx.initial_dtype = None if initial_state is None else initial_state.dtype
+    ctx.output_like = (v.shape, v.dtype)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_final, *_):
+    q, k, beta, write_key, g, cu_seqlens, *kept = ctx.saved_tensors
+    assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
+    if d_output is None:
+        shape, dtype = ctx.output_like
+        d_output = q.new_zeros(shape, dtype=dtype)
+    d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
+        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale
+    )
+    return (
+        d_q,
+        d_k,
+        d_v,
+        d_beta,
+        None if write_key is None else d_write_key,
+        None if g is None else d_g,
+        None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
+        None,
+        None,
+        None,
+    )
+
+
+delta_rule.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def delta_rule_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    write_key: Tensor | None,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
+    tensors = (q, k, v, beta, write_key, g, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+    o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, float(scale), save)
+    return o, final if output_final_state else None

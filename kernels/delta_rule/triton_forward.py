@@ -1,0 +1,170 @@
+"""The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
+
+`prepare` runs over chunks in parallel and leaves tiles that need no further scaling. After it `advance` walks along
+time. For short sequences it reads the outputs as it goes, with the state on chip; for long ones, where time is what it
+lacks, `read_out` does that afterwards, over chunks in parallel. Values, U and states are handed on in units of
+`largest`, the largest value (see `unit_scale`).
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.delta_rule.triton_tiles import (
+    PLAIN,
+    chunk,
+    decay_between,
+    decay_since,
+    decay_until,
+    load_block,
+    load_numbers,
+    load_tokens,
+    sequence,
+    store_block,
+    store_tokens,
+    unit_lower_inverse,
+    unit_scale,
+)
+
+
+@triton.jit
+def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
+    """Products with write keys weighted by the write's strength and decay, of tokens REACH or more back; else 0."""
+    i = tl.arange(0, CHUNK)
+    products *= weight[None, :]
+    if GATED:
+        products *= decay_between(gate, CHUNK)
+    return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def prepare(
+    q, k, v, beta, write_key, g, largest, cu_seqlens, sequence_of,
+    inverse, attention, queries, writes, erased, offered, decays,
+    scale, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: X, tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, X V and e^{b_C}; Q is scaled."""
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    head = (tl.program_id(0) % H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    q += row * q_row + start * q_token + head * q_head
+    k += row * k_row + start * k_token + head * k_head
+    v += row * v_row + start * v_token + head * v_head
+    write_key += row * write_row + start * write_token + head * write_head
+    strength = load_numbers(beta + row * beta_row + start * beta_token + head * beta_head, beta_token, live, CHUNK)
+    gate = strength
+    since = strength * 0.0 + 1.0
+    until = since
+    if GATED:
+        g += row * g_row + start * g_token + head * g_head
+        gate = load_numbers(g, g_token, live, CHUNK)
+        since = decay_since(gate)
+        until = decay_until(g, g_token, live, CHUNK)
+        tl.store(decays + place, tl.exp(tl.sum(gate, 0)))
+
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for e in range(0, K, BLOCK):
+        write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK).to(SCORES)
+        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(SCORES)
+        products = tl.dot(read, tl.trans(write), products, input_precision=PRECISION)
+    x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK)
+    store_block(inverse + place * CHUNK * CHUNK, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+    x_values = x.to(DTYPE)
+    x_keys = x_values
+    if GATED:
+        x_keys = (x * since[None, :]).to(DTYPE)
+
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for e in range(0, K, BLOCK):
+        write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
+        query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
+        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), products, input_precision=PRECISION)
+        query = query.to(tl.float32) * (since * scale)[:, None]
+        write = write.to(tl.float32) * (until * strength)[:, None]
+        store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
+        store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
+        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(DTYPE)
+        read = tl.dot(x_keys, read, input_precision=PRECISION)
+        store_block(erased + place * CHUNK * K, 0, e, -read, CHUNK, K, CHUNK, BLOCK)
+    among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK)
+    store_block(attention + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+    unit = unit_scale(largest, SCALED)
+    for e in range(0, V, BLOCK):
+        value = (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK).to(tl.float32) * unit).to(DTYPE)
+        value = tl.dot(x_values, value, input_precision=PRECISION)
+        store_block(offered + place * CHUNK * V, 0, e, value, CHUNK, V, CHUNK, BLOCK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def advance(
+    initial, largest, cu_seqlens, attention, queries, writes, erased, written, decays, states, output, final, T, H,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, SHORT: tl.constexpr, SAVE: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value columns of one head of one sequence: U in place of X V, and the states before each chunk.
+
+    Of SHORT sequences also the outputs, and the states only to SAVE them for the backward pass.
+    """
+    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+
+    unit = unit_scale(largest, SCALED)
+    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    if HAS_INITIAL:
+        state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK).to(tl.float32) * unit
+    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
+        place = (slot + m) * H + head
+        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK).to(tl.float32)
+
+        before = state.to(DTYPE)
+        if SAVE or not SHORT:
+            store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, BLOCK)
+        u = tl.dot(erase, before, u, input_precision=PRECISION).to(DTYPE)
+        if SAVE or not SHORT:
+            store_block(written + place * CHUNK * V, 0, column, u, CHUNK, V, CHUNK, BLOCK)
+        if GATED:
+            state *= tl.load(decays + place)
+        state = tl.dot(tl.trans(write), u, state, input_precision=PRECISION)
+        if SHORT:
+            t = start + m * CHUNK
+            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+            among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            o = tl.dot(query, before, input_precision=PRECISION)
+            o = tl.dot(among, u, o, input_precision=PRECISION) / unit
+            store_tokens(output + ((row * T + t) * H + head) * V, H * V, end - t, column, o, V, CHUNK, BLOCK)
+    store_block(final + (n * H + head) * K * V, 0, column, state / unit, K, V, BLOCK_K, BLOCK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def read_out(
+    largest, cu_seqlens, sequence_of, attention, queries, written, states, output, T, H,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value columns of one chunk of one head: the output."""
+    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+
+    o = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for e in range(0, K, STEP):
+        query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+        state = load_block(states + place * K * V, e, column, K, V, STEP, BLOCK)
+        o = tl.dot(query, state, o, input_precision=PRECISION)
+    among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK)
+    o = tl.dot(among, u, o, input_precision=PRECISION) / unit_scale(largest, SCALED)
+    store_tokens(output + ((row * T + start) * H + head) * V, H * V, live, column, o, V, CHUNK, BLOCK)

@@ -1,0 +1,498 @@
+"""The orthogonal state recurrence as a loop over tokens (exact) or over chunks of matrix products (an approximation).
+
+With the slots φ of the state before a chunk (of one token in the exact form), each token writes a direction h_t with
+coefficients c_t, less what each slot already has of it, a_t = φᵀ h_t:
+
+    S_t = e^{g_t} S_{t-1} + h_t c_tᵀ - φ Diag(a_t ⊙ c_t)
+
+Sums over a chunk of C tokens, with W_ts = e^{g_{s+1} + ... + g_t} for s <= t, b_t = e^{g_1 + ... + g_t}, x = a ⊙ c:
+
+    S_t = b_t S + Σ_s W_ts h_s c_sᵀ - φ Diag((W x)_t)
+
+and since every update is orthogonal to φ, the squared norms of the columns of S_t follow without S_t itself:
+
+    N = b² + (W ⊙ W) (2 c ⊙ F - c ⊙ (‖h‖² c - a ⊙ x));   F = (W ⊙ H Hᵀ) c - a ⊙ W x
+
+That needs φ of unit length to rounding, so the state at the end of a chunk is normalised by its measured norms. For one
+token, norms from this formula would not do: an error in the length of a slot grows by (1 - c a)² / N with each token.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longseq.kernels.chunks import (
+    balanced_chunk_size,
+    decay_matrix,
+    decay_matrix_backward,
+    join_chunks,
+    join_like,
+    reverse_cumsum,
+    scan,
+    split_chunks,
+)
+from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.orthogonal_recurrence.reference import (
+    column_norms,
+    has_unit_columns,
+    mend_squares,
+    normalise_columns,
+)
+from longseq.kernels.precision import without_autocast
+from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
+
+
+def orthogonal_recurrence_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    *,
+    objective: str,
+    g: Tensor | None,
+    normalize: bool,
+    threshold: Tensor | None,
+    scale: float,
+    initial_state: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward."""
+    unit = has_unit_columns(objective, normalize)
+
+    def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = normalise_columns(state) if unit else state
+        arguments = (*sequences, state, objective, unit, scale, chunk_size)
+        if torch.jit.is_tracing():
+            return _scripted(*arguments)
+        if is_exporting():
+            return _exported(*arguments)
+        return _OrthogonalRecurrence.apply(*arguments)
+
+    return run_recurrence(
+        core,
+        (q, k, v, gamma, g, threshold),
+        initial_state,
+        (),
+        output_dtype=v.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_padded,
+    )
+
+
+def _exported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None,
+    threshold: Tensor | None,
+    state: Tensor,
+    objective: str,
+    unit: bool,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The form for torch.export: one Scan over tokens or chunks."""
+    batch, tokens, _, _ = q.shape
+    chunks = tokens if chunk_size == 1 else (tokens + 2 * chunk_size - 1) // chunk_size
+    xs = _split(q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size)
+    step, _ = _forms(chunk_size)
+
+    def turn(state: Tensor, *xs: Tensor) -> list[Tensor]:
+        output, state, _ = step(state, objective, unit, *xs)
+        return [state, output]
+
+    final, output = scan(turn, state.flatten(0, 1), [x for x in xs if x is not None])
+    return join_chunks(output, batch, tokens), final.reshape(state.shape)
+
+
+@torch.jit.script_if_tracing
+def _scripted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None,
+    threshold: Tensor | None,
+    state: Tensor,
+    objective: str,
+    unit: bool,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
+    batch, tokens = q.shape[0], q.shape[1]
+    chunks = (tokens + chunk_size - 1) // chunk_size
+    query, key, value, strength, gate, shrink = _split(
+        q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size
+    )
+    running = state.flatten(0, 1)
+    outputs: list[Tensor] = []
+    for i in range(chunks):
+        q_i, k_i, v_i, gamma_i, gate_i = query[i], key[i], value[i], strength[i], gate[i]
+        if chunk_size == 1:
+            shrink_i = None if shrink is None else shrink[i]
+            output, running, _ = _token(running, objective, unit, q_i, k_i, v_i, gamma_i, gate_i, shrink_i)
+        else:
+            output, running, _ = _chunk(running, objective, unit, q_i, k_i, v_i, gamma_i, gate_i)
+        outputs.append(output)
+    return join_chunks(torch.stack(outputs), batch, tokens), running.reshape(state.shape)
+
+
+class _OrthogonalRecurrence(torch.autograd.Function):
+    """The eager form. Saves its inputs and every √n-th state; recomputes the states between them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, gamma, g, threshold, state, objective, unit, scale, chunk_size):
+        batch, tokens, _, _ = q.shape
+        chunk_size = min(chunk_size, tokens)
+        chunks = -(-tokens // chunk_size)
+        xs = _split(q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size)
+        step, _ = _forms(chunk_size)
+        running, every, kept, outputs = state.flatten(0, 1), balanced_chunk_size(chunks), [], []
+        for i in range(chunks):
+            if i % every == 0:
+                kept.append(running)
+            output, running, _ = step(running, objective, unit, *_at(xs, i))
+            outputs.append(output)
+        ctx.save_for_backward(q, k, v, gamma, g, threshold, torch.stack(kept))
+        ctx.options = objective, unit, scale, chunk_size
+        return join_chunks(torch.stack(outputs), batch, tokens), running.reshape(state.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_final):
+        q, k, v, gamma, g, threshold, kept = ctx.saved_tensors
+        objective, unit, scale, chunk_size = ctx.options
+        with without_autocast(kept):
+            grads = _backward(q, k, v, gamma, g, threshold, kept, objective, unit, scale, chunk_size, d_output, d_final)
+        return (*grads, None, None, None, None)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, kept: Tensor,
+    objective: str, unit: bool, scale: float, chunk_size: int, d_output: Tensor, d_final: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of q, k, v, gamma, g, threshold and the initial state."""
+    chunks = -(-q.shape[1] // chunk_size)
+    xs = _split(q, k, v, gamma, g, threshold, scale, kept.dtype, chunks, chunk_size)
+    d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
+    step, step_backward = _forms(chunk_size)
+    d_state, every, grads = d_final.flatten(0, 1), balanced_chunk_size(chunks), []
+    for start in reversed(range(0, chunks, every)):
+        segment, state, steps = range(start, min(start + every, chunks)), kept[start // every], []
+        for i in segment:
+            _, after, parts = step(state, objective, unit, *_at(xs, i))
+            steps.append((state, after, parts))
+            state = after
+        for i in reversed(segment):
+            d_state, *own = step_backward(*steps.pop(), objective, unit, d_chunks[i], d_state, *_at(xs, i))
+            grads.append(own)
+    d_q, d_k, d_v, d_gamma, d_gate, *d_shrink = (torch.stack(x[::-1]) for x in zip(*grads, strict=True))
+    if chunk_size == 1:
+        d_gate = d_gate * xs[4]
+    d_threshold = None
+    if threshold is not None:
+        d_gamma = d_gamma + d_shrink[0] * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
+        d_threshold = join_like((d_shrink[0] * xs[3]).flatten(0, 1), threshold)
+    return (
+        join_like(d_q.mul_(scale).flatten(0, 1), q),
+        join_like(d_k.flatten(0, 1), k),
+        join_like(d_v.flatten(0, 1), v),
+        join_like(d_gamma.flatten(0, 1), gamma),
+        None if g is None else join_like(d_gate.flatten(0, 1), g),
+        d_threshold,
+        d_state.unflatten(0, (q.shape[0], -1)),
+    )
+
+
+def _forms(chunk_size: int) -> tuple[Callable[..., tuple[Tensor, Tensor, list[Tensor]]], Callable[..., list[Tensor]]]:
+    return (_token, _token_backward) if chunk_size == 1 else (_chunk, _chunk_backward)
+
+
+def _at(xs: tuple[Tensor | None, ...], i: int) -> list[Tensor]:
+    """What chunk i has of each tensor; the threshold, the last one, may be absent."""
+    return [x[i] for x in xs if x is not None]
+
+
+def _split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    g: Tensor | None,
+    threshold: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    chunks: int,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Chunked scale q, k, v, gamma, gate and gamma times threshold [n, R, C, M or D or 1], R = B * H.
+
+    The gate is g in chunks of several tokens and its exponential, the decay itself, in those of one.
+    """
+    query = split_chunks(q, dtype, chunks, chunk_size)
+    strength = split_chunks(gamma.unsqueeze(-1), dtype, chunks, chunk_size)
+    gate = torch.zeros_like(strength) if g is None else split_chunks(g.unsqueeze(-1), dtype, chunks, chunk_size)
+    return (
+        query if scale == 1.0 else query * scale,
+        split_chunks(k, dtype, chunks, chunk_size),
+        split_chunks(v, dtype, chunks, chunk_size),
+        strength,
+        gate.exp() if chunk_size == 1 else gate,
+        None if threshold is None else strength * split_chunks(threshold.unsqueeze(-1), dtype, chunks, chunk_size),
+    )
+
+
+def _slots(state: Tensor, objective: str, unit: bool) -> tuple[Tensor, Tensor | None]:
+    """φ [R, D, M], and without N the lengths [R, 1, M] that coefficients are divided by. TTT reads the state itself."""
+    if unit or objective == "ttt":
+        return state, None
+    lengths = column_norms(state)
+    return state / lengths, lengths
+
+
+def _slots_backward(slots: Tensor, lengths: Tensor, d_slots: Tensor, d_lengths: Tensor) -> Tensor:
+    """The gradient of the state from those of what `_slots` returned; none passes the length of a zero column."""
+    d_lengths = d_lengths - (d_slots * slots).sum(-2, keepdim=True) / lengths
+    return torch.addcmul(d_slots / lengths, slots, d_lengths)
+
+
+def _writes(objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """h [R, C, D], c and a [R, C, M] of tokens that see the same slots."""
+    if objective == "decode":
+        h = torch.baddbmm(v, k, slots.transpose(-1, -2), alpha=-1)
+        return h, gamma * k, torch.bmm(h, slots)
+    if objective == "ttt":
+        direction, length = _decoded(slots, k)
+        h = (v - direction * (direction * v).sum(-1, keepdim=True)) / length
+        return h, gamma * k, torch.zeros_like(k)
+    a = torch.bmm(v, slots)
+    return v, gamma * (k - a if objective == "encode" else k), a
+
+
+def _decoded(state: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Direction [R, C, D] and length [R, C, 1] of what TTT decodes from the keys."""
+    z = torch.bmm(k, state.transpose(-1, -2))
+    length = mend_squares((z * z).sum(-1, keepdim=True)).sqrt()
+    return z / length, length
+
+
+def _writes_backward(
+    objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, a: Tensor,
+    d_h: Tensor, d_c: Tensor, d_a: Tensor, d_slots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of k, v and gamma from those of what `_writes` returned; that of the slots is added to `d_slots`."""
+    if objective == "ttt":
+        return _ttt_backward(slots, k, v, gamma, h, d_h, d_c, d_slots)
+    d_k, written = gamma * d_c, k
+    if objective == "encode":
+        d_a, written = d_a - d_k, k - a
+    d_v = torch.baddbmm(d_h, d_a, slots.mT)
+    _add_products(d_slots, h, d_a)
+    if objective == "decode":
+        _add_products(d_slots, d_v, k, sign=-1)
+        d_k.baddbmm_(d_v, slots, alpha=-1)
+    return d_k, d_v, (written * d_c).sum(-1, keepdim=True)
+
+
+def _add_products(total: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) -> None:
+    """Add Σ_t left_t right_tᵀ to `total` [R, D, M]: for one token by elements, on a CPU in half the time."""
+    if left.shape[1] == 1:
+        total.addcmul_(left.mT, right, value=sign)
+    else:
+        total.baddbmm_(left.mT, right, alpha=sign)
+
+
+def _ttt_backward(
+    state: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, d_h: Tensor, d_c: Tensor, d_state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    direction, length = _decoded(state, k)
+    d_v = d_h / length
+    d_along = -(d_v * direction).sum(-1, keepdim=True)
+    d_direction = d_along * v - (direction * v).sum(-1, keepdim=True) * d_v
+    d_v = torch.addcmul(d_v, d_along, direction)
+    d_length = -((d_h * h).sum(-1, keepdim=True) + (d_direction * direction).sum(-1, keepdim=True)) / length
+    d_z = torch.addcmul(d_direction / length, direction, d_length)
+    d_k = torch.bmm(d_z, state).addcmul_(gamma, d_c)
+    _add_products(d_state, d_z, k)
+    return d_k, d_v, (k * d_c).sum(-1, keepdim=True)
+
+
+def _token(
+    state: Tensor, objective: str, unit: bool,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor, shrink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """One exact step: the output [R, 1, D], the next state [R, D, M], and what the backward needs of it.
+
+    That is h, c (before it is divided by a length), a and, with N, the norms [R, 1, M] before it.
+    """
+    slots, lengths = _slots(state, objective, unit)
+    h, c, a = _writes(objective, slots, k, v, gamma)
+    parts = [h, c, a]
+    if lengths is not None:
+        c, a = c / lengths, a / lengths
+    state = (state * torch.addcmul(decay, c, a, value=-1.0)).addcmul_(h.transpose(-1, -2), c)
+    if shrink is not None:
+        state = state.sign() * (state.abs() - shrink).relu()
+    if unit:
+        norms = column_norms(state)
+        state = state.div_(norms)
+        parts.append(norms)
+    return torch.bmm(q, state.transpose(-1, -2)), state, parts
+
+
+def _token_backward(
+    before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor, shrink: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the state before a token, of q, k, v, gamma, the decay and, if there is one, of the shrinkage."""
+    h, c, a, *norms = parts
+    slots, lengths = _slots(before, objective, unit)
+    written, present = (c, a) if lengths is None else (c / lengths, a / lengths)
+    d_q = torch.bmm(d_output, after)
+    d_state = torch.addcmul(d_state, d_output.mT, q)
+    if unit:
+        _normalise_backward_(d_state, after, norms[0])
+    d_shrink = []
+    if shrink is not None:
+        sign = after.sign()
+        d_shrink.append(-(sign * d_state).sum((-2, -1), keepdim=True))
+        d_state.mul_(sign.abs_())
+    d_keep = (before * d_state).sum(-2, keepdim=True)
+    d_c = torch.bmm(h, d_state).addcmul_(d_keep, present, value=-1)
+    d_a = -d_keep * written
+    if lengths is not None:
+        d_c, d_a = d_c / lengths, d_a / lengths
+    d_h = torch.bmm(written, d_state.mT)
+    d_before = d_state.mul_(torch.addcmul(decay, written, present, value=-1))
+    d_slots = d_before if lengths is None else torch.zeros_like(d_before)
+    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
+    if lengths is not None:
+        d_before += _slots_backward(slots, lengths, d_slots, -(d_c * written + d_a * present))
+    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True), *d_shrink]
+
+
+def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor) -> Tensor:
+    """Turn the gradient of normalised columns [R, D, M] into that of the columns before, in place."""
+    along = (normalised * d_normalised).sum(-2, keepdim=True)
+    return d_normalised.addcmul_(normalised, along, value=-1).div_(norms)
+
+
+def _chunk(
+    state: Tensor, objective: str, unit: bool, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """One chunk of the approximation: the output [R, C, D], the next state [R, D, M], and what the backward needs."""
+    slots, lengths = _slots(state, objective, unit)
+    h, c, a = _writes(objective, slots, k, v, gamma)
+    if lengths is not None:
+        c = c / lengths
+    decay, since, removed = decay_matrix(g), g.cumsum(-2).exp(), a * c
+    gone = torch.bmm(decay, removed)
+    parts = [h, c, a, decay, since, removed, gone]
+    if unit:
+        squared, onto, added = _squared_norms(h, c, a, removed, gone, decay, since)
+        q = q * mend_squares(squared).rsqrt()
+        parts += [squared, onto, added]
+    output = torch.bmm(decay * torch.bmm(q, c.transpose(-1, -2)), h)
+    output = output + since * torch.bmm(q, state.transpose(-1, -2)) - torch.bmm(q * gone, slots.transpose(-1, -2))
+    last = decay[:, -1:].transpose(-1, -2)
+    state = torch.baddbmm(state * since[:, -1:] - slots * gone[:, -1:], h.transpose(-1, -2), last * c)
+    if unit:
+        norms = column_norms(state)
+        state = state / norms
+        parts.append(norms)
+    return output, state, parts
+
+
+def _squared_norms(
+    h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """N [R, C, M] after each token, F, and what each token adds to N."""
+    onto = torch.bmm(decay * torch.bmm(h, h.transpose(-1, -2)), c) - a * gone
+    added = c * (2 * onto - (h * h).sum(-1, keepdim=True) * c + a * removed)
+    return torch.bmm(decay * decay, added) + since * since, onto, added
+
+
+def _chunk_backward(
+    before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_after: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the state before a chunk and of q, k, v, gamma and g in it."""
+    h, c, a, decay, since, removed, gone, *norms = parts
+    slots, lengths = _slots(before, objective, unit)
+    read = q
+    if unit:
+        d_after = _normalise_backward_(d_after.clone(), after, norms[-1])
+        read = q * mend_squares(norms[0]).rsqrt()
+    d_read, d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots = _products_backward(
+        before, slots, h, c, decay, since, gone, read, d_output, d_after
+    )
+    d_q, d_a, d_removed = d_read, torch.zeros_like(a), torch.zeros_like(a)
+    if unit:
+        squared, onto, added, _ = norms
+        mended = mend_squares(squared)
+        d_q = d_read * mended.rsqrt()
+        d_squared = torch.where(mended == squared, -0.5 * d_q * q / mended, 0.0)
+        d_norms = _squared_norms_backward(h, c, a, removed, gone, decay, since, onto, added, d_squared)
+        for total, part in zip((d_h, d_c, d_a, d_removed, d_gone, d_decay, d_since), d_norms, strict=True):
+            total += part
+    d_decay += torch.bmm(d_gone, removed.mT)
+    d_removed += torch.bmm(decay.mT, d_gone)
+    d_c.addcmul_(d_removed, a)
+    d_a.addcmul_(d_removed, c)
+    if lengths is not None:
+        d_c = d_c / lengths
+    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
+    if lengths is not None:
+        d_slots = _slots_backward(slots, lengths, d_slots, -(d_c * c).sum(-2, keepdim=True))
+    d_g = decay_matrix_backward(d_decay * decay) + reverse_cumsum(d_since * since)
+    return [d_state + d_slots, d_q, *d_inputs, d_g]
+
+
+def _products_backward(
+    state: Tensor, slots: Tensor, h: Tensor, c: Tensor, decay: Tensor, since: Tensor, gone: Tensor, read: Tensor,
+    d_output: Tensor, d_after: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of read, h, c, W x, W, b, state and slots from those of the output and of the state before N."""
+    last = decay[:, -1:].mT
+    written, into_slots = torch.bmm(h, d_after), torch.bmm(d_output, slots)
+    into_state = into_slots if state is slots else torch.bmm(d_output, state)
+    products, d_weights = torch.bmm(read, c.mT), torch.bmm(d_output, h.mT)
+    d_products = d_weights * decay
+    d_read = torch.bmm(d_products, c) + since * into_state - gone * into_slots
+    d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (decay * products).mT, d_output)
+    d_c = torch.baddbmm(last * written, d_products.mT, read)
+    d_state = torch.baddbmm(d_after * since[:, -1:], (since * d_output).mT, read)
+    d_slots = torch.baddbmm(-d_after * gone[:, -1:], d_output.mT, read * gone, alpha=-1)
+    d_gone = -into_slots * read
+    d_gone[:, -1:] -= (d_after * slots).sum(-2, keepdim=True)
+    d_decay = d_weights * products
+    d_decay[:, -1] += (written * c).sum(-1)
+    d_since = (into_state * read).sum(-1, keepdim=True)
+    d_since[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
+    return d_read, d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots
+
+
+def _squared_norms_backward(
+    h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor,
+    onto: Tensor, added: Tensor, d_squared: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of h, c, a, x, W x, W and b from that of N."""
+    gram = torch.bmm(h, h.mT)
+    d_added = torch.bmm((decay * decay).mT, d_squared)
+    d_onto = 2 * d_added * c
+    d_pairs = torch.bmm(d_onto, c.mT)
+    d_gram = d_pairs * decay
+    d_removed = d_added * c
+    d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_removed * c).sum(-1, keepdim=True)
+    d_c = d_added * (2 * onto - 2 * (h * h).sum(-1, keepdim=True) * c + a * removed)
+    d_c = torch.baddbmm(d_c, (decay * gram).mT, d_onto)
+    d_decay = d_pairs * gram + 2 * decay * torch.bmm(d_squared, added.mT)
+    d_since = 2 * since * d_squared.sum(-1, keepdim=True)
+    return d_h, d_c, d_removed * removed - d_onto * gone, d_removed * a, -d_onto * a, d_decay, d_since

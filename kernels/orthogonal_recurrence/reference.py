@@ -1,0 +1,136 @@
+"""The orthogonal state recurrence, token by token: the definition that every other form is compared with."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+
+
+def orthogonal_recurrence_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    state: Tensor,
+    *,
+    objective: str = "decode",
+    g: Tensor | None = None,
+    normalize: bool = True,
+    threshold: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """One token of the exact `orthogonal_recurrence`: q, k [B, H, M]; v [B, H, D]; gamma, g, threshold [B, H].
+
+    Returns o [B, H, D] in v's dtype and the next state [B, H, D, M].
+    """
+    unit = has_unit_columns(objective, normalize)
+    state = normalise_columns(state) if unit else state
+    state = _advance(state, state, k, v, gamma, objective, g, threshold)
+    state = normalise_columns(state) if unit else state
+    return _read(state, q, scale).to(v.dtype), state
+
+
+def orthogonal_recurrence_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    *,
+    objective: str,
+    g: Tensor | None,
+    normalize: bool,
+    threshold: Tensor | None,
+    scale: float,
+    initial_state: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`orthogonal_recurrence`, one token at a time, from slots that are frozen for `chunk_size` tokens."""
+    unit = has_unit_columns(objective, normalize)
+
+    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, frozen = [], state
+        for t in range(sequences[0].shape[1]):
+            q_t, k_t, v_t, gamma_t, g_t, threshold_t = token(sequences, t)
+            if t % chunk_size == 0:
+                state = normalise_columns(state) if unit else state
+                frozen = state
+            state = _advance(state, frozen, k_t, v_t, gamma_t, objective, g_t, threshold_t)
+            outputs.append(_read(normalise_columns(state) if unit else state, q_t, scale))
+        return torch.stack(outputs, dim=1), normalise_columns(state) if unit else state
+
+    return run_recurrence(
+        recurrence,
+        (q, k, v, gamma, g, threshold),
+        initial_state,
+        (),
+        output_dtype=v.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )
+
+
+def has_unit_columns(objective: str, normalize: bool) -> bool:
+    """Whether the slots are kept at unit length; TTT normalises what it decodes instead."""
+    return normalize and objective != "ttt"
+
+
+def column_norms(state: Tensor) -> Tensor:
+    """Norms of the columns of [..., D, M] as [..., 1, M]; one for a zero column, which then stays as it is."""
+    return mend_squares((state * state).sum(-2, keepdim=True)).sqrt()
+
+
+def mend_squares(squares: Tensor) -> Tensor:
+    """Squared lengths, but one for lengths up to 1e-12: a zero vector, which has no direction, is divided by that."""
+    return F.threshold(squares, 1e-24, 1.0)
+
+
+def normalise_columns(state: Tensor) -> Tensor:
+    """The columns of [..., D, M] at unit length, zero columns as they are."""
+    return state / column_norms(state)
+
+
+def _advance(
+    state: Tensor,
+    frozen: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    objective: str,
+    g: Tensor | None,
+    threshold: Tensor | None,
+) -> Tensor:
+    """The state [B, H, D, M] after one token, whose update is found from the slots of `frozen`; not normalised."""
+    dtype = state.dtype
+    k, v, gamma = k.to(dtype)[..., None, :], v.to(dtype)[..., None], gamma.to(dtype)[..., None, None]
+    if g is not None:
+        state = g.to(dtype).exp()[..., None, None] * state
+    state = state - gamma * _gradient(frozen, k, v, objective)
+    if threshold is not None:
+        state = state.sign() * (state.abs() - gamma * threshold.to(dtype)[..., None, None]).relu()
+    return state
+
+
+def _gradient(state: Tensor, k: Tensor, v: Tensor, objective: str) -> Tensor:
+    """Half the gradient of the compression loss by the state [B, H, D, M], for k [B, H, 1, M] and v [B, H, D, 1]."""
+    if objective == "ttt":
+        z = (state * k).sum(-1, keepdim=True)
+        length = column_norms(z)
+        direction = z / length  # which has no part in its own projection
+        return (direction * (direction * v).sum(-2, keepdim=True) - v) / length * k
+    lengths = column_norms(state)
+    slots = state / lengths
+    if objective == "decode":
+        h, c = (slots * k).sum(-1, keepdim=True) - v, k
+    elif objective == "encode":
+        h, c = v, (slots * v).sum(-2, keepdim=True) - k
+    else:
+        h, c = -v, k
+    return c * (h - slots * (slots * h).sum(-2, keepdim=True)) / lengths
+
+
+def _read(state: Tensor, q: Tensor, scale: float) -> Tensor:
+    return scale * (state * q.to(state.dtype)[..., None, :]).sum(-1)

@@ -1,0 +1,105 @@
+"""Recursive least squares as its recurrence: the definition that every other form is compared with."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+
+# the matrix A [B, H, K, K] and the number of tokens that it has seen [B]
+InverseState = tuple[Tensor, Tensor]
+
+
+def recursive_least_squares_step(
+    x: Tensor,
+    u: Tensor,
+    state: InverseState,
+    *,
+    lambda0: float = 0.1,
+    refresh_period: int | None = 20,
+    refresh: float = 1e-3,
+) -> tuple[Tensor, InverseState]:
+    """One token of `recursive_least_squares`: x, u [B, H, K]; state (A [B, H, K, K], steps [B]).
+
+    Returns y [B, H, K] in x's dtype and the next state. `lambda0` has no meaning here: a step brings its state.
+    """
+    A, steps = state
+    steps = steps + 1
+    added = refresh_due(steps, torch.ones_like(steps), refresh_period, refresh, A.dtype)
+    y, A = update(x.to(A.dtype), u.to(A.dtype), added, symmetric(A), identity(A))
+    return y.to(x.dtype), (A, steps)
+
+
+def recursive_least_squares_reference(
+    x: Tensor,
+    u: Tensor,
+    *,
+    count: Tensor,
+    lambda0: float,
+    refresh_period: int | None,
+    refresh: float,
+    initial_state: InverseState | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, InverseState | None]:
+    """`recursive_least_squares`, one token at a time. `chunk_size` has no meaning here."""
+
+    def recurrence(sequences: Sequences, state: InverseState) -> tuple[Tensor, InverseState]:
+        A, steps = state
+        seen = steps[:, None] + sequences[2].cumsum(1)
+        added = refresh_due(seen, sequences[2], refresh_period, refresh, A.dtype)
+        A, eye, outputs = symmetric(A), identity(A), []
+        for t in range(seen.shape[1]):
+            x_t, u_t, _ = token(sequences, t)
+            y_t, A = update(x_t.to(A.dtype), u_t.to(A.dtype), added[:, t], A, eye)
+            outputs.append(y_t)
+        return torch.stack(outputs, dim=1), (A, seen[:, -1])
+
+    return run_recurrence(
+        recurrence,
+        (x, u, count),
+        initial_state,
+        first_state(x, lambda0),
+        output_dtype=x.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )
+
+
+def first_state(x: Tensor, lambda0: float) -> Callable[[int, torch.dtype], InverseState]:
+    """The state before the first token, A = I / lambda0 and no steps, as a function of (rows, dtype)."""
+
+    def make(rows: int, dtype: torch.dtype) -> InverseState:
+        heads, width = x.shape[2:]
+        eye = torch.eye(width, dtype=dtype, device=x.device) / lambda0
+        return eye.expand(rows, heads, width, width), torch.zeros(rows, dtype=torch.int64, device=x.device)
+
+    return make
+
+
+def refresh_due(seen: Tensor, count: Tensor, period: int | None, refresh: float, dtype: torch.dtype) -> Tensor:
+    """What the refresh adds to the diagonal after each token; `seen` counts the tokens so far, with this one."""
+    if not period:
+        return torch.zeros_like(seen, dtype=dtype)
+    return ((seen % period == 0) & (count > 0)).to(dtype) * refresh
+
+
+def symmetric(A: Tensor) -> Tensor:
+    """The symmetric part of A."""
+    return (A + A.transpose(-1, -2)) / 2
+
+
+def identity(A: Tensor) -> Tensor:
+    return torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+
+
+def update(x: Tensor, u: Tensor, added: Tensor, A: Tensor, eye: Tensor) -> tuple[Tensor, Tensor]:
+    """y and the next A for one token: x, u [B, H, K], added [B], A [B, H, K, K] symmetric, eye [K, K]."""
+    column = (A * u.unsqueeze(-2)).sum(-1)  # [B, H, K]
+    delta = 1 + (column * u).sum(-1)  # [B, H]
+    # the outer product before the division, which keeps A symmetric to the last bit
+    A = A - column.unsqueeze(-1) * column.unsqueeze(-2) / delta[..., None, None] + added[:, None, None, None] * eye
+    return (A * x.unsqueeze(-2)).sum(-1), A

@@ -1,0 +1,101 @@
+"""Attention to a bounded number of slots, each a gated average of keys and of values."""
+
+from torch import Tensor
+
+from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    is_exporting,
+    loop_reasons,
+    register,
+    select,
+    unpacking_reasons,
+)
+from longseq.kernels.slot_attention.activations import ACTIVATIONS
+from longseq.kernels.slot_attention.chunk import slot_attention_chunk
+from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step
+
+__all__ = ["ACTIVATIONS", "slot_attention", "slot_attention_step"]
+
+register(
+    "slot_attention",
+    Backend("torch", slot_attention_chunk, unpacking_reasons),
+    Backend("reference", slot_attention_reference, loop_reasons),
+)
+
+
+def slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    write: Tensor | None = None,
+    scale: float = 1.0,
+    activation: str = "softmax",
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Read M slots of keys and values by softmax; write each token to every slot at its own strength.
+
+        K~_t = Diag(e^{g_t}) K~_{t-1} + w_t k_tᵀ;   V~_t = Diag(e^{g_t}) V~_{t-1} + w_t v_tᵀ
+        o_t = V~_tᵀ f(scale K~_t q_t)
+
+    where the write strength w_t is 1 - e^{g_t} unless `write` is given, and f, the `activation`, is softmax over the
+    slots or, for each slot alone, identity, silu, relu or relu_squared. A token with g = 0 leaves the state as it is;
+    where `write` is given that must be 0 too.
+
+    Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g, write [B, T, H, M] with g <= 0 (a log; any magnitude is safe);
+    states are pairs of K~ [B, H, M, K] and V~ [B, H, M, V]. With `cu_seqlens` [N + 1] (0, the end of each packed
+    segment) B is 1 and states have N rows. Arithmetic and states are float32, or float64 for float64 inputs; o has v's
+    dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or None).
+
+    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them.
+
+    Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
+    Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.
+    """
+    check_chunk_size("slot_attention", chunk_size, power_of_two=True)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"slot_attention: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    keys, values = _pair(initial_state)
+    sizes = check_tensors(
+        "slot_attention",
+        {
+            "q": (q, "B T H K"),
+            "k": (k, "B T H K"),
+            "v": (v, "B T H V"),
+            "g": (g, "B T H M"),
+            "write": (write, "B T H M"),
+            "initial_state[0]": (keys, "S H M K"),
+            "initial_state[1]": (values, "S H M V"),
+        },
+        cu_seqlens,
+    )
+    run = select("slot_attention", backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    return run(
+        q,
+        k,
+        v,
+        g,
+        write=write,
+        scale=scale,
+        activation=activation,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+
+
+def _pair(state: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    if state is None:
+        return None, None
+    if not isinstance(state, tuple) or len(state) != 2:
+        given = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
+        raise ValueError(f"slot_attention: initial_state is {given}, but must be a pair; pass the slots (keys, values)")
+    return state

@@ -1,0 +1,53 @@
+"""Slot attention as two passes of gated linear attention.
+
+    scores_t = K~_t q_t            linear attention from keys to write strengths, gated per value channel (a slot)
+    o_t = V~_tᵀ f(scores_t)        linear attention from write strengths to values, gated per key channel (a slot)
+
+Source: Zhang et al. 2024, "Gated Slot Attention", eq. 7.
+"""
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.linear_attention.chunk import linear_attention_core
+from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
+from longseq.kernels.slot_attention.activations import ACTIVATIONS
+from longseq.kernels.slot_attention.reference import empty_slots
+
+
+def slot_attention_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    write: Tensor | None,
+    scale: float,
+    activation: str,
+    initial_state: tuple[Tensor, Tensor] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """`slot_attention` in chunks; keeps its inputs, the scores and the states between chunks for the backward."""
+
+    def core(sequences: Sequences, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v, g, write = sequences
+        keys, values = state
+        if write is None:
+            write = -torch.expm1(g.to(keys.dtype))
+        scores, keys = linear_attention_core(q, k, write, None, g, keys.transpose(-1, -2), scale, chunk_size)
+        weights = ACTIVATIONS[activation](scores)
+        o, values = linear_attention_core(weights, write, v, g, None, values, 1.0, chunk_size)
+        return o, (keys.transpose(-1, -2), values)
+
+    return run_recurrence(
+        core,
+        (q, k, v, g, write),
+        initial_state,
+        lambda rows, dtype: empty_slots(k, v, g, rows, dtype),
+        output_dtype=v.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_padded,
+    )

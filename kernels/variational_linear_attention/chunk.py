@@ -1,0 +1,83 @@
+"""Variational linear attention as a composition of operations that run in chunks.
+
+A pass of recursive least squares finds α_t = A_t k̂_t, the delta rule writes at α̂ and reads at k̂, and a running sum of
+the keys normalises. The gradient is that of the parts.
+"""
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.delta_rule.chunk import delta_rule_chunk
+from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
+from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
+from longseq.kernels.variational_linear_attention.reference import VariationalState, first_state, unit
+
+
+def variational_linear_attention_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    *,
+    count: Tensor,
+    lambda0: float,
+    refresh_period: int | None,
+    refresh: float,
+    eps: float,
+    normalize_key: bool,
+    normalize_alpha: bool,
+    normalizer: bool,
+    initial_state: VariationalState | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, VariationalState | None]:
+    """`variational_linear_attention` in chunks."""
+
+    def core(sequences: Sequences, state: State) -> tuple[Tensor, State]:
+        S, A, z, steps = state
+        u, count = sequences[3:]
+        q, k, v = (x.to(S.dtype) for x in sequences[:3])
+        read = unit(k) if normalize_key else k
+        alpha, inverse = recursive_least_squares_chunk(
+            read,
+            torch.zeros_like(read) if u is None else u,
+            count=count,
+            lambda0=lambda0,
+            refresh_period=None if u is None else refresh_period,
+            refresh=refresh,
+            initial_state=None if initial_state is None else (A, steps),
+            output_final_state=True,
+            cu_seqlens=None,
+            chunk_size=chunk_size,
+        )
+        o, memory = delta_rule_chunk(
+            q,
+            read,
+            v,
+            torch.ones_like(read[..., 0]),
+            write_key=unit(alpha) if normalize_alpha else alpha,
+            g=None,
+            scale=1.0,
+            initial_state=S,
+            output_final_state=True,
+            cu_seqlens=None,
+            chunk_size=chunk_size,
+        )
+        assert inverse is not None
+        assert memory is not None
+        sums = z[:, None] + k.cumsum(1)
+        if normalizer:
+            o = o / (sums * q).sum(-1, keepdim=True).clamp_min(eps)
+        return o, (memory, inverse[0], sums[:, -1].clone(), inverse[1])
+
+    return run_recurrence(
+        core,
+        (q, k, v, u, count),
+        initial_state,
+        first_state(k, v, lambda0),
+        output_dtype=v.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_padded,
+    )

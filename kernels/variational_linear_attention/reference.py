@@ -1,0 +1,128 @@
+"""Variational linear attention as its recurrence: the definition that every other form is compared with."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longseq.kernels.delta_rule.reference import delta_rule_step
+from longseq.kernels.recurrence import Sequences, each, run_recurrence, run_segments, token
+from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
+from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step
+
+# the memory S [B, H, K, V], A [B, H, K, K], the sum of the keys z [B, H, K], the number of tokens seen [B]
+VariationalState = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def variational_linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None = None,
+    *,
+    state: VariationalState,
+    lambda0: float = 0.1,
+    refresh_period: int | None = 20,
+    refresh: float = 1e-3,
+    eps: float = 1e-4,
+    normalize_key: bool = True,
+    normalize_alpha: bool = True,
+    normalizer: bool = True,
+) -> tuple[Tensor, VariationalState]:
+    """One token of `variational_linear_attention`: q, k, u [B, H, K]; v [B, H, V]; state (S, A, z, steps).
+
+    Returns o [B, H, V] in v's dtype and the next state. `lambda0` has no meaning here: a step brings its state.
+    """
+    S, A, z, steps = state
+    query, key, value = q.to(S.dtype), k.to(S.dtype), v.to(S.dtype)
+    z = z + key
+    read = unit(key) if normalize_key else key
+    alpha, (A, steps) = recursive_least_squares_step(
+        read,
+        torch.zeros_like(read) if u is None else u,
+        (A, steps),
+        refresh_period=None if u is None else refresh_period,
+        refresh=refresh,
+    )
+    write = unit(alpha) if normalize_alpha else alpha
+    o, S = delta_rule_step(query, read, value, torch.ones_like(read[..., 0]), S, write_key=write)
+    if normalizer:
+        o = o / (z * query).sum(-1, keepdim=True).clamp_min(eps)
+    return o.to(v.dtype), (S, A, z, steps)
+
+
+def variational_linear_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    *,
+    count: Tensor,
+    lambda0: float,
+    refresh_period: int | None,
+    refresh: float,
+    eps: float,
+    normalize_key: bool,
+    normalize_alpha: bool,
+    normalizer: bool,
+    initial_state: VariationalState | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, VariationalState | None]:
+    """`variational_linear_attention`, one token at a time. `chunk_size` has no meaning here."""
+
+    def recurrence(sequences: Sequences, state: VariationalState) -> tuple[Tensor, VariationalState]:
+        outputs = []
+        for t in range(sequences[0].shape[1]):
+            q_t, k_t, v_t, u_t, count_t = token(sequences, t)
+            o_t, after = variational_linear_attention_step(
+                q_t,
+                k_t,
+                v_t,
+                u_t,
+                state=state,
+                refresh_period=refresh_period,
+                refresh=refresh,
+                eps=eps,
+                normalize_key=normalize_key,
+                normalize_alpha=normalize_alpha,
+                normalizer=normalizer,
+            )
+            state = each(lambda new, old, real=count_t > 0: torch.where(_like(real, new), new, old), after, state)
+            outputs.append(o_t)
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(
+        recurrence,
+        (q, k, v, u, count),
+        initial_state,
+        first_state(k, v, lambda0),
+        output_dtype=v.dtype,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        unpack=run_segments,
+    )
+
+
+def first_state(k: Tensor, v: Tensor, lambda0: float) -> Callable[[int, torch.dtype], VariationalState]:
+    """The state before the first token, zero but for A = I / lambda0, as a function of (rows, dtype)."""
+
+    def make(rows: int, dtype: torch.dtype) -> VariationalState:
+        A, steps = first_inverse_state(k, lambda0)(rows, dtype)
+        heads, width = k.shape[2:]
+        S = k.new_zeros((rows, heads, width, v.shape[3]), dtype=dtype)
+        return S, A, k.new_zeros((rows, heads, width), dtype=dtype), steps
+
+    return make
+
+
+def unit(x: Tensor) -> Tensor:
+    """x divided by its length; a zero vector stays zero."""
+    return F.normalize(x, dim=-1)
+
+
+def _like(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask [B] with as many dimensions as x [B, ...]."""
+    return mask.reshape(-1, *(1,) * (x.dim() - 1))

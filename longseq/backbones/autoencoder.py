@@ -1,0 +1,65 @@
+"""A sequence squeezed into one vector and written out again from it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from longseq.backbones.text import NORMS, TextBackbone
+
+
+class SequenceAutoencoder(nn.Module):
+    """Rebuilds every token of a sequence from the feature of its last one.
+
+    The decoder adds fixed sinusoids of the place to that feature and runs (norm, linear, GELU) twice, without
+    expansion; the encoder's head then scores the tokens.
+
+    Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), the compression task.
+    """
+
+    def __init__(self, encoder: TextBackbone) -> None:
+        super().__init__()
+        width = encoder.d_model
+        self.encoder = encoder
+        self.decoder = nn.Sequential(
+            NORMS["rms"](width), nn.Linear(width, width), nn.GELU(),
+            NORMS["rms"](width), nn.Linear(width, width), nn.GELU(), NORMS["rms"](width),
+        )  # fmt: skip
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Score the token at each place of `tokens [B, T]`: `[B, T, vocab_size]`."""
+        return self.forward_head(self.forward_features(tokens)[0])
+
+    def forward_features(self, tokens: Tensor) -> tuple[Tensor, None]:
+        """Return the decoder's features `[B, T, d_model]`, and no state: the whole sequence is read before them."""
+        code = self.encoder.forward_features(tokens)[0][:, -1:]
+        return self.decoder(code + sinusoids(tokens.shape[1], code.shape[-1]).to(code)), None
+
+    def forward_head(self, features: Tensor) -> Tensor:
+        """Score the vocabulary by features `[..., d_model]`."""
+        return self.encoder.forward_head(features)
+
+    def get_classifier(self) -> nn.Module:
+        """Return the encoder's head."""
+        return self.encoder.get_classifier()
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that weight decay must leave alone."""
+        return {f"encoder.{name}" for name in self.encoder.no_weight_decay()}
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations over one sequence; a multiply-add counts as two."""
+        return self.encoder.flops(tokens) + 2 * tokens * 2 * self.encoder.d_model**2
+
+
+def sinusoids(length: int, width: int, base: float = 10000.0) -> Tensor:
+    """Sines and cosines of the places 0 ... length - 1, at frequencies from 1 down to 1/base: `[length, width]`.
+
+    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.5.
+    """
+    half = math.ceil(width / 2)
+    frequency = base ** -(torch.arange(half) / max(1, half - 1))
+    angle = torch.arange(length)[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :width]

@@ -1,0 +1,296 @@
+"""Token models with exchangeable mixers: embedding, blocks, norm, and a head that scores every token of the vocabulary.
+
+model = TextBackbone(vocab_size=256, d_model=128, depth=4, mixer="3xdeltanet+attention")
+logits, state = model(tokens)                       # tokens [B, T], logits [B, T, vocab_size]
+logits, state = model.step(next_token, state)       # next_token [B], logits [B, vocab_size]
+text = model.generate(prompt, 100)                  # [B, T + 100]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import Mlp, SwiGLU, trunc_normal_
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.blocks.residual import SequenceBlock
+from longseq.blocks.rotary import count_positions
+from longseq.mixers import create as create_mixer
+from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
+from longseq.parameters import no_weight_decay
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "rms": partial(ResidualRMSNorm, eps=1e-5),
+    "layer": partial(ResidualLayerNorm, eps=1e-5),
+}
+MLPS: dict[str, Callable[..., nn.Module]] = {"swiglu": partial(SwiGLU, bias=False), "gelu": Mlp}
+POSITIONS = ("none", "learned")
+
+
+class TextState(NamedTuple):
+    """What a token model remembers: the state of each layer's mixer, and the number of tokens so far, `[B]`.
+
+    The tokens are counted only by models with learned positions; elsewhere `position` is None.
+    """
+
+    layers: tuple[Any, ...]
+    position: Tensor | None
+
+
+class TextBackbone(nn.Module):
+    """Embedding, `depth` times (norm, mixer, add; norm, MLP, add), norm, head.
+
+    Causal: a sequence, any split of it with the state carried over, and token-by-token steps give the same numbers.
+
+    Args:
+        vocab_size: number of tokens.
+        mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
+            of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
+        mlp: swiglu, gelu, or None for blocks of a mixer alone.
+        mlp_ratio: width of the MLP relative to `d_model`.
+        norm: rms or layer.
+        positions: none (the recurrence tells the order), or learned: a table of `max_length` vectors that is added to
+            the embeddings.
+        tie_embeddings: the head scores a token by its embedding.
+        dropout: of the embeddings.
+        drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
+        residual_in_float32: keep the residual in float32 when the weights are in half precision.
+        backend: the kernel backend of all mixers; auto takes the first that can run.
+
+    Raises:
+        ValueError: an option has a value that does not exist or contradicts another.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        d_model: int = 128,
+        depth: int = 2,
+        mixer: Pattern = "deltanet",
+        mixer_options: dict[str, Any] | None = None,
+        mlp: str | None = "swiglu",
+        mlp_ratio: float = 8 / 3,
+        norm: str = "rms",
+        positions: str = "none",
+        max_length: int | None = None,
+        tie_embeddings: bool = True,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        residual_in_float32: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        for name, value, known in (("norm", norm, NORMS), ("positions", positions, POSITIONS)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        if mlp is not None and mlp not in MLPS:
+            raise ValueError(f"mlp={mlp!r} is not one of {', '.join(MLPS)}, or None")
+        if positions == "learned" and not max_length:
+            raise ValueError("positions='learned' needs max_length, the most tokens of a sequence")
+        if vocab_size < 1 or depth < 1:
+            raise ValueError(f"vocab_size={vocab_size}, depth={depth}: both are at least 1")
+        self.mixer_name = spell_pattern(mixer)
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.max_length = max_length if positions == "learned" else None
+        self.residual_in_float32 = residual_in_float32
+        self.grad_checkpointing = False
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
+        self.dropout = nn.Dropout(dropout)
+        options = options_by_name(mixer, mixer_options)
+        rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
+        self.blocks: Any = nn.ModuleList()
+        for name, rate in zip(expand_pattern(mixer, depth), rates, strict=True):
+            layer = create_mixer(name, d_model, **_layer_options(name, options[name], backend))
+            channels = None if mlp is None else MLPS[mlp](d_model, round(d_model * mlp_ratio))
+            mlp_norm = None if mlp is None else NORMS[norm](d_model)
+            self.blocks.append(
+                SequenceBlock(layer, NORMS[norm](d_model), mlp=channels, mlp_norm=mlp_norm, drop_path=rate)
+            )
+        self.norm = NORMS[norm](d_model)
+        self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw matrices with deviation 0.02, and those that write into the residual smaller by sqrt(2 depth).
+
+        Recurrences then set the values that are theirs. Source: GPT-2 (Radford et al., 2019), section 2.3.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                trunc_normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            block.mixer.init_recurrence()
+            for last in (block.mixer.out_proj, getattr(block.mlp, "fc2", None)):
+                if last is not None:
+                    last.weight.data.div_(math.sqrt(2 * len(self.blocks)))
+
+    def forward(
+        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, TextState]:  # fmt: skip
+        """Score what follows each token.
+
+        Args:
+            tokens: `[B, T]` whole numbers below `vocab_size`.
+            state: what an earlier call returned, or None at the start of a sequence.
+            cu_seqlens: `[N + 1]`, the borders of N sequences packed into one row (B = 1); the state then has N rows.
+            mask: `[B, T]`, True at real tokens. Padding leaves the state alone; its scores are not defined.
+
+        Returns:
+            Logits `[B, T, vocab_size]` and the state after the last real token.
+        """
+        x, state = self.forward_features(tokens, state, cu_seqlens=cu_seqlens, mask=mask)
+        return self.forward_head(x), state
+
+    def forward_features(
+        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, TextState]:  # fmt: skip
+        """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`."""
+        if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the max_length={self.max_length} of the "
+                "learned positions: give shorter ones, or train with a larger max_length or without positions"
+            )
+        layers, position = (None, None) if state is None else state
+        places = None
+        if self.positions is not None:
+            places, position = count_positions(tokens, position, cu_seqlens=cu_seqlens, mask=mask)
+        x = self._embed(tokens, places)
+        states = []
+        for index, block in enumerate(self.blocks):
+            run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
+            x, layer = run(x, None if layers is None else layers[index], cu_seqlens=cu_seqlens, mask=mask)
+            states.append(layer)
+        return self.norm(x), TextState(tuple(states), position)
+
+    def forward_head(self, features: Tensor) -> Tensor:
+        """Score the vocabulary by features `[..., d_model]`: `[..., vocab_size]`."""
+        if self.head is None:
+            return nn.functional.linear(features, self.embedding.weight)
+        return self.head(features)
+
+    def step(self, token: Tensor, state: TextState) -> tuple[Tensor, TextState]:
+        """Read one more token `[B]`: logits `[B, vocab_size]` and the next state."""
+        position = state.position
+        x = self._embed(token, position)
+        states = []
+        for block, layer in zip(self.blocks, state.layers, strict=True):
+            x, layer = block.step(x, layer)
+            states.append(layer)
+        return self.forward_head(self.norm(x)), TextState(tuple(states), None if position is None else position + 1)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> TextState:
+        """Return the state before the first token; `dtype` is that of the weights."""
+        layers = tuple(block.mixer.initial_state(batch, device, dtype) for block in self.blocks)
+        counted = self.positions is not None
+        return TextState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue `prompt [B, T]` by sampled tokens: `[B, T + max_new_tokens]`.
+
+        After the prompt, memory does not grow for mixers whose state does not. `temperature` divides the logits, 0
+        takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest whose probabilities reach p.
+        """
+        if prompt.ndim != 2 or prompt.shape[1] == 0:
+            raise ValueError(f"prompt has the shape {list(prompt.shape)}; give [batch, tokens] with at least one token")
+        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+            raise ValueError(
+                f"temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature is at least 0, top_k at least "
+                "1, and top_p in (0, 1]"
+            )
+        tokens = [prompt]
+        if max_new_tokens > 0:
+            features, state = self.forward_features(prompt)
+            logits = self.forward_head(features[:, -1])
+        for index in range(max_new_tokens):
+            token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            tokens.append(token[:, None])
+            if index + 1 < max_new_tokens:
+                logits, state = self.step(token, state)
+        return torch.cat(tokens, dim=1)
+
+    def _embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            assert places is not None
+            x = x + self.positions(places)
+        x = self.dropout(x)
+        return at_least_float32(x) if self.residual_in_float32 else x
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head; a model with tied embeddings has none of its own."""
+        return nn.Identity() if self.head is None else self.head
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that weight decay must leave alone: positions and recurrences."""
+        return ({"positions.weight"} if self.positions is not None else set()) | no_weight_decay(self)
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations over one sequence; a multiply-add counts as two.
+
+        Projections, convolutions, recurrences, attention products and the head are counted; norms and additions are
+        not.
+        """
+        return sum(block.flops(tokens) for block in self.blocks) + 2 * tokens * self.d_model * self.vocab_size
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one token a row from `logits [B, V]`: `[B]`. The options are those of `TextBackbone.generate`."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    ordered, tokens = (logits.float() / temperature).sort(dim=-1, descending=True)
+    if top_k is not None:
+        ordered, tokens = ordered[:, :top_k], tokens[:, :top_k]
+    probabilities = ordered.softmax(dim=-1)
+    if top_p is not None:
+        # A token is kept while those before it have not reached p, so that the best one always is.
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return tokens.gather(1, drawn).squeeze(1)
+
+
+def _layer_options(mixer: str, options: dict[str, Any], backend: str) -> dict[str, Any]:
+    if not options.get("causal", True):
+        raise ValueError(
+            f"the options of {mixer} set causal=False, and each token is scored from its past: leave it out"
+        )
+    if backend == "auto":
+        return options
+    if options.get("backend", backend) != backend:
+        raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={options['backend']!r}; give one")
+    return options | {"backend": backend}

@@ -1,0 +1,70 @@
+"""Softmax attention over all tokens or over a window of them, with as many key heads as query heads or fewer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@torch.jit.script_if_tracing
+def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Softmax attention with scale 1/√D: `q, o [B, T, H, D]`; `k, v [B, S, G, D]`, each of G heads read by H/G queries.
+
+    `allowed`, `[T, S]` or `[B, T, S]`, is True where a query may look; `causal` (S = T) lets it see itself and its
+    past.
+    """
+    if allowed is not None and allowed.dim() == 3:
+        allowed = allowed.unsqueeze(1)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = k.shape[1] != q.shape[1]
+    if grouped and allowed is not None:
+        # No fused kernel takes grouped keys with a mask, and the one that is not fused holds all T S scores.
+        share = q.shape[1] // k.shape[1]
+        k, v, grouped = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1), False
+    o = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal, enable_gqa=grouped)
+    return o.transpose(1, 2)
+
+
+@torch.jit.script_if_tracing
+def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) -> Tensor:
+    """`attend` in which a token sees itself and the `window` - 1 tokens before it, and without `causal` those after."""
+    batch, tokens = q.shape[:2]
+    if tokens <= window:
+        return attend(q, k, v, None, causal)
+    before = window - 1
+    after = 0 if causal else before
+    k = functional.pad(k, (0, 0, 0, 0, before, after))
+    v = functional.pad(v, (0, 0, 0, 0, before, after))
+    first = torch.full((batch,), before, device=q.device)
+    block = min(tokens, before + 1 + after)
+    blocks = (tokens + block - 1) // block
+    return attend_window(q, k, v, first, first + tokens, before, after, block, blocks)
+
+
+@torch.jit.script_if_tracing
+def attend_window(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, before: int, after: int, block: int, blocks: int
+) -> Tensor:
+    """Attention in which query t sees the slots t to t + before + after, that is, its own one, t + before, and those
+    near it; of these, only the slots from `first` on and before `end`.
+
+    Queries go in `blocks` of `block`, T or more in all, each with the keys that any of its queries sees: with blocks as
+    long as the window, time and memory grow with T times the window. A query without any allowed slot sees its own.
+
+    Shapes: q, o [B, T, H, D]; k, v [B, before + T + after, G, D], G a divisor of H; first, end [B].
+    """
+    batch, tokens, heads, width = q.shape
+    missing = blocks * block - tokens
+    span = before + block + after
+    q = functional.pad(q, (0, 0, 0, 0, 0, missing)).reshape(batch * blocks, block, heads, width)
+    k = functional.pad(k, (0, 0, 0, 0, 0, missing)).unfold(1, span, block).flatten(0, 1).permute(0, 3, 1, 2)
+    v = functional.pad(v, (0, 0, 0, 0, 0, missing)).unfold(1, span, block).flatten(0, 1).permute(0, 3, 1, 2)
+
+    query = torch.arange(block, device=q.device).unsqueeze(1)
+    slot = torch.arange(span, device=q.device).unsqueeze(0)
+    near = (slot >= query) & (slot <= query + before + after)
+    place = block * torch.arange(blocks, device=q.device).unsqueeze(1) + slot  # [blocks, span]
+    kept = (place >= first[:, None, None]) & (place < end[:, None, None])  # [B, blocks, span]
+    allowed = near & kept.flatten(0, 1).unsqueeze(1) | (slot == query + before)
+    return attend(q, k, v, allowed).reshape(batch, blocks * block, heads, width)[:, :tokens]

@@ -1,0 +1,64 @@
+"""Rotary positions: queries and keys turned by an angle in proportion to where they stand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longseq.blocks.precision import at_least_float32
+
+
+def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Turn each pair of channels (x_i, x_{i + D/2}) of a token at position p by the angle p · base^{-2i/D}.
+
+    Products of a query and a key so turned depend on the distance of their positions alone.
+
+    Args:
+        x: `[B, T, H, D]` or one token `[B, H, D]`, D even.
+        positions: `[B, T]` or `[T]`, or `[B]` for one token; whole numbers of any type.
+
+    Returns:
+        The shape and type of `x`; angles and products are float32, or float64 for float64.
+
+    Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
+    """
+    half = x.shape[-1] // 2
+    if 2 * half != x.shape[-1]:
+        raise ValueError(f"rotary positions turn pairs of channels, not {x.shape[-1]}; choose an even head dimension")
+    wide = at_least_float32(x)
+    channel = torch.arange(half, device=x.device, dtype=wide.dtype)
+    angle = (positions.to(wide.dtype).unsqueeze(-1) * base ** (-channel / half)).unsqueeze(-2)  # [..., 1, D/2]
+    cosine, sine = angle.cos(), angle.sin()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return turned.to(x.dtype)
+
+
+def count_positions(
+    x: Tensor, start: Tensor | None = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Number the tokens of each sequence, as `Mixer.forward` takes them.
+
+    Args:
+        x: `[B, T, ...]`, read for its sizes and device.
+        start: `[B]` whole numbers, the position of each sequence's first token; 0 where left out. `[N]` when packed.
+        cu_seqlens: `[N + 1]`, borders of packed sequences; each one counts from its own start.
+        mask: `[B, T]`, True at real tokens; the others do not count.
+
+    Returns:
+        Positions `[B, T]` and the position that follows each sequence's last token: `[B]`, or `[N]` when packed.
+    """
+    batch, tokens = x.shape[:2]
+    if mask is None:
+        before = torch.arange(tokens + 1, device=x.device).expand(batch, -1)
+    else:
+        before = functional.pad(mask.long().cumsum(1), (1, 0))
+    if cu_seqlens is None:
+        start = before.new_zeros(batch) if start is None else start
+        return before[:, :-1] + start[:, None], before[:, -1] + start
+    cu_seqlens = cu_seqlens.to(x.device)
+    borders = before[0, cu_seqlens]
+    start = torch.zeros_like(borders[1:]) if start is None else start
+    segment = torch.bucketize(torch.arange(tokens, device=x.device), cu_seqlens[1:], right=True)
+    return (before[0, :-1] + (start - borders[:-1])[segment]).unsqueeze(0), borders.diff() + start

@@ -1,0 +1,95 @@
+"""Attention with bounded-memory control (ABC)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longseq.kernels import cumulative_softmax, cumulative_softmax_step
+from longseq.kernels.cumulative_softmax import NOTHING
+from longseq.mixers.registry import register
+from longseq.mixers.slots import SlotMixer, SlotState
+
+
+@register("abc")
+class BoundedMemoryControl(SlotMixer):
+    """Attention to M slots, each a softmax average of all keys and of all values so far.
+
+        q, k, v = φ(W x);   z ← log(e^z + e^{W_φ x});   w = e^{W_φ x − z}
+        K̃ ← Diag(1 − w) K̃ + w kᵀ;   Ṽ ← Diag(1 − w) Ṽ + w vᵀ
+        y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
+
+    With the log normaliser z in the state this is K̃_t = Σ_s softmax(W_φ x_1, ..., W_φ x_t)_s k_s, the cumulative
+    softmax of causal attention, so GSA with α = 1 − w. `renormalize=False` leaves Diag(1 − w) out: each token keeps the
+    strength at which it was written, as the GSA paper states ABC (its equations 3 and 4), and slots grow with log T.
+
+    Args:
+        num_heads: a divisor of `d_model`.
+        num_slots: M, of each head.
+        renormalize: whether the strengths of earlier tokens shrink so that all sum to one.
+        feature_map: φ, one of silu, relu, relu_squared, identity. The default is that of the layer in which the GSA
+            paper compares ABC; ABC itself has identity.
+        activation: f, softmax over the slots, or for each slot alone identity, silu, relu or relu_squared.
+        scale: of the scores. The papers have none; 1/√K is usual for softmax.
+
+    Source: ABC: Attention with Bounded-memory Control (Peng et al., 2022), section 4, in the layer of Gated Slot
+    Attention (Zhang et al., 2024), equations 8 and 9.
+    """
+
+    paper = "ABC (arXiv:2110.02488), section 4"
+    operations = ("cumulative_softmax", "slot_attention")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        num_slots: int = 64,
+        renormalize: bool = True,
+        feature_map: str = "silu",
+        activation: str = "softmax",
+        scale: float = 1.0,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            gate_width=num_heads * num_slots,
+            num_heads=num_heads,
+            num_slots=num_slots,
+            feature_map=feature_map,
+            activation=activation,
+            scale=scale,
+            norm_eps=norm_eps,
+            backend=backend,
+        )
+        self.renormalize = renormalize
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SlotState:
+        state = super().initial_state(batch, device, dtype)
+        return state._replace(normalizer=torch.full_like(state.keys[..., 0], NOTHING))
+
+    def write(
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
+        real = None if mask is None else mask[..., None, None]
+        g, normalizer = cumulative_softmax(
+            logits if real is None else logits.masked_fill(~real, NOTHING),
+            initial_state=normalizer,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        return *self._gates(g if real is None else g * real), normalizer
+
+    def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        assert normalizer is not None
+        g, normalizer = cumulative_softmax_step(logits.unflatten(-1, (self.num_heads, self.num_slots)), normalizer)
+        return *self._gates(g), normalizer
+
+    def _gates(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log α and w from log (1 − w)."""
+        return (g, None) if self.renormalize else (torch.zeros_like(g), -torch.expm1(g))

@@ -1,0 +1,61 @@
+"""What each mixer is and what one layer of it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from longseq.kernels import explain
+from longseq.mixers.base import Mixer
+from longseq.mixers.registry import create, mixer_names
+from longseq.parameters import count_parameters
+from longseq.state import state_size
+
+
+@dataclass(frozen=True)
+class MixerCard:
+    """A mixer with the options of its paper.
+
+    Attributes:
+        state_size: numbers that the state holds for one sequence, whatever its length.
+        state_growth: numbers that each token of context adds to it; 0 where the size does not depend on the length.
+        parameters: of one layer.
+        flops_per_token: of one layer, forward, averaged over a sequence; a multiply-add counts as two.
+        backends: the kernel operations of the layer, each with its backends, the preferred one first. Mixers without
+            any run on torch's own.
+    """
+
+    name: str
+    paper: str
+    state_size: int
+    state_growth: int
+    parameters: int
+    flops_per_token: int
+    backends: Mapping[str, tuple[str, ...]]
+
+
+def list_mixers(d_model: int = 256, tokens: int = 1024) -> tuple[MixerCard, ...]:
+    """Describe one layer of every mixer, by name; `tokens` is the length over which FLOPs are averaged."""
+    # No weights are drawn on the meta device: neither their memory nor the caller's random state is touched.
+    with torch.device("meta"), torch.no_grad():
+        return tuple(_card(name, create(name, d_model), tokens) for name in mixer_names())
+
+
+def _card(name: str, mixer: Mixer, tokens: int) -> MixerCard:
+    growth = _size_after(mixer, 2) - _size_after(mixer, 1) if mixer.growing_state else 0
+    return MixerCard(
+        name=name,
+        paper=mixer.paper,
+        state_size=state_size(mixer.initial_state(1)),
+        state_growth=growth,
+        parameters=count_parameters(mixer),
+        flops_per_token=mixer.flops(tokens) // tokens,
+        backends={op: tuple(explain(op)) for op in mixer.operations},
+    )
+
+
+def _size_after(mixer: Mixer, tokens: int) -> int:
+    _, state = mixer(torch.empty(1, tokens, mixer.d_model))
+    return state_size(state)

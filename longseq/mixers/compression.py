@@ -1,0 +1,165 @@
+"""The block of Lattice and of TTT beside it: queries and keys from one projection, a memory of slots, a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm, saturation
+
+GAMMA_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
+FORGET_BIAS = 4.0  # μ starts at 0.98
+
+
+class CompressionState(NamedTuple):
+    """The last W - 1 inputs `[B, H M, W - 1]`, which both convolutions share, and the memory `[B, H, D, M]`."""
+
+    convolution: Tensor
+    memory: Tensor
+
+
+class CompressionMixer(Mixer):
+    """Shared frame of Lattice and TTT; a subclass chooses the rule of the memory by `recurrence`, options of the op.
+
+        z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
+
+    The memory of a head is `[D, M]` with D = head_dim. Its first value has random orthonormal columns, drawn once per
+    head and kept (not trained). γ is one number a head, and so is μ, where there is a forget gate.
+
+    Source: Lattice (Karami and Mirrokni, 2025), appendix A and figure 2, after the block of Mamba.
+    """
+
+    operations: ClassVar[tuple[str, ...]] = ("short_convolution", "orthogonal_recurrence")
+
+    slots: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None,
+        head_dim: int | None,
+        num_slots: int | None,
+        convolution_width: int,
+        gamma_activation: str,
+        forget_gate: bool,
+        recurrence: dict[str, Any],
+        chunk_size: int,
+        backend: str,
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if gamma_activation not in GAMMA_ACTIVATIONS:
+            raise ValueError(f"gamma_activation {gamma_activation!r} is not one of {', '.join(GAMMA_ACTIVATIONS)}")
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} must be at least 1, the exact recurrence")
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
+        self.num_slots = self.head_dim if num_slots is None else num_slots
+        if not 1 <= self.num_slots <= self.head_dim:
+            raise ValueError(
+                f"num_slots={num_slots} must be 1 to {self.head_dim}, the head's channels: slots start orthonormal"
+            )
+        self.gamma_activation = gamma_activation
+        self.forget_gate = forget_gate
+        self.recurrence = recurrence
+        self.chunk_size = chunk_size
+        self.widths = [self.num_heads * self.num_slots, d_model, d_model, self.num_heads * (1 + forget_gate)]
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.query_convolution, self.key_convolution = (
+            ShortConvolution(self.widths[0], convolution_width, activation=None, backend=backend) for _ in range(2)
+        )
+        self.forget_bias = nn.Parameter(torch.empty(self.num_heads)) if forget_gate else None
+        self.register_buffer("slots", torch.empty(self.num_heads, self.head_dim, self.num_slots))
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        if self.forget_bias is not None:
+            self.forget_bias.fill_(FORGET_BIAS)
+        random = torch.randn(self.slots.shape, device=self.slots.device)
+        self.slots.copy_(torch.linalg.qr(random).Q)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, CompressionState]:
+        rows = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
+        shared, v, gate, gamma, g = self._split(projected)
+        q, last = self.query_convolution(shared, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        k, _ = self.key_convolution(shared, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        self._observe_gates(gamma, g, mask)
+        if mask is not None:
+            gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
+        o, final = orthogonal_recurrence(
+            self._to_heads(q),
+            self._to_heads(k),
+            self._to_heads(v),
+            gamma,
+            g=g,
+            **self._rule(gamma),
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size,
+            backend=self.backend,
+        )
+        assert final is not None
+        self._observe_memory(final)
+        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, final)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, CompressionState]:
+        shared, v, gate, gamma, g = self._split(projected)
+        q, last = self.query_convolution.step(shared, state.convolution)
+        k, _ = self.key_convolution.step(shared, state.convolution)
+        o, memory = orthogonal_recurrence_step(
+            self._to_heads(q),
+            self._to_heads(k),
+            self._to_heads(v),
+            gamma,
+            state.memory,
+            g=g,
+            **self._rule(gamma),
+        )
+        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> CompressionState:
+        memory = self._first_memory(batch, dtype).to(device)
+        return CompressionState(self.query_convolution.initial_state(batch, device, memory.dtype), memory)
+
+    def _first_memory(self, batch: int, dtype: Any) -> Tensor:
+        return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """What queries and keys share, values, the output's gate, γ and log μ `[..., H]`."""
+        shared, v, gate, rates = projected.split(self.widths, dim=-1)
+        rates = at_least_float32(rates)
+        gamma = GAMMA_ACTIVATIONS[self.gamma_activation](rates[..., : self.num_heads])
+        if self.forget_bias is None:
+            return shared, v, gate, gamma, None
+        return shared, v, gate, gamma, functional.logsigmoid(rates[..., self.num_heads :] + self.forget_bias)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))
+
+    def _rule(self, gamma: Tensor) -> dict[str, Any]:
+        """The options of the operation; `gamma [..., H]` gives the shape of those that are tensors."""
+        return self.recurrence
+
+    def _observe_gates(self, gamma: Tensor, g: Tensor | None, mask: Tensor | None) -> None:
+        bounded = [gamma] if self.gamma_activation == "sigmoid" else []
+        if g is not None:
+            bounded.append(g.exp())
+        if bounded:
+            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
+
+    def _observe_memory(self, memory: Tensor) -> None:
+        self.observe("state_norm", lambda: mean_norm(memory))

@@ -1,0 +1,174 @@
+"""Gated DeltaNet: the delta rule on a memory that also decays."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.norm import RMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels import delta_rule, delta_rule_step
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.deltanet import check_features, unit_features
+from longseq.mixers.heads import choose_heads, expand_width, largest_heads
+from longseq.mixers.measures import mean_norm, saturation, token_mean
+from longseq.mixers.registry import register
+from longseq.mixers.step_size import check_step_range, draw_decay_rates, draw_step_bias, step_size
+
+
+class GatedDeltaNetState(NamedTuple):
+    """The convolution's last inputs `[B, C, W - 1]` (None without convolution) and the memory `[B, H, K, V]`.
+
+    C counts the channels of queries, keys and values together.
+    """
+
+    convolution: Tensor | None
+    memory: Tensor
+
+
+@register("gated_deltanet")
+class GatedDeltaNet(Mixer):
+    """Multi-head delta rule with Mamba-2's decay for each head and a gated output.
+
+        q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
+        g = −exp(A_log) softplus(W_a x + dt_bias)
+        S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q) ⊙ SiLU(W_g x))
+
+    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2.
+
+    Args:
+        num_heads, head_dim: of the keys; either or neither. By default the largest heads of at most 128 channels that
+            divide the width of the keys.
+        expand_k: width of all keys relative to `d_model`.
+        expand_v: channels of a head's values relative to those of its keys.
+        convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
+        feature_map: φ, one of silu, relu, elu_plus_one, identity.
+        key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
+        output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
+        dt_min, dt_max: range of the first step sizes softplus(dt_bias).
+
+    Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
+    section 3.4; initial decays as in Mamba-2.
+    """
+
+    paper = "Gated DeltaNet (arXiv:2412.06464), section 3.4"
+    operations = ("short_convolution", "delta_rule")
+    undecayed = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_k: float = 0.75,
+        expand_v: float = 2.0,
+        convolution_width: int = 4,
+        feature_map: str = "silu",
+        key_norm: str = "l2",
+        output_gate: bool = True,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        check_features(feature_map, key_norm)
+        check_step_range(dt_min, dt_max)
+        self.key_width = expand_width(d_model, expand_k, "expand_k")
+        if num_heads is None and head_dim is None:
+            head_dim = largest_heads(self.key_width, 128)
+        self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, head_dim, preferred=128)
+        self.value_dim = expand_width(self.key_dim, expand_v, "expand_v")
+        self.value_width = self.num_heads * self.value_dim
+        self.feature_map = feature_map
+        self.key_norm = key_norm
+        self.output_gate = output_gate
+        self.dt_min = dt_min
+        self.dt_max = dt_max
+        self.mixed_width = 2 * self.key_width + self.value_width
+        gate_width = self.value_width if output_gate else 0
+        self.in_proj = nn.Linear(d_model, self.mixed_width + 2 * self.num_heads + gate_width, bias=False)
+        self.convolution = (
+            ShortConvolution(self.mixed_width, convolution_width, activation=None, backend=backend)
+            if convolution_width > 0
+            else None
+        )
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps)
+        self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
+        self.init_recurrence()
+
+    def init_recurrence(self) -> None:
+        draw_decay_rates(self.A_log)
+        draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, GatedDeltaNetState]:
+        convolution, memory = (None, None) if state is None else state
+        mixed, beta, g, gate = self._split(projected)
+        self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
+        if self.convolution is not None:
+            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        q, k, v = self._features(mixed)
+        self.observe("key_write_norm", lambda: token_mean(beta * k.square().sum(-1), mask))
+        real = None if mask is None else mask.unsqueeze(-1)
+        o, memory = delta_rule(
+            q,
+            k,
+            v,
+            beta if real is None else beta * real,
+            g=g if real is None else g * real,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert memory is not None
+        self.observe("state_norm", lambda: mean_norm(memory))
+        return self._read_out(o, gate), GatedDeltaNetState(convolution, memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, GatedDeltaNetState]:
+        convolution, memory = state
+        mixed, beta, g, gate = self._split(projected)
+        if self.convolution is not None:
+            mixed, convolution = self.convolution.step(mixed, convolution)
+        o, memory = delta_rule_step(*self._features(mixed), beta, memory, g=g)
+        return self._read_out(o, gate), GatedDeltaNetState(convolution, memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:
+        dtype = memory_dtype(dtype)
+        convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
+        shape = (batch, self.num_heads, self.key_dim, self.value_dim)
+        return GatedDeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of the convolution `[..., C]`, β and g `[..., H]`, and the output gate `[..., H V]`, empty without."""
+        heads = self.num_heads
+        gates = projected.shape[-1] - self.mixed_width - 2 * heads
+        mixed, beta, rate, gate = projected.split([self.mixed_width, heads, heads, gates], dim=-1)
+        g = -at_least_float32(self.A_log).exp() * step_size(rate, self.dt_bias)
+        return mixed, at_least_float32(beta).sigmoid(), g, gate
+
+    def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        split = mixed.split([self.key_width, self.key_width, self.value_width], dim=-1)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in split)
+        q, k = (unit_features(x, self.feature_map, self.key_norm) for x in (q, k))
+        return q, k, functional.silu(v)
+
+    def _read_out(self, o: Tensor, gate: Tensor) -> Tensor:
+        y = self.norm(o).flatten(-2)
+        return y * functional.silu(gate) if self.output_gate else y
+
+    def scan_flops(self, tokens: int) -> int:
+        # The decay takes K V a head; reading at the key, writing there and reading at the query take 2 K V each.
+        recurrence = 7 * self.key_width * self.value_dim
+        gate = 2 * self.value_width if self.output_gate else 0
+        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
+        return tokens * (recurrence + gate) + convolution

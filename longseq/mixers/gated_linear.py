@@ -1,0 +1,75 @@
+"""What the mixers on gated linear attention share: the recurrence with its masking, and the readout."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.kernels import linear_attention, linear_attention_step
+from longseq.mixers.base import Mixer
+from longseq.mixers.measures import mean_norm, saturation
+
+
+class MemoryState(NamedTuple):
+    """The memory `[B, H, K, V]`."""
+
+    memory: Tensor
+
+
+class GatedLinearMixer(Mixer):
+    """Frame of GLA, HGRN2, RetNet and Mamba-2: keys written to a decaying memory.
+
+    S ← exp(g) S + k vᵀ;   o = scale Sᵀ q;   g ≤ 0, one a head or one a key channel
+    """
+
+    operations: ClassVar[tuple[str, ...]] = ("linear_attention",)
+
+    norm: nn.Module
+
+    def recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        memory: Tensor | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        *,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`."""
+        self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
+        if mask is not None:
+            k = k * mask[..., None, None]
+        o, final = linear_attention(
+            q,
+            k,
+            v,
+            g=g if mask is None else g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2)),
+            scale=scale,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert final is not None
+        self.observe("state_norm", lambda: mean_norm(final))
+        return o, final
+
+    def recur_step(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor, *, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Run one token; the shapes of `recur` without T."""
+        return linear_attention_step(q, k, v, memory, g=g, scale=scale)
+
+    def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`."""
+        return self.norm(o).flatten(-2) * functional.silu(gate)
+
+
+def recurrence_flops(heads: int, key_dim: int, value_dim: int) -> int:
+    """Count the operations of one token: the decay takes K V a head, writing and reading 2 K V each."""
+    return 5 * heads * key_dim * value_dim

@@ -1,0 +1,91 @@
+"""Gated linear attention: a decay of its own for each key channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.norm import RMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.mixers.base import memory_dtype
+from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
+from longseq.mixers.heads import choose_heads, expand_width
+from longseq.mixers.registry import register
+
+
+@register("gla")
+class GatedLinearAttention(GatedLinearMixer):
+    """Linear attention whose forget gates depend on the token, one for each key channel.
+
+        q, k, v = W x;   g = log sigmoid(W₂ W₁ x + b) / τ
+        S ← Diag(exp(g)) S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_r x))
+
+    Args:
+        num_heads: of the keys and of the values alike.
+        expand_k, expand_v: widths of all keys and of all values, relative to `d_model`.
+        gate_rank: width of W₁ x.
+        gate_temperature: τ, which keeps the gates near 1 at the start of training.
+
+    Source: Gated Linear Attention Transformers with Hardware-Efficient Training (Yang et al., 2023), equations 3 and 4
+    and section 4.4.
+    """
+
+    paper = "GLA (arXiv:2312.06635), section 4.4"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        gate_rank: int = 16,
+        gate_temperature: float = 16.0,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if gate_rank < 1 or gate_temperature <= 0:
+            raise ValueError(f"gate_rank={gate_rank}, gate_temperature={gate_temperature}: both must be positive")
+        self.key_width = expand_width(d_model, expand_k, "expand_k")
+        self.value_width = expand_width(d_model, expand_v, "expand_v")
+        self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, None, preferred=1)
+        _, self.value_dim = choose_heads(self.value_width, num_heads, None, preferred=1)
+        self.gate_rank = gate_rank
+        self.gate_temperature = gate_temperature
+        self.in_proj = nn.Linear(d_model, 2 * self.key_width + 2 * self.value_width + gate_rank, bias=False)
+        self.decay_proj = nn.Linear(gate_rank, self.key_width)
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps)
+        self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        q, k, v, g, gate = self._split(projected)
+        memory = None if state is None else state.memory
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5)
+        return self.read_out(o, gate), MemoryState(memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
+        q, k, v, g, gate = self._split(projected)
+        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
+        return self.read_out(o, gate), MemoryState(memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> MemoryState:
+        shape = (batch, self.num_heads, self.key_dim, self.value_dim)
+        return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        keys, values = self.key_width, self.value_width
+        q, k, v, gate, rank = projected.split([keys, keys, values, values, self.gate_rank], dim=-1)
+        g = functional.logsigmoid(at_least_float32(self.decay_proj(rank))) / self.gate_temperature
+        q, k, v, g = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v, g))
+        return q, k, v, g, gate
+
+    def scan_flops(self, tokens: int) -> int:
+        decay = 2 * self.gate_rank * self.key_width
+        recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
+        return tokens * (decay + recurrence + 2 * self.value_width)

@@ -1,0 +1,95 @@
+"""Gated slot attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.precision import at_least_float32
+from longseq.mixers.registry import register
+from longseq.mixers.slots import SlotMixer
+
+
+class ConstantGate(nn.Module):
+    """Logits of forget gates that are the same for every token, `[H, M]`."""
+
+    undecayed = ("logits",)
+
+    def __init__(self, num_heads: int, num_slots: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(num_heads, num_slots))
+
+
+@register("gsa")
+class GatedSlotAttention(SlotMixer):
+    """Attention to M slots, each a moving average of keys and of values with a forget gate of its own.
+
+        q, k, v = φ(W x);   α = sigmoid(W_α x)^{1/τ}
+        K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
+        y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
+
+    The norm is over all channels, not one head.
+
+    Args:
+        num_heads: a divisor of `d_model`.
+        num_slots: M, of each head.
+        gate_temperature: τ, which keeps α near 1.
+        data_dependent_gate: False makes W_α x a learned number for each slot (an ablation of the paper).
+        feature_map: φ, one of silu, relu, relu_squared, identity.
+        activation: f, softmax over the slots, or for each slot alone identity, silu, relu or relu_squared (ablations of
+            the paper, table 2).
+        scale: of the scores. The paper has none; 1/√K is usual for softmax.
+
+    Source: Gated Slot Attention for Efficient Linear-Time Sequence Modeling (Zhang et al., 2024), equations 6, 8 and 9.
+    """
+
+    paper = "GSA (arXiv:2409.07146), section 3"
+    operations = ("slot_attention",)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        num_slots: int = 64,
+        gate_temperature: float = 8.0,
+        data_dependent_gate: bool = True,
+        feature_map: str = "silu",
+        activation: str = "softmax",
+        scale: float = 1.0,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            gate_width=num_heads * num_slots if data_dependent_gate else 0,
+            num_heads=num_heads,
+            num_slots=num_slots,
+            feature_map=feature_map,
+            activation=activation,
+            scale=scale,
+            norm_eps=norm_eps,
+            backend=backend,
+        )
+        if gate_temperature <= 0:
+            raise ValueError(f"gate_temperature={gate_temperature}, but must be positive; the paper's value is 8")
+        self.gate_temperature = gate_temperature
+        self.gate = None if data_dependent_gate else ConstantGate(num_heads, num_slots)
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        if self.gate is not None:
+            self.gate.logits.normal_()  # slots with equal gates would stay equal for ever
+
+    def write(
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, None, None]:
+        g, _, _ = self.write_step(logits, None)
+        return g if mask is None else g * mask[..., None, None], None, None
+
+    def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None, None]:
+        shape = (*logits.shape[:-1], self.num_heads, self.num_slots)
+        gate = logits.reshape(shape) if self.gate is None else at_least_float32(self.gate.logits).expand(shape)
+        return functional.logsigmoid(gate) / self.gate_temperature, None, None

@@ -1,0 +1,85 @@
+"""HGRN2: a gated recurrent network whose forget gate is also its key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.norm import RMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.mixers.base import memory_dtype
+from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.registry import register
+
+
+@register("hgrn2")
+class HGRN2(GatedLinearMixer):
+    """Linear recurrent network with an outer-product state: what a channel forgets, it takes from the new value.
+
+        f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x))
+
+    The paper learns b for each channel of each layer, as cumulative softmax over the layers, zero in the first and
+    growing with depth. A mixer knows no other layer: here b is the constant `lower_bound`.
+
+    Args:
+        num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).
+            `head_dim` is the paper's expansion ratio: the state holds so many numbers for each channel.
+        lower_bound: b, the smallest forget gate, in [0, 1). Larger values remember for longer.
+
+    Source: HGRN2: Gated Linear RNNs with State Expansion (Qin et al., 2024), section 3.
+    """
+
+    paper = "HGRN2 (arXiv:2404.07904), section 3"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        lower_bound: float = 0.0,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if not 0 <= lower_bound < 1:
+            raise ValueError(f"lower_bound={lower_bound} must be at least 0 and below 1, which would write nothing")
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
+        self.lower_bound = lower_bound
+        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.norm = RMSNorm(d_model, eps=norm_eps)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        q, k, v, g = self._split(projected)
+        o, memory = self.recur(q, k, v, g, None if state is None else state.memory, cu_seqlens, mask)
+        return self.norm(o.flatten(-2)), MemoryState(memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
+        q, k, v, g = self._split(projected)
+        o, memory = self.recur_step(q, k, v, g, state.memory)
+        return self.norm(o.flatten(-2)), MemoryState(memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> MemoryState:
+        shape = (batch, self.num_heads, self.head_dim, self.head_dim)
+        return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, f, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        f = at_least_float32(f)
+        k = (1 - self.lower_bound) * (-f).sigmoid()
+        g = functional.logsigmoid(f)
+        if self.lower_bound > 0:
+            # log(b + (1 - b) sigmoid(f)), exact near f = 1 and near f = b
+            g = g - functional.logsigmoid(f - math.log(self.lower_bound))
+        return functional.silu(q), k, v, g
+
+    def scan_flops(self, tokens: int) -> int:
+        return tokens * recurrence_flops(self.num_heads, self.head_dim, self.head_dim)

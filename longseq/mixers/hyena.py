@@ -1,0 +1,267 @@
+"""Hyena: gates and long convolutions whose filters are functions of the distance."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.packing import front_places, move, pick, rows_of, unpack_rows
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.precision import without_autocast
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.registry import register
+
+
+class HyenaState(NamedTuple):
+    """The short convolution's last inputs `[B, (N + 1) d_model, W - 1]` and the long ones' inputs of all tokens so far.
+
+    `inputs [B, S, N - 1, d_model]` holds those of `length [B]` real tokens, the rest is zero.
+    """
+
+    convolution: Tensor
+    inputs: Tensor
+    length: Tensor
+
+
+@register("hyena")
+class Hyena(Mixer):
+    """Projections that gate one another between causal convolutions as long as the sequence.
+
+        x⁰, ..., x^{N−1}, v = conv(W_in u);   z ← h ∗ (x ⊙ z) + D x ⊙ z  for x = x^{N−1}, ..., x¹;   y = W_out (x⁰ ⊙ z)
+
+    starting from z = v. The first of the N convolutions of the definition is the short one, as in the published code,
+    and the other N - 1 have implicit filters: a small network of sines of the distance, times an exponential window
+
+        h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbt, sin 2πbt),  t = distance / max_length
+
+    with b = 0 ... filter_bands − 1 and rates α_c spread over the channels, so that the windows fall to 1/100 between
+    `fast_decay` and `slow_decay`.
+
+    A token's output depends on the inputs of all tokens before it, so the state keeps them all and grows, and a step
+    takes time in proportion to their number.
+
+    Args:
+        order: N.
+        convolution_width: taps of the short convolution.
+        max_length: the distance that counts as t = 1. It is a constant and not the length of the input, so that a
+            filter is the same for a sequence, for a part of it and for one token; longer sequences are accepted, with
+            filters continued beyond t = 1. By default the context length of the paper's language models.
+        filter_width, filter_depth: channels and linear layers of the network f.
+        filter_bands: frequencies of its input.
+        sine_frequency: initial factor, learned for each channel, in the sine that follows each of its hidden layers.
+        fast_decay, slow_decay: where, in t, the window of the first channel and that of the last fall to 1/100.
+        window_bias: what the windows do not fall below.
+
+    Source: Hyena Hierarchy: Towards Larger Convolutional Language Models (Poli et al., 2023), section 3; the sizes of f
+    are those of the published configuration for The Pile.
+    """
+
+    paper = "Hyena (arXiv:2302.10866), section 3"
+    operations = ("short_convolution",)
+    growing_state = True
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        order: int = 2,
+        convolution_width: int = 3,
+        max_length: int = 2048,
+        filter_width: int = 64,
+        filter_depth: int = 4,
+        filter_bands: int = 16,
+        sine_frequency: float = 14.0,
+        fast_decay: float = 0.3,
+        slow_decay: float = 1.5,
+        window_bias: float = 0.05,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if order < 2:
+            raise ValueError(f"order={order}: the first long convolution comes with order 2")
+        if max_length < 1:
+            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 1")
+        self.order = order
+        self.max_length = max_length
+        self.in_proj = nn.Linear(d_model, (order + 1) * d_model)
+        self.convolution = ShortConvolution(
+            (order + 1) * d_model, convolution_width, activation=None, bias=True, backend=backend
+        )
+        self.filter = ImplicitFilter(
+            (order - 1) * d_model,
+            width=filter_width,
+            depth=filter_depth,
+            bands=filter_bands,
+            frequency=sine_frequency,
+            decays=(fast_decay, slow_decay),
+            bias=window_bias,
+        )
+        self.out_proj = nn.Linear(d_model, d_model)
+
+    def init_recurrence(self) -> None:
+        self.filter.reset_parameters()
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, HyenaState]:
+        past = None if state is None else state.convolution
+        mixed, convolution = self.convolution(projected, past, cu_seqlens=cu_seqlens, mask=mask)
+        if cu_seqlens is not None:
+            mixed, mask = unpack_rows(mixed, cu_seqlens), rows_of(cu_seqlens.to(mixed.device))
+        if state is None and mask is None:
+            y, inputs = self._convolve(mixed, None, None)
+            length = torch.full((inputs.shape[0],), inputs.shape[1], device=inputs.device)
+        else:
+            real = torch.ones_like(mixed[..., 0], dtype=torch.bool) if mask is None else mask
+            start = real.new_zeros(real.shape[0], dtype=torch.long) if state is None else state.length
+            kept = mixed.new_zeros(mixed.shape[0], 0, self.order - 1, self.d_model) if state is None else state.inputs
+            y, inputs = self._convolve(mixed * real.unsqueeze(-1), kept, front_places(real, start))
+            length = start + real.sum(1)
+        if cu_seqlens is not None:
+            assert mask is not None
+            y = y[mask].unsqueeze(0)
+        return y, HyenaState(convolution, inputs, length)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, HyenaState]:
+        y, state = self.scan(projected.unsqueeze(1), state)
+        return y.squeeze(1), state
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> HyenaState:
+        convolution = self.convolution.initial_state(batch, device, memory_dtype(dtype))
+        inputs = torch.zeros(batch, 0, self.order - 1, self.d_model, device=device, dtype=dtype)
+        return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def _convolve(self, mixed: Tensor, past: Tensor | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
+
+        With `past [B, P, N - 1, d_model]`, token t of row b follows on it at `place[b, t]` of P + T.
+        """
+        *gates, z = mixed.chunk(self.order + 1, dim=-1)
+        length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
+        filters = self.filter(length, self.max_length, at_least_float32(z).dtype).chunk(self.order - 1, dim=-1)
+        skips = self.filter.skip.chunk(self.order - 1)
+        inputs = []
+        for index, gate in enumerate(reversed(gates[1:])):
+            own = gate * z
+            row = own
+            if past is not None and place is not None:
+                row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
+                row = move(own, place, row)
+            inputs.append(row)
+            z = long_convolution(row, filters[index])
+            if place is not None:
+                z = pick(z, place)
+            z = (z + skips[index] * own).to(own.dtype)
+        return gates[0] * z, torch.stack(inputs, dim=2)
+
+    def scan_flops(self, tokens: int) -> int:
+        # Three transforms of twice the length for a channel, and six for the product of two complex numbers.
+        transform = 5 * 2 * tokens * math.ceil(math.log2(2 * tokens))
+        channel = 3 * transform + 6 * tokens + 3 * tokens
+        filters = self.filter.flops(tokens)
+        return (self.order - 1) * self.d_model * channel + filters + self.convolution.flops(tokens)
+
+
+class FilterLinear(nn.Linear):
+    """A linear layer of a filter, which weight decay leaves alone."""
+
+    undecayed = ("weight", "bias")
+
+
+class ImplicitFilter(nn.Module):
+    """Filters `[L, channels]` as functions of the distance: a network of sines times an exponential window.
+
+    The filters come in the type asked for, whatever that of the weights. The sines are computed in float64: each of
+    them multiplies the rounding errors before it by about its frequency, three of them a few thousand times.
+    """
+
+    undecayed = ("frequency", "skip")
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        width: int,
+        depth: int,
+        bands: int,
+        frequency: float,
+        decays: tuple[float, float],
+        bias: float,
+    ) -> None:
+        super().__init__()
+        if min(width, bands) < 1 or depth < 2:
+            raise ValueError(
+                f"filter_width={width}, filter_bands={bands}, filter_depth={depth}: at least 1, 1 and 2 are needed"
+            )
+        if min(decays) <= 0:
+            raise ValueError(f"fast_decay={decays[0]}, slow_decay={decays[1]}: windows fall at positive distances")
+        self.channels = channels
+        self.bands = bands
+        self.decays = decays
+        self.bias = bias
+        self.initial_frequency = frequency
+        sizes = [1 + 2 * bands, *[width] * (depth - 1), channels]
+        self.layers: Any = nn.ModuleList(
+            FilterLinear(before, after, bias=index < depth - 1) for index, (before, after) in enumerate(pairwise(sizes))
+        )
+        self.frequency = nn.Parameter(torch.empty(width))
+        self.skip = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the layers as torch does, and the skip connections from a normal distribution."""
+        for layer in self.layers:
+            layer.reset_parameters()
+        self.frequency.fill_(self.initial_frequency)
+        self.skip.normal_()
+
+    def forward(self, length: int, max_length: int, dtype: torch.dtype) -> Tensor:
+        """Evaluate the filters at the distances 0 ... `length` - 1."""
+        wide = dtype if self.skip.device.type == "mps" else torch.float64  # which mps does not have
+        with without_autocast(self.skip):
+            time = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1) / max_length
+            angle = 2 * math.pi * time * torch.arange(self.bands, device=time.device, dtype=wide)
+            h = torch.cat([time, angle.cos(), angle.sin()], dim=-1)
+            *hidden, last = self.layers
+            for layer in hidden:
+                h = torch.sin(self.frequency.to(wide) * _apply(layer, h))
+            time = time.to(dtype)
+            return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
+
+    def _rates(self, time: Tensor) -> Tensor:
+        """α of each channel, the fast ones first."""
+        fast, slow = (math.log(100) / decay for decay in self.decays)
+        return torch.linspace(fast, slow, self.channels, device=time.device, dtype=time.dtype)
+
+    def flops(self, length: int) -> int:
+        """Count the floating-point operations of the network at so many distances."""
+        return 2 * length * sum(layer.weight.numel() for layer in self.layers)
+
+
+def _apply(layer: Any, x: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return functional.linear(x, layer.weight.to(x.dtype), bias)
+
+
+def long_convolution(x: Tensor, filters: Tensor) -> Tensor:
+    """Causal convolution of each channel of `x [B, L, D]` with `filters [L, D]`, in the type of the filters.
+
+    By Fourier transforms of twice the length. Exported graphs hold the sum itself, as a convolution with L taps: the
+    transforms of ONNX runtimes have errors of 1e-4.
+    """
+    length = x.shape[1]
+    with without_autocast(x):
+        x = x.to(filters.dtype)
+        if is_exporting():
+            window = functional.pad(x.mT, (length - 1, 0))
+            return functional.conv1d(window, filters.flip(0).mT.unsqueeze(1), groups=filters.shape[1]).mT
+        spectrum = torch.fft.rfft(x, n=2 * length, dim=1) * torch.fft.rfft(filters, n=2 * length, dim=0)
+        return torch.fft.irfft(spectrum, n=2 * length, dim=1)[:, :length]

@@ -1,0 +1,101 @@
+"""Lattice: slots that take in only what is orthogonal to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from longseq.mixers.compression import CompressionMixer
+from longseq.mixers.registry import register
+
+# Operations on each entry of the memory for one token: scale, write, measure and divide by the norm, and read at the
+# query take eight; each of the products that find what to write takes two.
+FLOPS_PER_ENTRY = {"decode": 12, "encode": 10, "similarity": 10}
+
+
+@register("lattice")
+class Lattice(CompressionMixer):
+    """Compress the keys and values seen so far into slots of unit length, by gradient descent on the sphere.
+
+        S ← N(μ S + Δ);   y = W_o (S q ⊙ GELU(W_g x))
+        decode:      Δ_i = −γ k_i P(s_i) (S k − v)
+        encode:      Δ_i = −γ (s_iᵀ v − k_i) P(s_i) v
+        similarity:  Δ_i = γ k_i P(s_i) v
+
+    with s_i the columns of S, P(s) = I − s sᵀ, and N normalising columns. `longseq.kernels.orthogonal_recurrence` has
+    the details, `CompressionMixer` the block around it.
+
+    Args:
+        objective: which reconstruction the slots serve; decode is the best of the paper's three.
+        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_slots: columns of a head's memory, at most head_dim, by default as many. The paper's text gives neither
+            this number nor that of the heads; the defaults give the memory the size of DeltaNet's with the same heads.
+        gamma_activation: sigmoid or softplus, of a projection of the token. The paper leaves it open; sigmoid is TTT's.
+        forget_gate: learn μ = sigmoid(W_μ x + b), else μ = 1. The last row of the paper's table 4 has the gate, and
+            finds it to change little.
+        normalize: without it N is left out (the second ablation of the paper's table 4).
+        sparsity: λ of the l1 norm of equation 17, which draws entries to zero; needs chunk_size=1.
+        chunk_size: 1 is the exact recurrence, and the default. More tokens from one frozen state are another function,
+            not a faster way to the same one: on a processor, chunks of 4 change the outputs of trained layers by 22 to
+            58 % and save little, chunks of 16 by 32 to 79 % to save half (benchmarks/lattice_chunks.json). Use a model
+            with the chunk_size it was trained with; its one-token steps are those of the exact form.
+
+    A step of the decode objective overshoots where γ ‖k‖² > 2, and there small differences grow from token to token.
+    Nothing in the layer bounds the keys; training with clipped gradients and weight decay has kept them short enough.
+
+    Source: Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni, 2025), equations 7, 10, 12, 14,
+    16 and 18.
+    """
+
+    paper = "Lattice (arXiv:2504.05646), equations 7 to 18"
+    undecayed = ("forget_bias",)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        objective: str = "decode",
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_slots: int | None = None,
+        convolution_width: int = 4,
+        gamma_activation: str = "sigmoid",
+        forget_gate: bool = True,
+        normalize: bool = True,
+        sparsity: float = 0.0,
+        chunk_size: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        if objective not in FLOPS_PER_ENTRY:
+            raise ValueError(f"objective {objective!r} is not one of {', '.join(FLOPS_PER_ENTRY)}")
+        if sparsity < 0 or (sparsity > 0 and chunk_size > 1):
+            raise ValueError(
+                f"sparsity={sparsity} must not be negative, and takes chunk_size=1 instead of {chunk_size}"
+            )
+        super().__init__(
+            d_model,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_slots=num_slots,
+            convolution_width=convolution_width,
+            gamma_activation=gamma_activation,
+            forget_gate=forget_gate,
+            recurrence={"objective": objective, "normalize": normalize},
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        self.sparsity = sparsity
+
+    def _rule(self, gamma: Tensor) -> dict[str, Any]:
+        threshold = gamma.new_full(gamma.shape, self.sparsity) if self.sparsity > 0 else None
+        return {**self.recurrence, "threshold": threshold}
+
+    def _observe_memory(self, memory: Tensor) -> None:
+        super()._observe_memory(memory)
+        self.observe("slot_norm_drift", lambda: (memory.norm(dim=-2) - 1).abs().max())
+
+    def scan_flops(self, tokens: int) -> int:
+        entries = self.d_model * self.num_slots
+        convolutions = self.query_convolution.flops(tokens) + self.key_convolution.flops(tokens)
+        return tokens * FLOPS_PER_ENTRY[self.recurrence["objective"]] * entries + convolutions

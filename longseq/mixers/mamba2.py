@@ -1,0 +1,155 @@
+"""Mamba-2's layer: a state space with one decay for each head, which makes it a gated linear attention."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.norm import RMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.mixers.base import memory_dtype
+from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.registry import register
+from longseq.mixers.step_size import check_step_range, draw_decay_rates, draw_step_bias, step_size
+
+
+class Mamba2State(NamedTuple):
+    """The convolution's last inputs `[B, I + 2 G N, W - 1]` and the memory `[B, H, N, P]`."""
+
+    convolution: Tensor
+    memory: Tensor
+
+
+@register("mamba2")
+class Mamba2(GatedLinearMixer):
+    """State space duality: a scalar decay for each head, input and output maps shared by groups of heads.
+
+        z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
+        S ← exp(−Δ exp(A_log)) S + B (Δ x)ᵀ;   y = out_proj(RMSNorm((Sᵀ C + D x) ⊙ SiLU(z)))
+
+    I = expand · d_model channels make H heads of P = head_dim; the memory holds N = state_size numbers for each of
+    them. B and C are shared by the H / G heads of a group, and the norm is over a group's channels.
+
+    Args:
+        head_dim: P; by default 64 (32, ... where 64 does not divide I).
+        n_groups: G, a divisor of H.
+        dt_min, dt_max: range of the first step sizes softplus(dt_bias).
+
+    Source: Transformers are SSMs (Dao and Gu, 2024), section 7.
+    """
+
+    paper = "Mamba-2 (arXiv:2405.21060), section 7"
+    operations = ("short_convolution", "linear_attention")
+    undecayed = ("A_log", "dt_bias", "D")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        expand: int = 2,
+        head_dim: int | None = None,
+        state_size: int = 128,
+        n_groups: int = 1,
+        convolution_width: int = 4,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        check_step_range(dt_min, dt_max)
+        for name, size in {"expand": expand, "state_size": state_size, "n_groups": n_groups}.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number of at least 1")
+        self.inner = expand * d_model
+        self.num_heads, self.head_dim = choose_heads(self.inner, None, head_dim, preferred=64)
+        if self.num_heads % n_groups:
+            raise ValueError(f"n_groups={n_groups} does not divide the {self.num_heads} heads; choose a divisor")
+        self.state_size = state_size
+        self.n_groups = n_groups
+        self.dt_min = dt_min
+        self.dt_max = dt_max
+        self.norm_eps = norm_eps
+        self.mixed_width = self.inner + 2 * n_groups * state_size
+        self.in_proj = nn.Linear(d_model, self.inner + self.mixed_width + self.num_heads, bias=False)
+        self.convolution = ShortConvolution(self.mixed_width, convolution_width, bias=True, backend=backend)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = GroupRMSNorm(n_groups, self.inner, eps=norm_eps)
+        self.out_proj = nn.Linear(self.inner, d_model, bias=False)
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        draw_decay_rates(self.A_log)
+        draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
+        self.D.fill_(1.0)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Mamba2State]:
+        convolution, memory = (None, None) if state is None else state
+        z, mixed, rate = self._split(projected)
+        mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        x, key, query = self._heads(mixed)
+        v, g = self._discretise(x, rate)
+        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask)
+        return self._read_out(y, x, z), Mamba2State(convolution, memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Mamba2State]:
+        z, mixed, rate = self._split(projected)
+        mixed, convolution = self.convolution.step(mixed, state.convolution)
+        x, key, query = self._heads(mixed)
+        v, g = self._discretise(x, rate)
+        y, memory = self.recur_step(query, key, v, g, state.memory)
+        return self._read_out(y, x, z), Mamba2State(convolution, memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Mamba2State:
+        shape = (batch, self.num_heads, self.state_size, self.head_dim)
+        memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
+        return Mamba2State(self.convolution.initial_state(batch, device, memory.dtype), memory)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z, mixed, rate = projected.split([self.inner, self.mixed_width, self.num_heads], dim=-1)
+        return z, mixed, rate
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x `[..., H, P]`; the keys B and the queries C `[..., H, N]`, each group's repeated for its heads."""
+        group = self.n_groups * self.state_size
+        x, key, query = functional.silu(mixed).split([self.inner, group, group], dim=-1)
+        key, query = (
+            y.unflatten(-1, (self.n_groups, self.state_size)).repeat_interleave(self.num_heads // self.n_groups, dim=-2)
+            for y in (key, query)
+        )
+        return x.unflatten(-1, (self.num_heads, self.head_dim)), key, query
+
+    def _discretise(self, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+        """Δ x `[..., H, P]` and the log decay `[..., H]`."""
+        step = step_size(rate, self.dt_bias)
+        return (step.unsqueeze(-1) * x).to(x.dtype), -at_least_float32(self.A_log).exp() * step
+
+    def _read_out(self, y: Tensor, x: Tensor, z: Tensor) -> Tensor:
+        y = torch.addcmul(y, x, self.D.to(y.dtype).unsqueeze(-1)).flatten(-2)
+        return self.norm(y * functional.silu(z))
+
+    def scan_flops(self, tokens: int) -> int:
+        recurrence = recurrence_flops(self.num_heads, self.state_size, self.head_dim)
+        return tokens * (recurrence + 4 * self.inner) + self.convolution.flops(tokens)
+
+
+class GroupRMSNorm(RMSNorm):
+    """RMS norm over each of `groups` equal parts of the channels, with a weight for every channel."""
+
+    def __init__(self, groups: int, channels: int, *, eps: float) -> None:
+        super().__init__(channels, eps=eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.groups, -1))
+        return functional.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * self.weight.to(x.dtype)

@@ -1,0 +1,121 @@
+"""Which mixer stands in which layer of a hybrid."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from longseq.mixers.registry import get
+
+# One name; names in turn; or a name with others in chosen layers.
+Pattern = str | Sequence[str] | Mapping[str, Any]
+
+_TERM = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^\W\d]\w*)(?P<layers>(?:@\d+)*)")
+_FORMS = (
+    "write a name, names in turn (deltanet+attention, 3xdeltanet+attention, or a list), or a name with others at "
+    "layers counted from 0 (deltanet+attention@1@12, or {default: deltanet, layers: {1: attention, 12: attention}})"
+)
+
+
+class _Parsed(NamedTuple):
+    """The names that take turns, and those placed at an index."""
+
+    cycle: tuple[str, ...]
+    placed: dict[int, str]
+
+
+def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
+    """Name the mixer of each of `depth` layers.
+
+        "deltanet"                       the same in every layer
+        "3xdeltanet+attention"           three and one in turn, from the first layer to the last
+        ["deltanet", "attention"]        the same as "deltanet+attention"
+        "deltanet+attention@1@12"        attention in layers 1 and 12, counted from 0, and deltanet in the others
+        {"default": "deltanet", "layers": {1: "attention", 12: "attention"}}        the same
+
+    Names that take turns may end in the middle of a turn, and there may not be more of them than layers.
+
+    Raises:
+        ValueError: the pattern has none of these forms, names an unknown mixer, or does not fit `depth`.
+    """
+    cycle, placed = _parse(pattern)
+    for name in (*cycle, *placed.values()):
+        get(name)
+    if len(cycle) > depth:
+        raise ValueError(f"mixer={pattern} names {len(cycle)} layers in turn and the model has {depth}; name fewer")
+    outside = [index for index in placed if index >= depth]
+    if outside:
+        raise ValueError(f"mixer={pattern} names layer {outside[0]} and the model's layers are 0 to {depth - 1}")
+    return tuple(placed.get(layer, cycle[layer % len(cycle)]) for layer in range(depth))
+
+
+def spell_pattern(pattern: Pattern) -> str:
+    """Write a pattern in one line that is fit for file names: `3xdeltanet+attention`, `deltanet+attention@1@12`."""
+    cycle, placed = _parse(pattern)
+    runs = [(len(list(run)), name) for name, run in groupby(cycle)]
+    if len(runs) == 1:
+        runs = [(1, cycle[0])]
+    turns = [name if count == 1 else f"{count}x{name}" for count, name in runs]
+    chosen = [
+        name + "".join(f"@{index}" for index in sorted(placed) if placed[index] == name)
+        for name in sorted(set(placed.values()))
+    ]
+    return "+".join(turns + chosen)
+
+
+def options_by_name(pattern: Pattern, options: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Return the constructor options of each mixer that a pattern names, by its name.
+
+    `options` are those of the mixer where the pattern names one, else a dictionary `{name: options}`, from which names
+    may be absent.
+
+    Raises:
+        ValueError: the dictionary has a key that is no name of the pattern.
+    """
+    cycle, placed = _parse(pattern)
+    names = tuple(dict.fromkeys((*cycle, *placed.values())))
+    given = dict(options or {})
+    if len(names) == 1:
+        return {names[0]: given}
+    strange = [key for key in given if key not in names or not isinstance(given[key], Mapping | None)]
+    if strange:
+        raise ValueError(
+            f"the options of the hybrid {spell_pattern(pattern)} stand below the name of their mixer, and "
+            f"{strange[0]}={given[strange[0]]!r} does not; the names are {', '.join(names)}"
+        )
+    return {name: dict(given.get(name) or {}) for name in names}
+
+
+def _parse(pattern: Pattern) -> _Parsed:
+    if isinstance(pattern, str):
+        return _parse_terms(pattern)
+    if (
+        isinstance(pattern, Mapping)
+        and set(pattern) == {"default", "layers"}
+        and isinstance(pattern["layers"], Mapping)
+    ):
+        chosen = "".join(f"+{name}@{index}" for index, name in pattern["layers"].items())
+        return _parse_terms(spell_pattern(pattern["default"]) + chosen)
+    if isinstance(pattern, Sequence) and pattern and all(isinstance(name, str) for name in pattern):
+        return _parse_terms("+".join(pattern))
+    raise ValueError(f"mixer={pattern!r} is no pattern: {_FORMS}")
+
+
+def _parse_terms(text: str) -> _Parsed:
+    cycle: list[str] = []
+    placed: dict[int, str] = {}
+    for term in text.split("+"):
+        match = _TERM.fullmatch(term)
+        if match is None or (match["count"] and match["layers"]):
+            raise ValueError(f"mixer={text!r} is no pattern: {_FORMS}")
+        for index in map(int, match["layers"].split("@")[1:]):
+            if index in placed:
+                raise ValueError(f"mixer={text!r} names layer {index} twice; name it once")
+            placed[index] = match["name"]
+        if not match["layers"]:
+            cycle += [match["name"]] * int(match["count"] or 1)
+    if not cycle:
+        raise ValueError(f"mixer={text!r} leaves layers without a mixer: {_FORMS}")
+    return _Parsed(tuple(cycle), placed)

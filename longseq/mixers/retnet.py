@@ -1,0 +1,99 @@
+"""RetNet: linear attention with a constant decay for each head and rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longseq.blocks.norm import RMSNorm
+from longseq.blocks.rotary import apply_rotary, count_positions
+from longseq.mixers.base import memory_dtype
+from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
+from longseq.mixers.heads import choose_heads, expand_width
+from longseq.mixers.registry import register
+
+
+class RetNetState(NamedTuple):
+    """The memory `[B, H, K, V]` and the position of the next token, whole numbers `[B]`."""
+
+    memory: Tensor
+    position: Tensor
+
+
+@register("retnet")
+class RetNet(GatedLinearMixer):
+    """Multi-scale retention.
+
+        q, k = rotary(W x);   S ← γ S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x));   γ_h = 1 − 2^{−5−h}
+
+    for the heads h = 0, 1, ...; the norm is over each head's values. The further decay of xPos is left out, and so are
+    the paper's factors on scores and memory, which the norm removes again.
+
+    Args:
+        num_heads, head_dim: of the keys; either or neither. By default heads of 256 channels (128, ... where 256 does
+            not divide), an even number.
+        expand_v: width of the values relative to that of the keys, which is `d_model`.
+        rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
+
+    Source: Retentive Network: A Successor to Transformer for Large Language Models (Sun et al., 2023), equations 6 to
+    8.
+    """
+
+    paper = "RetNet (arXiv:2307.08621), equations 6 to 8"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: float = 2.0,
+        rotary_base: float = 10000.0,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        self.num_heads, self.key_dim = choose_heads(d_model, num_heads, head_dim, preferred=256)
+        if self.key_dim % 2:
+            raise ValueError(f"head_dim={self.key_dim}: rotary positions turn pairs of channels; choose an even number")
+        self.value_dim = expand_width(self.key_dim, expand_v, "expand_v")
+        self.rotary_base = rotary_base
+        values = self.num_heads * self.value_dim
+        self.in_proj = nn.Linear(d_model, 2 * d_model + 2 * values, bias=False)
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps)
+        self.out_proj = nn.Linear(values, d_model, bias=False)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, RetNetState]:
+        memory, start = (None, None) if state is None else state
+        positions, following = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask)
+        q, k, v, g, gate = self._split(projected, positions)
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5)
+        return self.read_out(o, gate), RetNetState(memory, following)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RetNetState]:
+        q, k, v, g, gate = self._split(projected, state.position)
+        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
+        return self.read_out(o, gate), RetNetState(memory, state.position + 1)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RetNetState:
+        shape = (batch, self.num_heads, self.key_dim, self.value_dim)
+        memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
+        return RetNetState(memory, torch.zeros(batch, device=device, dtype=torch.long))
+
+    def _split(self, projected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        values = self.num_heads * self.value_dim
+        q, k, v, gate = projected.split([self.d_model, self.d_model, values, values], dim=-1)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        q, k = (apply_rotary(x, positions, self.rotary_base) for x in (q, k))
+        head = torch.arange(self.num_heads, device=projected.device, dtype=memory_dtype(projected.dtype))
+        g = torch.log1p(-torch.exp2(-5 - head))
+        return q, k, v, g.expand(*q.shape[:-1]), gate
+
+    def scan_flops(self, tokens: int) -> int:
+        rotary = 6 * self.d_model  # queries and keys, three for each of their channels
+        recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
+        return tokens * (rotary + recurrence + 2 * self.num_heads * self.value_dim)

@@ -1,0 +1,142 @@
+"""Griffin's recurrent block: a gated linear recurrent unit behind a short convolution."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels import linear_attention, linear_attention_step
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm, saturation
+from longseq.mixers.registry import register
+
+DECAY_EXPONENT = 8.0
+
+
+class RGLRUState(NamedTuple):
+    """The convolution's last inputs `[B, I, W - 1]` and the memory `[B, H, 1, I / H]`, one number a channel."""
+
+    convolution: Tensor
+    memory: Tensor
+
+
+@register("rg_lru")
+class RGLRU(Mixer):
+    """A real-gated linear recurrent unit between two branches.
+
+        x, z = W_in u;   x = conv(x);   r, i = sigmoid(W_a x + b_a), sigmoid(W_x x + b_x)
+        log a = −8 softplus(Λ) r;   h ← a h + sqrt(1 − a²) (i x);   y = W_out (h GELU(z))
+
+    I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, one block a
+    head. a starts between 0.9 and 0.999 where r = 1, spread evenly.
+
+    Args:
+        width: I; by default the multiple of num_heads next to 4/3 d_model.
+        num_heads: blocks of W_a and W_x.
+        convolution_width: taps of the short convolution.
+
+    Source: Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient Language Models (De et al.,
+    2024), sections 2.3 and 2.4, equations 1 to 4; the sign of Λ as in its appendix A.
+    """
+
+    paper = "Griffin (arXiv:2402.19427), section 2.4"
+    operations = ("short_convolution", "linear_attention")
+    undecayed = ("decay", "gate_bias")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        width: int | None = None,
+        num_heads: int = 16,
+        convolution_width: int = 4,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if num_heads < 1:
+            raise ValueError(f"num_heads={num_heads}: the gates need at least one block")
+        self.width = num_heads * max(1, round(4 * d_model / (3 * num_heads))) if width is None else width
+        self.num_heads, self.head_dim = choose_heads(self.width, num_heads, None, preferred=1)
+        self.in_proj = nn.Linear(d_model, 2 * self.width)
+        self.convolution = ShortConvolution(self.width, convolution_width, activation=None, bias=True, backend=backend)
+        # Λ, and both gates in one: the first half of a block's outputs is r, the second i.
+        self.decay = nn.Parameter(torch.empty(self.width))
+        self.gate_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, 2 * self.head_dim))
+        self.gate_bias = nn.Parameter(torch.empty(self.num_heads, 2 * self.head_dim))
+        self.out_proj = nn.Linear(self.width, d_model)
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        decay = torch.empty_like(self.decay).uniform_(0.9, 0.999)
+        self.decay.copy_(torch.expm1(-decay.log() / DECAY_EXPONENT).log())  # the inverse of softplus
+        self.gate_weight.normal_(std=self.head_dim**-0.5)
+        self.gate_bias.zero_()
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, RGLRUState]:
+        convolution, memory = (None, None) if state is None else state
+        x, branch = projected.chunk(2, dim=-1)
+        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        decay, update = self._recurrence(x, mask, watched=True)
+        if mask is not None:
+            decay, update = decay * mask[..., None, None], update * mask[..., None, None]
+        query, key = (torch.ones_like(update[..., :1]) for _ in range(2))  # torch.compile takes no tensor twice
+        h, memory = linear_attention(
+            query,
+            key,
+            update,
+            g_value=decay,
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert memory is not None
+        self.observe("state_norm", lambda: mean_norm(memory))
+        return self._gate(h, branch), RGLRUState(convolution, memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RGLRUState]:
+        x, branch = projected.chunk(2, dim=-1)
+        x, convolution = self.convolution.step(x, state.convolution)
+        decay, update = self._recurrence(x)
+        one = torch.ones_like(update[..., :1])
+        h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay)
+        return self._gate(h, branch), RGLRUState(convolution, memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RGLRUState:
+        dtype = memory_dtype(dtype)
+        memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
+        return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
+
+    def _recurrence(self, x: Tensor, mask: Tensor | None = None, watched: bool = False) -> tuple[Tensor, Tensor]:
+        """log a and sqrt(1 − a²) (i x), both `[..., H, I / H]`."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        gates = torch.einsum("...hi,hij->...hj", x, self.gate_weight.to(x.dtype))
+        gates = (at_least_float32(gates) + self.gate_bias).sigmoid()
+        if watched:
+            self.observe("gate_saturation", lambda: saturation(gates, mask))
+        recurrence, entry = gates.chunk(2, dim=-1)
+        rate = DECAY_EXPONENT * functional.softplus(at_least_float32(self.decay)).view(self.num_heads, self.head_dim)
+        decay = -rate * recurrence
+        return decay, root_of_rest(decay) * entry * at_least_float32(x)
+
+    def _gate(self, h: Tensor, branch: Tensor) -> Tensor:
+        return h.flatten(-2).to(branch.dtype) * functional.gelu(branch)
+
+    def scan_flops(self, tokens: int) -> int:
+        gates = 2 * self.gate_weight.numel()
+        recurrence = 3 * self.width  # the decay, the update and the sum
+        return tokens * (gates + recurrence + self.width) + self.convolution.flops(tokens)
+
+
+def root_of_rest(log_a: Tensor) -> Tensor:
+    """sqrt(1 − a²) from log a <= 0: exact for a near 1, with a finite gradient at a = 1, where the root's is not."""
+    return (-torch.expm1(2 * log_a)).clamp_min(torch.finfo(log_a.dtype).tiny).sqrt()

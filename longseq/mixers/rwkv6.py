@@ -1,0 +1,210 @@
+"""The time mixing of RWKV-6 (Finch)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels import linear_attention, linear_attention_step, short_convolution
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm, saturation
+from longseq.mixers.registry import register
+
+PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, read mixtures of two tokens
+
+
+class RWKV6State(NamedTuple):
+    """The last token `[B, d_model, 1]` and the memory `[B, H, K, K]`."""
+
+    shift: Tensor
+    memory: Tensor
+
+
+@register("rwkv6")
+class RWKV6(Mixer):
+    """Linear attention with a decay that depends on the token, a bonus for the current token and a token shift.
+
+        x_□ = x_t + (x_{t−1} − x_t) ⊙ (μ_□ + tanh((x_t + (x_{t−1} − x_t) ⊙ μ_x) A_□) B_□)        □ in w, k, v, r, g
+        k, v, r = W_k x_k, W_v x_v, W_r x_r;   w = exp(−exp(d + tanh(x_w A) B))
+        o_t = (S_{t−1} + (u ⊙ k) vᵀ)ᵀ r;   S_t = Diag(w) S_{t−1} + k vᵀ;   y = W_o (GroupNorm(o) ⊙ SiLU(W_g x_g))
+
+    Two tokens are mixed before they are projected, so there is no projection that acts on single tokens: `in_proj` is
+    None, `scan` reads the tokens themselves, and several scans over an image share the output projection alone.
+
+    μ, d and u start as the published code sets them in a layer half way up the network, for a mixer does not know its
+    layer; A starts small instead of zero, so that B learns from the first step on.
+
+    Args:
+        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        shift_rank, decay_rank: widths of the low-rank terms (A_□ and A above).
+        norm_eps: of the norm over each head's output.
+
+    Source: Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence (Peng et al., 2024), section 4.2.
+    """
+
+    paper = "RWKV-6 (arXiv:2404.05892), section 4.2"
+    operations = ("short_convolution", "linear_attention")
+    undecayed = ("shift_base", "shift_bases", "decay_base", "bonus")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        shift_rank: int = 32,
+        decay_rank: int = 64,
+        norm_eps: float = 64e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        for name, rank in (("shift_rank", shift_rank), ("decay_rank", decay_rank)):
+            if rank < 1:
+                raise ValueError(f"{name}={rank}: a low-rank term needs at least one channel")
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
+        self.shift_rank = shift_rank
+        self.decay_rank = decay_rank
+        self.in_proj = None
+        self.shift_base = nn.Parameter(torch.empty(d_model))
+        self.shift_bases = nn.Parameter(torch.empty(PARTS, d_model))
+        self.shift_down = nn.Linear(d_model, PARTS * shift_rank, bias=False)
+        self.shift_up = nn.Parameter(torch.empty(PARTS, shift_rank, d_model))
+        self.decay_base = nn.Parameter(torch.empty(d_model))
+        self.decay_down = nn.Linear(d_model, decay_rank, bias=False)
+        self.decay_up = nn.Linear(decay_rank, d_model, bias=False)
+        self.key, self.value, self.receptance, self.gate = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.bonus = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.norm = nn.GroupNorm(self.num_heads, d_model, eps=norm_eps)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        depth = 0.5  # of the layer in the network, from 0 to 1
+        place = torch.linspace(0, 1, self.d_model + 1)[:-1]  # of the channel
+        plain = 1 - place ** (1 - depth)
+        late = 1 - place ** ((1 - depth) / 2)
+        self.shift_base.copy_(plain)
+        self.shift_bases.copy_(torch.stack([plain, plain, plain - 0.3 * depth, late, late]))
+        self.shift_down.weight.uniform_(-1e-2, 1e-2)
+        self.shift_up.uniform_(-1e-2, 1e-2)
+        ends = torch.linspace(0, 1, self.d_model)
+        self.decay_base.copy_(5 * ends ** (0.7 + 1.3 * depth) - 6)
+        self.decay_down.weight.uniform_(-1e-2, 1e-2)
+        self.decay_up.weight.uniform_(-1e-2, 1e-2)
+        zigzag = 0.1 * ((torch.arange(self.d_model) + 1) % 3 - 1)
+        self.bonus.copy_((depth * (1 - ends) + zigzag).view_as(self.bonus))
+
+    def project_in(self, x: Tensor) -> Tensor:
+        return x
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, RWKV6State]:
+        shift, memory = (None, None) if state is None else state
+        previous, shift = short_convolution(
+            projected,
+            _previous_tap(projected),
+            initial_state=shift,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            backend=self.backend,
+        )
+        assert shift is not None
+        r, k, v, decay, gate = self._project(projected, previous)
+        self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
+        if mask is not None:
+            k, decay = k * mask[..., None, None], decay * mask[..., None, None]
+        o, memory = self._recur(r, k, v, decay, memory, cu_seqlens)
+        self.observe("state_norm", lambda: mean_norm(memory))
+        return self._read_out(o, r, k, v, gate), RWKV6State(shift, memory)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RWKV6State]:
+        previous = state.shift.squeeze(-1).to(projected.dtype)
+        r, k, v, decay, gate = self._project(projected, previous)
+        o, _ = linear_attention_step(r, torch.zeros_like(k), v, state.memory)
+        _, memory = linear_attention_step(r, k, v, state.memory, g=decay)
+        return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RWKV6State:
+        dtype = memory_dtype(dtype)
+        memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
+        return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
+
+    def _recur(
+        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """S_{t−1}ᵀ r_t for all tokens, and the last S.
+
+        Each token reads what the one before it has left: keys, values and decays go one token later into the operation
+        and those of the last token, which then are missing, into the memory that it leaves.
+        """
+        starts = None if cu_seqlens is None else cu_seqlens[:-1].to(r.device)
+        o, final = linear_attention(
+            r,
+            _later(k, starts),
+            _later(v, starts),
+            g=_later(decay, starts),
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert final is not None
+        r, k, v, decay = (_latest(x, cu_seqlens) for x in (r, k, v, decay))
+        return o, linear_attention_step(r, k, v, final, g=decay)[1]
+
+    def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of a token."""
+        change = previous - x
+        hidden = torch.tanh(self.shift_down(x + change * self.shift_base.to(x.dtype)))
+        hidden = hidden.unflatten(-1, (PARTS, self.shift_rank))
+        amount = torch.einsum("...pr,prd->...pd", hidden, self.shift_up.to(hidden.dtype)) + self.shift_bases.to(x.dtype)
+        mixed = x.unsqueeze(-2) + change.unsqueeze(-2) * amount
+        for_decay, for_key, for_value, for_receptance, for_gate = mixed.unbind(-2)
+        low_rank = self.decay_up(torch.tanh(self.decay_down(for_decay)))
+        decay = -(self.decay_base + at_least_float32(low_rank)).exp()
+        r, k, v = self.receptance(for_receptance), self.key(for_key), self.value(for_value)
+        r, k, v, decay = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (r, k, v, decay))
+        return r, k, v, decay, self.gate(for_gate)
+
+    def _read_out(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+        """Add the current token's own value, norm each head, and gate."""
+        r, k, v, o = (at_least_float32(part) for part in (r, k, v, o))
+        o = o + (r * self.bonus * k).sum(-1, keepdim=True) * v
+        weight, bias = (part.to(o.dtype) for part in (self.norm.weight, self.norm.bias))
+        normed = functional.group_norm(o.flatten(-2).flatten(0, -2), self.num_heads, weight, bias, self.norm.eps)
+        return normed.view(gate.shape).to(gate.dtype) * functional.silu(gate)
+
+    def scan_flops(self, tokens: int) -> int:
+        layers = (self.shift_down, self.decay_down, self.decay_up, self.key, self.value, self.receptance, self.gate)
+        weights = sum(layer.weight.numel() for layer in layers) + self.shift_up.numel()
+        # The decay takes K V, writing and reading 2 K V each; the bonus 3 K and 2 V.
+        recurrence = 5 * self.d_model * self.head_dim + 5 * self.d_model
+        return tokens * (2 * weights + recurrence)
+
+
+def _previous_tap(x: Tensor) -> Tensor:
+    """The taps `[D, 2]` that shift `x [B, T, D]` by one token."""
+    return torch.arange(1, -1, -1, device=x.device, dtype=x.dtype).expand(x.shape[-1], 2)
+
+
+def _later(x: Tensor, starts: Tensor | None) -> Tensor:
+    """Shift `x [B, T, ...]` by one token; zeros come first, and at `starts`, where packed sequences begin."""
+    x = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+    return x if starts is None else x.index_fill(1, starts[starts < x.shape[1]], 0)
+
+
+def _latest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The last token of each sequence of `x [B, T, ...]`; zeros where a packed sequence is empty."""
+    if cu_seqlens is None:
+        return x[:, -1]
+    cu_seqlens = cu_seqlens.to(x.device)
+    latest = x[0, (cu_seqlens[1:] - 1).clamp_min(0)]
+    return latest * (cu_seqlens.diff() > 0).view(-1, *[1] * (latest.dim() - 1))

@@ -1,0 +1,139 @@
+"""What gated slot attention and ABC share: the layer around a bounded number of memory slots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.norm import RMSNorm
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels import slot_attention, slot_attention_step
+from longseq.kernels.slot_attention import ACTIVATIONS
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm, saturation
+
+FEATURE_MAPS = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "identity": lambda x: x,
+}
+
+
+class SlotState(NamedTuple):
+    """The slots' keys and values `[B, H, M, K]`; ABC's log normalisers `[B, H, M]`, None for gated slots."""
+
+    keys: Tensor
+    values: Tensor
+    normalizer: Tensor | None
+
+
+class SlotMixer(Mixer):
+    """Frame of GSA and ABC: attention to M slots, which a subclass says how to write.
+
+        q, k, v = φ(W x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
+        y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
+
+    The norm is over all channels, not one head. `gate_width` is how many channels of the input projection the gates
+    read. The options are those of the mixers.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        gate_width: int,
+        num_heads: int,
+        num_slots: int,
+        feature_map: str,
+        activation: str,
+        scale: float,
+        norm_eps: float,
+        backend: str,
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if num_slots < 1:
+            raise ValueError(f"num_slots={num_slots}, but a memory needs at least one slot")
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, None, preferred=1)
+        self.num_slots = num_slots
+        self.feature_map = feature_map
+        self.activation = activation
+        self.scale = scale
+        self.gate_width = gate_width
+        self.in_proj = nn.Linear(d_model, 3 * d_model + gate_width, bias=False)
+        self.norm = RMSNorm(d_model, eps=norm_eps)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def write(
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log α and w `[B, T, H, M]`, w None where it is 1 - α, and the normalisers, from `gate_width` channels."""
+        raise NotImplementedError
+
+    def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`write` for one token; the same shapes without T."""
+        raise NotImplementedError
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, SlotState]:
+        q, k, v, logits = self._split(projected)
+        g, write, normalizer = self.write(logits, None if state is None else state.normalizer, cu_seqlens, mask)
+        o, memory = slot_attention(
+            q,
+            k,
+            v,
+            g,
+            write=write,
+            scale=self.scale,
+            activation=self.activation,
+            initial_state=None if state is None else (state.keys, state.values),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert memory is not None
+        self.observe("state_norm", lambda: mean_norm(torch.cat(memory, -1)))
+        self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
+        return self._read_out(o), SlotState(*memory, normalizer)
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SlotState]:
+        q, k, v, logits = self._split(projected)
+        g, write, normalizer = self.write_step(logits, state.normalizer)
+        o, memory = slot_attention_step(
+            q,
+            k,
+            v,
+            g,
+            (state.keys, state.values),
+            write=write,
+            scale=self.scale,
+            activation=self.activation,
+        )
+        return self._read_out(o), SlotState(*memory, normalizer)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SlotState:
+        shape = (batch, self.num_heads, self.num_slots, self.head_dim)
+        slots = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
+        return SlotState(slots, slots.clone(), None)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mixed, logits = projected.split([3 * self.d_model, self.gate_width], dim=-1)
+        mixed = FEATURE_MAPS[self.feature_map](mixed)
+        q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        return q, k, v, at_least_float32(logits)
+
+    def _read_out(self, o: Tensor) -> Tensor:
+        return self.norm(functional.silu(o.flatten(-2)))
+
+    def scan_flops(self, tokens: int) -> int:
+        # For the keys and for the values of a head: the decay takes M K, writing and reading 2 M K each.
+        return tokens * 2 * 5 * self.num_slots * self.d_model

@@ -1,0 +1,58 @@
+"""TTT with a linear inner model, as Lattice's paper writes it."""
+
+from __future__ import annotations
+
+from longseq.mixers.compression import CompressionMixer
+from longseq.mixers.registry import register
+
+
+@register("ttt")
+class TTT(CompressionMixer):
+    """A linear model trained while it reads: one gradient step a token on decoding the value from the key.
+
+        z = S k;   S ← S − γ P(z) (z / ‖z‖ − v) kᵀ / ‖z‖;   y = W_o (S q ⊙ GELU(W_g x));   P(z) = I − z zᵀ / ‖z‖²
+
+    It is Lattice's neighbour in the same block: what is decoded is normalised here, the slots are there. The TTT paper
+    differs: its inner model is z + LayerNorm(z) with a learned scale and bias and an inner loss on v − k, its first
+    state is learned, it steps by mini-batches of 16 tokens (here chunk_size=16) and normalises the output before the
+    gate.
+
+    Args:
+        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        gamma_activation: sigmoid (the TTT paper's, with a base rate of 1) or softplus, of a projection of the token.
+        chunk_size: 1 takes each gradient at the state before its token; more takes those of so many tokens at one
+            state, which is faster and another function. One-token steps are those of chunk_size=1.
+
+    Source: Lattice (Karami and Mirrokni, 2025), equation 19, after Learning to (Learn at Test Time) (Sun et al., 2024).
+    """
+
+    paper = "Lattice (arXiv:2504.05646), equation 19; TTT (arXiv:2407.04620)"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        convolution_width: int = 4,
+        gamma_activation: str = "sigmoid",
+        chunk_size: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_slots=None,
+            convolution_width=convolution_width,
+            gamma_activation=gamma_activation,
+            forget_gate=False,
+            recurrence={"objective": "ttt"},
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+
+    def scan_flops(self, tokens: int) -> int:
+        # Decoding at the key, writing there and reading at the query take 2 D M a head each.
+        recurrence = 6 * self.d_model * self.num_slots
+        return tokens * recurrence + self.query_convolution.flops(tokens) + self.key_convolution.flops(tokens)

@@ -1,0 +1,192 @@
+"""Variational linear attention: a delta rule that writes where earlier keys have not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.precision import at_least_float32
+from longseq.kernels import variational_linear_attention, variational_linear_attention_step
+from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.heads import choose_heads
+from longseq.mixers.measures import mean_norm
+from longseq.mixers.registry import register
+
+
+class VLAState(NamedTuple):
+    """What one layer keeps of a sequence.
+
+    convolution: the last inputs `[B, 3 d_model, W - 1]` (None without convolution)
+    memory: S `[B, H, K, K]`
+    inverse: A `[B, H, K, K]`, the inverse of λ0 I + Σ u uᵀ
+    key_sum: z `[B, H, K]`
+    steps: tokens so far `[B]`, int64, by which the refresh falls due
+    """
+
+    convolution: Tensor | None
+    memory: Tensor
+    inverse: Tensor
+    key_sum: Tensor
+    steps: Tensor
+
+
+@register("vla")
+class VLA(Mixer):
+    """Multi-head variational linear attention with φ = ELU + 1.
+
+        q, k, v = W x;   k̂ = φ(k) / ‖φ(k)‖;   u = W_u k / (‖W_u k‖ √K)
+        A ← A − (A u)(A u)ᵀ / (1 + uᵀ A u);   A ← A + refresh I every `refresh_period` tokens
+        α̂ = A k̂ / ‖A k̂‖;   S ← S + α̂ (v − Sᵀ k̂)ᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / max(zᵀ φ(q), eps))
+
+    A starts as I / λ0, each head has its own W_u `[K, K]`. The paper has no convolution and no positions; to compare
+    the layer with others that have a short convolution, give it one of width 4.
+
+    No eigenvalue of the step I − α̂ k̂ᵀ is above one in size, but its spectral norm is above one wherever α̂ is not k̂ (see
+    `variational_linear_attention`): gradients can grow along the recurrence, which the paper's Corollary 1 denies.
+
+    Args:
+        num_heads, head_dim: either or neither; by default heads of 32 channels, those of the paper.
+        convolution_width: taps of a short convolution on q, k and v; 0 leaves it out.
+        lambda0: weight of the identity before the first token.
+        refresh_period, refresh: how often the identity is added to A (0 or None: never), and how much of it.
+        eps: the least denominator.
+        scale_penalty: the 1 / √K of u, as in Algorithm 1, line 10; False for unit u, as in equation 8.
+        update_penalty: False keeps A at I / λ0 and has no W_u: the delta rule with β = 1 (an ablation).
+        normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖; the memory is not stable without them, as the
+            paper reports of its second version, which had no α̂ (ablations).
+        normalizer: the division by zᵀ φ(q), by which the output shrinks as 1 / t (an ablation).
+
+    Source: Variational Linear Attention (Pandey and Singh, 2026), Algorithm 1.
+    """
+
+    paper = "VLA (arXiv:2605.11196), Algorithm 1"
+    operations = ("short_convolution", "variational_linear_attention")
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        convolution_width: int = 0,
+        lambda0: float = 0.1,
+        refresh_period: int | None = 20,
+        refresh: float = 1e-3,
+        eps: float = 1e-4,
+        scale_penalty: bool = True,
+        update_penalty: bool = True,
+        normalize_key: bool = True,
+        normalize_alpha: bool = True,
+        normalizer: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(d_model, backend=backend)
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=32)
+        self.lambda0 = lambda0
+        self.refresh_period = refresh_period
+        self.refresh = refresh
+        self.eps = eps
+        self.scale_penalty = scale_penalty
+        self.normalize_key = normalize_key
+        self.normalize_alpha = normalize_alpha
+        self.normalizer = normalizer
+        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.convolution = (
+            ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
+            if convolution_width > 0
+            else None
+        )
+        shape = (self.num_heads, self.head_dim, self.head_dim)
+        self.penalty = nn.Parameter(torch.empty(shape)) if update_penalty else None
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_recurrence()
+
+    @torch.no_grad()
+    def init_recurrence(self) -> None:
+        """Draw W_u as `nn.Linear` draws its weight."""
+        if self.penalty is not None:
+            bound = 1 / math.sqrt(self.head_dim)
+            self.penalty.uniform_(-bound, bound)
+
+    def scan(
+        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, VLAState]:
+        convolution = None if state is None else state.convolution
+        if self.convolution is not None:
+            projected, convolution = self.convolution(projected, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        o, memory = variational_linear_attention(
+            *self._features(projected),
+            lambda0=self.lambda0,
+            refresh_period=self.refresh_period,
+            refresh=self.refresh,
+            eps=self.eps,
+            normalize_key=self.normalize_key,
+            normalize_alpha=self.normalize_alpha,
+            normalizer=self.normalizer,
+            mask=mask,
+            initial_state=None if state is None else tuple(state[1:]),
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            backend=self.backend,
+        )
+        assert memory is not None
+        state = VLAState(convolution, *memory)
+        self.observe("state_norm", lambda: mean_norm(state.memory))
+        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(state.inverse))
+        return o.flatten(-2), state
+
+    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, VLAState]:
+        convolution = state.convolution
+        if self.convolution is not None:
+            projected, convolution = self.convolution.step(projected, convolution)
+        o, memory = variational_linear_attention_step(
+            *self._features(projected),
+            state=tuple(state[1:]),
+            lambda0=self.lambda0,
+            refresh_period=self.refresh_period,
+            refresh=self.refresh,
+            eps=self.eps,
+            normalize_key=self.normalize_key,
+            normalize_alpha=self.normalize_alpha,
+            normalizer=self.normalizer,
+        )
+        return o.flatten(-2), VLAState(convolution, *memory)
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> VLAState:
+        dtype = memory_dtype(dtype)
+        shape = (batch, self.num_heads, self.head_dim, self.head_dim)
+        memory = torch.zeros(shape, device=device, dtype=dtype)
+        inverse = torch.eye(self.head_dim, device=device, dtype=dtype).expand(shape) / self.lambda0
+        steps = torch.zeros(batch, device=device, dtype=torch.int64)
+        convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
+        return VLAState(convolution, memory, inverse, torch.zeros_like(memory[..., 0]), steps)
+
+    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
+        q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        u = None
+        if self.penalty is not None:
+            u = torch.einsum("...hk,hjk->...hj", k, self.penalty.to(k.dtype))
+            u = functional.normalize(at_least_float32(u), dim=-1)
+            if self.scale_penalty:
+                u = u / math.sqrt(self.head_dim)
+        q, k = (functional.elu(at_least_float32(x)) + 1 for x in (q, k))
+        return q, k, v, u
+
+    def scan_flops(self, tokens: int) -> int:
+        # Reading at k̂, writing at α̂ and reading at q take 2 K V each, the product A k̂ takes 2 K²; W_u k, A u and the
+        # update of A as much again each.
+        products = 4 if self.penalty is None else 7
+        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
+        return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer)) + convolution
+
+
+def _smallest_eigenvalue(inverse: Tensor) -> Tensor:
+    """The smallest eigenvalue of all matrices `[..., K, K]`: at or below zero, A is no inverse any more."""
+    smallest = torch.linalg.eigvalsh(inverse.nan_to_num()).amin()
+    return torch.where(inverse.isfinite().all(), smallest, torch.nan)  # which the decomposition would refuse

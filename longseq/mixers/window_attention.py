@@ -1,0 +1,146 @@
+"""Softmax attention over a sliding window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longseq.blocks.attention import attend_nearby, attend_window
+from longseq.blocks.packing import front_places, move, pick
+from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
+from longseq.mixers.base import memory_dtype
+from longseq.mixers.registry import register
+from longseq.mixers.softmax import KeyValueState, SoftmaxMixer
+
+
+@register("window_attention")
+class WindowAttention(SoftmaxMixer):
+    """Multi-head softmax attention in which a token sees itself and the `window` - 1 tokens before it.
+
+    The state keeps the last `window` - 1 keys and values, the latest one last and zeros in front while there are fewer.
+    Time and memory of a pass grow with the number of tokens times the window.
+
+    Args:
+        window: tokens that a token sees, itself included.
+        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
+        causal: without it a token also sees the `window` - 1 tokens after it; `state` and `step` have no meaning, and
+            they are refused.
+        qkv_bias: biases of the query, key and value projections.
+        rotary, rotary_base: turn queries and keys by their positions, and the base of the angles.
+
+    Source: Longformer (Beltagy et al., 2020), section 3.1; causal, between recurrent layers, with a window of 1024, in
+    Griffin (De et al., 2024), sections 2.3 and 3.1, which the hybrids of DeltaNet follow.
+    """
+
+    paper = "Sliding-window attention (arXiv:2004.05150), section 3.1"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        window: int = 1024,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        qkv_bias: bool = False,
+        rotary: bool = True,
+        rotary_base: float = 10000.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            backend=backend,
+        )
+        if window < 1:
+            raise ValueError(f"window={window}: at least 1 (the token itself)")
+        self.window = window
+
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> KeyValueState:
+        shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
+        empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
+        return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KeyValueState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if _known(q.shape[1]) and state is None and mask is None and cu_seqlens is None:
+            return attend_nearby(q, k, v, self.window, self.causal), (self._latest(k), self._latest(v))
+        if cu_seqlens is not None:
+            mask = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)  # what unpacking puts behind them is not
+        o, kept = run_recurrence(
+            self._attend_rows,
+            (q, k, v, mask),
+            state,
+            lambda rows, dtype: self.initial_state(rows, q.device, dtype),
+            output_dtype=v.dtype,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            unpack=run_padded,
+        )
+        return o, (kept.key, kept.value)
+
+    def _latest(self, x: Tensor) -> Tensor:
+        """The last `window` - 1 of the tokens `x [B, T, G, D]` as the state keeps them."""
+        x = functional.pad(x, (0, 0, 0, 0, self.window - 1, 0))
+        return x[:, x.shape[1] - self.window + 1 :].to(memory_dtype(x.dtype))
+
+    def _attend_rows(self, sequences: Sequences, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
+        """Attend within rows: queries, keys, values, and which of them are real (or None)."""
+        q, k, v, real = sequences
+        batch, tokens = q.shape[:2]
+        past = self.window - 1
+        count = torch.full((batch,), tokens, device=q.device)
+        place = None
+        if real is not None:
+            place, count = front_places(real), real.sum(1)
+            q, k, v = (move(x, place) for x in (q, k, v))
+        key, value = (torch.cat([kept.to(x.dtype), x], dim=1) for kept, x in ((state.key, k), (state.value, v)))
+        after = 0 if self.causal else past
+        key, value = (functional.pad(x, (0, 0, 0, 0, 0, after)) for x in (key, value))
+        first = (past - state.length).clamp_min(0)
+        block, blocks = _plan_blocks(tokens, past + 1 + after)
+        o = attend_window(q, key, value, first, past + count, past, after, block, blocks)
+        latest = count[:, None] + torch.arange(past, device=q.device)
+        kept_key, kept_value = (pick(x, latest).to(state.key.dtype) for x in (key, value))
+        return o if place is None else pick(o, place), KeyValueState(kept_key, kept_value, state.length + count)
+
+    def scan_flops(self, tokens: int) -> int:
+        beyond = max(tokens - self.window, 0)
+        pairs = tokens * (tokens + 1) // 2 - beyond * (beyond + 1) // 2
+        if not self.causal:
+            pairs = 2 * pairs - tokens
+        return 4 * pairs * self.d_model
+
+
+def _known(tokens: int) -> bool:
+    """Whether a number of tokens can be compared: if it is symbolic, that would become a condition of an export."""
+    return torch.jit.is_tracing() or isinstance(tokens, int)
+
+
+def _plan_blocks(tokens: int, reach: int) -> tuple[int, int]:
+    """The length and the number of the blocks of queries.
+
+    If the number of tokens is symbolic, at least two: a number that could be one would become a condition, too.
+    """
+    if not _known(tokens):
+        return reach, (tokens + 2 * reach - 1) // reach
+    block = min(tokens, reach)
+    return block, -(-tokens // block)

@@ -1,0 +1,90 @@
+"""What the mixers report about their scans: norms of states, gates that saturate."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from longseq.blocks.scan import Directions
+from longseq.mixers import Mixer
+from longseq.tasks.callbacks.updates import updated
+
+
+class Telemetry(Callback):
+    """Logs `telemetry/LAYER/NAME` for all that the mixers report (see `longseq.mixers.Mixer.observe`).
+
+    Every `every_n_steps` updates the first process runs `examples` of the batch through the backbone once more, in
+    evaluation, without gradients, in the precision of the training; compiled or not, the training pass stays as it is.
+    LAYER is the block, and where a block reads an image in several orders also the order: `blocks.3.rows_reversed`.
+    """
+
+    def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("examples", examples)):
+            if value < 1:
+                raise ValueError(f"callbacks.telemetry.{name}={value} must be at least 1")
+        self.every_n_steps = every_n_steps
+        self.examples = examples
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
+        if not due or not trainer.is_global_zero or trainer.logger is None:
+            return
+        backbone: Any = pl_module.backbone
+        with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
+            backbone(batch[0][: self.examples])
+        named = {
+            f"telemetry/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()
+        }
+        if named:
+            # One transfer from the device for all of them.
+            values = torch.stack(list(named.values())).tolist()
+            trainer.logger.log_metrics(dict(zip(named, values, strict=True)), step=trainer.global_step - 1)
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Collect what the mixers of `model` report inside the context, by layer and name."""
+    mixers = name_mixers(model)
+    reports: dict[str, dict[str, Tensor]] = {layer: {} for layer in mixers}
+    for layer, mixer in mixers.items():
+        mixer.observed = reports[layer]
+    try:
+        yield reports
+    finally:
+        for mixer in mixers.values():
+            del mixer.observed  # the class says None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run `model` in evaluation, without gradients; its mode and the random generators are given back as they were."""
+    trained = [module for module in model.modules() if module.training]
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for module in trained:
+            module.training = True
+
+
+def name_mixers(model: nn.Module) -> dict[str, Mixer]:
+    """Name the mixers of `model` by their layers, and by their orders where a layer has several."""
+    named: dict[str, Mixer] = {}
+    read: set[Mixer] = set()
+    for path, module in model.named_modules():
+        layer = path.removesuffix(".mixer")
+        if isinstance(module, Directions):
+            orders = module.orders if len(module.mixers) > 1 else ("",)
+            for order, mixer in zip(orders, module.mixers, strict=True):
+                named[f"{layer}.{order}" if order else layer] = mixer
+                read.add(mixer)
+        elif isinstance(module, Mixer) and module not in read:
+            named[layer] = module
+    return named

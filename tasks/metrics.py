@@ -1,0 +1,36 @@
+"""Metrics that torchmetrics does not have as they are needed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class WeightedMean(Metric):
+    """The mean of values by their weights, over all batches and processes.
+
+    torchmetrics 1.9's MeanMetric takes every weight for one where it is told not to look for NaN, and looking waits for
+    the device.
+    """
+
+    full_state_update = False
+
+    total: Tensor
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor, weight: Any = 1) -> None:
+        """Add one value, a scalar, with its weight."""
+        self.total += value.float() * weight
+        self.weight += weight
+
+    def compute(self) -> Tensor:
+        """The mean, NaN of nothing."""
+        return self.total / self.weight

@@ -1,0 +1,88 @@
+"""What the tasks have in common: optimizer, schedule, learning rate in the log, randomness of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from longseq.tasks.callbacks.updates import updated
+from longseq.tasks.seeds import derive_seed
+
+
+class TrainedModule(LightningModule):
+    """Trains a backbone with an optimizer and a schedule that is stepped after each update.
+
+    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials.
+    `hyperparameters` is a plain container for the checkpoint (see `longseq.tools.checkpoint`). A subclass defines the
+    steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those that a run ends
+    with. Batch-level randomness is a function of (seed, micro batch, rank), so that a resumed run repeats the
+    uninterrupted one: a training step calls `seed_batch` first.
+    """
+
+    headline: ClassVar[tuple[str, ...]] = ("loss",)
+
+    val_metrics: nn.ModuleDict
+    test_metrics: nn.ModuleDict
+
+    # Counts [true class, predicted class] of the last test, of tasks that have classes.
+    confusion_matrix: Tensor | None = None
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        schedule: Callable[..., tuple[Any, int]],
+        learning_rate: float,
+        epochs: int,
+        seed: int = 0,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(dict(hyperparameters or {}), logger=False)
+        self.backbone = backbone
+        self.learning_rate = learning_rate
+        self.epochs = epochs
+        self.seed = seed
+        self._learning_rate = learning_rate  # of the latest update
+        self._optimizer = optimizer
+        self._schedule = schedule
+
+    def seed_batch(self, batch_idx: int) -> int:
+        """Seed what a training step draws; returns the number of the micro batch in the run."""
+        step = self.current_epoch * int(self.trainer.num_training_batches) + batch_idx
+        torch.manual_seed(derive_seed(self.seed, step, self.global_rank))
+        return step
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # When the batch ends, the schedule has already set the next update's rate.
+        self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.logger is not None and updated(self.trainer, batch_idx) and self.global_step % every == 0:
+            self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer(self.backbone, lr=self.learning_rate)
+        scheduler, _ = self._schedule(optimizer, num_epochs=self.epochs, updates_per_epoch=self._updates_per_epoch())
+        if scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _updates_per_epoch(self) -> int:
+        # trainer.estimated_stepping_batches would make the loader here, and Lightning 2.6 gives a loader that exists
+        # already no state to resume from.
+        batches = self.trainer.datamodule.batches_per_epoch  # type: ignore[attr-defined]
+        limit = self.trainer.limit_train_batches
+        if limit is not None:
+            batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return max(1, math.ceil(batches / self.trainer.accumulate_grad_batches))
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step_update(self.global_step)

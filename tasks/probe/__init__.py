@@ -1,0 +1,1 @@
+"""Probes: small generated tasks that tell mixers apart."""

@@ -1,0 +1,160 @@
+"""The results of a sweep: the best learning rate of each mixer and setting, as a table and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def summarize(rows: Sequence[Row], report: str, selected_by: str) -> list[dict[str, Any]]:
+    """For each mixer and setting the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
+
+    A rate at which a run failed gives way to one at which more runs finished. `metrics` holds mean, standard deviation
+    (None for one seed) and number of runs of `report` and of its slices.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['mixer']} {row['setting']}", []).append(row)
+    return [_best(group, report, selected_by) for group in groups.values()]
+
+
+def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]:
+    rates: dict[Any, list[Row]] = {}
+    for row in group:
+        rates.setdefault(row["learning_rate"], []).append(row)
+    finished = {rate: [row["metrics"] for row in listed if "metrics" in row] for rate, listed in rates.items()}
+    merit = {
+        rate: (len(listed), fmean(metrics.get(selected_by, 0.0) for metrics in listed) if listed else 0.0)
+        for rate, listed in finished.items()
+    }
+    rate = max(merit, key=lambda candidate: merit[candidate])
+    names = {key for metrics in finished[rate] for key in metrics if key == report or key.startswith(f"{report}_")}
+    return {
+        "mixer": group[0]["mixer"],
+        "setting": group[0]["setting"],
+        "learning_rate": rate,
+        "failed": sum(row["status"] != "finished" for row in group),
+        "metrics": {
+            # In the order in which the first run tells them, which is that of the slices.
+            key: _spread([metrics[key] for metrics in finished[rate] if key in metrics])
+            for key in (finished[rate][0] if finished[rate] else ())
+            if key in names
+        },
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    deviation = round(stdev(values), 6) if len(values) > 1 else None
+    return {"mean": round(fmean(values), 6), "std": deviation, "runs": len(values)}
+
+
+def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
+    """The columns of the table: a heading, the setting and the metric; each slice of the test has its own."""
+    found: list[tuple[str, dict[str, Any], str]] = []
+    report = results["report"]
+    for entry in results["summary"]:
+        slices = [key for key in entry["metrics"] if key != report] or [report]
+        for metric in slices:
+            parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
+            parts += [metric.removeprefix(f"{report}_")] if metric != report or not parts else []
+            column = (", ".join(parts), entry["setting"], metric)
+            if column not in found:
+                found.append(column)
+    return found
+
+
+def table(results: Mapping[str, Any]) -> list[list[str]]:
+    """Heading and rows of the table; a cell is the mean over the seeds, with the standard deviation of several."""
+    shown = columns(results)
+    rows = [["mixer", *(heading for heading, _, _ in shown)]]
+    for mixer in dict.fromkeys(entry["mixer"] for entry in results["summary"]):
+        rows.append([mixer, *(_cell(_value(results, mixer, setting, metric)) for _, setting, metric in shown)])
+    return rows
+
+
+def _value(results: Mapping[str, Any], mixer: str, setting: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:
+    for entry in results["summary"]:
+        if entry["mixer"] == mixer and entry["setting"] == setting:
+            return entry["metrics"].get(metric)
+    return None
+
+
+def _cell(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "failed"
+    return f"{value['mean']:.3f}" + ("" if value["std"] is None else f" ± {value['std']:.3f}")
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table in Markdown, with the command, the hardware and the chosen learning rates below it."""
+    heading, *rows = table(results)
+    lines = [" | ".join(heading), " | ".join(["---"] * len(heading)), *(" | ".join(row) for row in rows)]
+    text = "\n".join(f"| {line} |" for line in lines)
+    seeds = max((value["runs"] for entry in results["summary"] for value in entry["metrics"].values()), default=0)
+    notes = [f"{results['report']}, mean over {seeds} seed(s) with the standard deviation."]
+    if any(entry["learning_rate"] is not None for entry in results["summary"]):
+        chosen = ", ".join(_chosen(entry) for entry in results["summary"])
+        notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
+    notes.append(f"`{results['command']}`")
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    effort = f"{results['training_seconds']:.0f} s of training in all, {results['jobs']} run(s) at a time"
+    notes.append(f"{results['device']}; {versions}; {effort}.")
+    return text + "\n\n" + "\n\n".join(notes) + "\n"
+
+
+def _chosen(entry: Mapping[str, Any]) -> str:
+    setting = "".join(f" {key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items())
+    return f"{entry['mixer']}{setting} {entry['learning_rate']:g}"
+
+
+def require_matplotlib() -> None:
+    """Raise ValueError with the remedy where plots cannot be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError('plot.png needs matplotlib: pip install "longseq[plot]", or give plot=false') from None
+
+
+def plot(results: Mapping[str, Any], path: Path) -> None:
+    """Draw the table: a line a mixer over the columns, bars where there is only one column."""
+    from matplotlib.figure import Figure
+
+    shown = columns(results)
+    mixers = list(dict.fromkeys(entry["mixer"] for entry in results["summary"]))
+    values = {mixer: [_value(results, mixer, setting, metric) for _, setting, metric in shown] for mixer in mixers}
+    figure = Figure(figsize=(8, max(3.0, 0.3 * len(mixers) + 1.5)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    if len(shown) == 1:
+        _draw_bars(axes, {mixer: listed[0] for mixer, listed in values.items()})
+        axes.set_xlabel(results["report"])
+    else:
+        _draw_lines(axes, values)
+        axes.set_ylabel(results["report"])
+        axes.set_xticks(range(len(shown)), [heading for heading, _, _ in shown], rotation=30, ha="right")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    if "accuracy" in results["report"]:
+        (axes.set_xlim if len(shown) == 1 else axes.set_ylim)(0.0, 1.02)
+    axes.grid(alpha=0.3)
+    partial = path.with_name(f"partial_{path.name}")
+    figure.savefig(partial)
+    partial.replace(path)
+
+
+def _draw_bars(axes: Any, values: Mapping[str, Row | None]) -> None:
+    known = {mixer: value for mixer, value in values.items() if value is not None}
+    ordered = sorted(known, key=lambda mixer: known[mixer]["mean"])
+    axes.barh(ordered, [known[mixer]["mean"] for mixer in ordered], xerr=[known[m]["std"] or 0.0 for m in ordered])
+
+
+def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:
+    styles = ("-", "--", ":")
+    for number, (mixer, listed) in enumerate(values.items()):
+        places = [place for place, value in enumerate(listed) if value is not None]
+        means = [value["mean"] for value in listed if value is not None]
+        errors = [value["std"] or 0.0 for value in listed if value is not None]
+        style = {"color": f"C{number % 10}", "linestyle": styles[number // 10 % 3], "marker": "o", "markersize": 4}
+        axes.errorbar(places, means, yerr=errors, label=mixer, capsize=2, **style)

@@ -1,0 +1,132 @@
+"""The data module of the probes: generated sets, loaders, and what the model must know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+
+from longseq.tasks.image.loader import BatchLoader, TrainingLoader
+from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
+from longseq.tasks.probe.generators import generator_options
+from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.probe.slices import Slice, make_splits
+
+
+class ProbeDataModule(LightningDataModule):
+    """Generated sequences for training, validation and test; see `longseq.tasks.probe.generators`.
+
+    Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
+    generator beside those of `options`. Samples are functions of (`draw_seed`, slice), so that runs of several seeds
+    share them, and none occurs twice. With `cache` they are kept in a file of that folder. Batches are
+    (tokens `[B, T]`, Asked), picked from tensors that lie on the device; their order is a function of (`seed`, epoch).
+    ValueError for what the user can mend.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        generator: str,
+        options: Mapping[str, Any],
+        train: Sequence[Mapping[str, Any]],
+        validation: Sequence[Mapping[str, Any]],
+        test: Sequence[Mapping[str, Any]],
+        batch_size: int,
+        eval_batch_size: int | None = None,
+        draw_seed: int = 0,
+        cache: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.name, self.generator, self.options = name, generator, dict(options)
+        self.described = {"train": train, "validation": validation, "test": test}
+        if empty := [split for split, listed in self.described.items() if not listed]:
+            raise ValueError(f"data.{empty[0]} has no slice: give at least one, such as [{{samples: 1000}}]")
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.draw_seed, self.cache, self.seed = draw_seed, cache, seed
+        self.unreadable: list[str] = []  # as of the image task; what is generated can be read
+        self._splits: dict[str, list[Slice]] | None = None
+        self._info: ProbeInfo | None = None
+
+    @property
+    def info(self) -> ProbeInfo:
+        """What models and checkpoints need to know; there after `setup`."""
+        assert self._info is not None, "call setup() first"
+        return self._info
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches that one device takes in an epoch."""
+        return len(self._training_sampler())
+
+    def slices(self, split: str) -> list[Slice]:
+        """The slices of train, validation or test; there after `setup`."""
+        assert self._splits is not None, "call setup() first"
+        return self._splits[split]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Generates the sets, or reads them from the cache; a second call does nothing."""
+        if self._splits is not None:
+            return
+        vocab_size = (generator_options(self.generator) | self.options)["vocab_size"]
+        self._splits = make_splits(self.generator, self.options, self.described, seed=self.draw_seed, folder=self.cache)
+        counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
+        self._info = ProbeInfo(
+            generator=self.generator,
+            vocab_size=vocab_size,
+            longest=max(one.tokens.shape[1] for slices in self._splits.values() for one in slices),
+            rebuild=self.generator == "compression",
+            slices=[one.name for one in self._splits["test"]],
+            sizes={"train": counts["train"], "val": counts["validation"], "test": counts["test"]},
+        )
+
+    def train_dataloader(self) -> TrainingLoader:
+        return TrainingLoader(
+            SliceBatches(self._on_device("train")),  # type: ignore[arg-type]
+            self._training_sampler(),  # type: ignore[arg-type]
+            num_workers=0,
+            pin_memory=False,
+            report=_nothing_failed,
+            trained=self._trained_batches if self.trainer else None,
+        )
+
+    def val_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("validation")
+
+    def test_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, split: str) -> BatchLoader:
+        rank, world_size = self._place()
+        sizes = [len(one.tokens) for one in self.slices(split)]
+        return BatchLoader(
+            SliceBatches(self._on_device(split)),  # type: ignore[arg-type]
+            SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size),  # type: ignore[arg-type]
+            num_workers=0,
+            pin_memory=False,
+            report=_nothing_failed,
+        )
+
+    def _training_sampler(self) -> MixtureSampler:
+        rank, world_size = self._place()
+        sizes = [len(one.tokens) for one in self.slices("train")]
+        return MixtureSampler(sizes, self.batch_size, seed=self.seed, rank=rank, world_size=world_size)
+
+    def _on_device(self, split: str) -> list[Slice]:
+        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        return [one.to(device) for one in self.slices(split)]
+
+    def _place(self) -> tuple[int, int]:
+        """This process's rank and the number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _trained_batches(self) -> int:
+        assert self.trainer is not None
+        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+
+
+def _nothing_failed(failures: list[Any]) -> None:
+    assert not failures

@@ -1,0 +1,129 @@
+"""ListOps: nested operations on lists of digits, whose result is asked at the end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from longseq.tasks.probe.generators.samples import IGNORED, Integers, Samples
+
+# Digits are their own tokens.
+MIN, MAX, MED, SM, CLOSE, PADDING = range(10, 16)
+
+
+class _Level(NamedTuple):
+    """The nodes of all trees at one depth: tree, parent (an index into the level above), token (digit or operator)."""
+
+    tree: Integers
+    parent: Integers
+    token: Integers
+
+
+def listops(
+    random: np.random.Generator,
+    samples: int,
+    *,
+    vocab_size: int = 16,
+    depth: int = 10,
+    arguments: int = 10,
+    operator_probability: float = 0.25,
+    shortest: int = 500,
+    longest: int = 2000,
+) -> Samples:
+    """Expressions of MIN, MAX, MED (rounded down) and SM (sum modulo 10); the label of the last token is the result.
+
+    A node is an operator with 2 to `arguments` arguments with `operator_probability`, else a digit, and always a digit
+    at `depth`. Expressions with more than `shortest` and fewer than `longest` tokens are kept. An operator, its
+    arguments and a closing bracket are one token each; there are no other brackets. Padding is on the right.
+
+    Source: ListOps (Nangia and Bowman, 2018), with the parameters of Long Range Arena (Tay et al., 2020), section 2.2.
+    """
+    if vocab_size <= PADDING:
+        raise ValueError(f"vocab_size={vocab_size}: ListOps has {PADDING + 1} tokens")
+    if depth < 1 or arguments < 2 or not 0 < operator_probability <= 1 or longest <= shortest + 1:
+        raise ValueError(
+            f"depth={depth}, arguments={arguments}, operator_probability={operator_probability}, shortest={shortest}, "
+            f"longest={longest} describe no expressions: depth is at least 1, arguments at least 2, shortest < longest"
+        )
+    parts: list[tuple[Integers, Integers]] = []
+    found = 0
+    for _ in range(10_000):
+        levels, lengths = _grow(random, 2048, depth, arguments, operator_probability)
+        levels, lengths = _keep(levels, lengths, (lengths > shortest) & (lengths < longest))
+        parts.append(_write(levels, lengths, longest - 1))
+        found += len(lengths)
+        if found >= samples:
+            break
+    else:
+        raise ValueError(f"no {samples} expressions of {shortest} to {longest} tokens were found; widen the lengths")
+    tokens, labels = (np.concatenate(column)[:samples] for column in zip(*parts, strict=True))
+    return Samples(tokens, labels)
+
+
+def _grow(
+    random: np.random.Generator, trees: int, depth: int, arguments: int, probability: float
+) -> tuple[list[_Level], Integers]:
+    """Grow trees level by level; returns the levels and the number of tokens of each tree."""
+    levels: list[_Level] = []
+    tree, parent = np.arange(trees), np.arange(trees)
+    lengths = np.zeros(trees, dtype=np.int64)
+    for level in range(depth):
+        nodes = len(tree)
+        operator = (random.random(nodes) < probability) & (level < depth - 1)
+        token = np.where(operator, random.integers(MIN, CLOSE, nodes), random.integers(0, 10, nodes))
+        levels.append(_Level(tree, parent, token))
+        lengths += np.bincount(tree, weights=1 + operator, minlength=trees).astype(np.int64)
+        above = np.flatnonzero(operator)
+        parent = np.repeat(above, random.integers(2, arguments, len(above), endpoint=True))
+        tree = tree[parent]
+    return levels, lengths
+
+
+def _keep(levels: list[_Level], lengths: Integers, kept: np.ndarray) -> tuple[list[_Level], Integers]:
+    """Drop the trees that are not kept and number the others anew."""
+    number = kept.cumsum() - 1
+    result = []
+    above = number
+    for level in levels:
+        stays = kept[level.tree]
+        result.append(_Level(number[level.tree[stays]], above[level.parent[stays]], level.token[stays]))
+        above = stays.cumsum() - 1
+    return result, lengths[kept]
+
+
+def _write(levels: list[_Level], lengths: Integers, width: int) -> tuple[Integers, Integers]:
+    """Tokens and labels `[N, width]` of trees."""
+    values: list[Integers] = []
+    sizes: list[Integers] = []
+    for index in reversed(range(len(levels))):
+        value, size = levels[index].token.copy(), np.ones(len(levels[index].token), dtype=np.int64)
+        if index + 1 < len(levels) and len(levels[index + 1].parent):
+            nodes, starts, counts = np.unique(levels[index + 1].parent, return_index=True, return_counts=True)
+            value[nodes] = _evaluate(levels[index].token[nodes], values[0], starts, counts)
+            size[nodes] = 2 + np.add.reduceat(sizes[0], starts)
+        values.insert(0, value)
+        sizes.insert(0, size)
+    tokens = np.full((len(lengths), width), PADDING)
+    place = np.zeros(len(lengths), dtype=np.int64)
+    for index, level in enumerate(levels):
+        if index > 0:
+            before = sizes[index].cumsum() - sizes[index]
+            _, starts, inverse = np.unique(level.parent, return_index=True, return_inverse=True)
+            place = place[level.parent] + 1 + before - before[starts][inverse]
+        tokens[level.tree, place] = level.token
+        operator = level.token >= MIN
+        tokens[level.tree[operator], place[operator] + sizes[index][operator] - 1] = CLOSE
+    labels = np.full_like(tokens, IGNORED)
+    labels[np.arange(len(lengths)), lengths - 1] = values[0]
+    return tokens, labels
+
+
+def _evaluate(operator: Integers, values: Integers, starts: Integers, counts: Integers) -> Integers:
+    """Apply each operator to its run of `values`, which begins at `starts` and has `counts` entries."""
+    run = np.repeat(np.arange(len(starts)), counts)
+    ordered = values[np.lexsort((values, run))]
+    middle = (ordered[starts + (counts - 1) // 2] + ordered[starts + counts // 2]) // 2
+    smallest, largest = ordered[starts], ordered[starts + counts - 1]
+    total = np.add.reduceat(values, starts) % 10
+    return np.select([operator == MIN, operator == MAX, operator == MED], [smallest, largest, middle], total)

@@ -1,0 +1,133 @@
+"""Samples of a probe: what a generator makes, and how duplicates among them are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.integer[Any]]
+
+# The label where nothing is asked.
+IGNORED = -100
+
+# So many samples are made at a time, which bounds the memory, and so many times in vain before giving up.
+_CHUNK = 8192
+_PATIENCE = 20
+
+
+class Samples(NamedTuple):
+    """Sequences with what is asked of them.
+
+    tokens: `[N, T]`.
+    labels: `[N, T]`, the answer at each place, IGNORED where nothing is asked.
+    allowed: `[N, T]`, where several answers are right, as bits: answer a is right if bit a is set. None: the label is.
+    identity: `[N, ...]`, what must differ between any two samples. None: the tokens.
+    """
+
+    tokens: Integers
+    labels: Integers
+    allowed: Integers | None = None
+    identity: Integers | None = None
+
+    def take(self, rows: Integers) -> Samples:
+        """Pick samples."""
+        return Samples(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+
+Make = Callable[[np.random.Generator, int], Samples]
+
+
+def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) -> tuple[Samples, Integers]:
+    """Make `count` samples, none like another and none whose hash is in `seen`; returns them and the hashes of all.
+
+    ValueError where the generator does not have so many.
+    """
+    parts: list[Samples] = []
+    found = barren = 0
+    while found < count:
+        made = make(random, min(_CHUNK, count - found))
+        hashes = row_hashes(made.tokens if made.identity is None else made.identity)
+        _, first = np.unique(hashes, return_index=True)
+        fresh = np.sort(first[~np.isin(hashes[first], seen)])
+        barren = 0 if fresh.size else barren + 1
+        if barren == _PATIENCE:
+            raise ValueError(
+                f"the probe has no {count} different samples: {found} were found and then none in {_PATIENCE} tries; "
+                "ask for fewer samples, or for longer sequences"
+            )
+        parts.append(_narrowed(made.take(fresh)))
+        seen = np.concatenate([seen, hashes[fresh]])
+        found += fresh.size
+    return _joined(parts), seen
+
+
+def row_hashes(rows: Integers) -> Integers:
+    """A 64-bit hash of each row of `rows [N, ...]`; two that agree by chance only cost one sample its place."""
+    flat = rows.reshape(len(rows), -1).astype(np.uint64)
+    places = np.random.default_rng(0).integers(0, 2**63, flat.shape[1], dtype=np.uint64)
+    state = flat + places
+    # The finalizer of SplitMix64 (Steele, Lea, Flood 2014).
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return state.sum(axis=1, dtype=np.uint64)
+
+
+def distinct(random: np.random.Generator, samples: int, count: int, low: int, high: int) -> Integers:
+    """Draw `count` different numbers of [low, high) for each sample, in random order: `[samples, count]`.
+
+    Raises:
+        ValueError: there are fewer than `count` numbers.
+    """
+    size = high - low
+    if count > size:
+        raise ValueError(f"{count} different tokens cannot be drawn from {size}: ask for fewer, or raise vocab_size")
+    if 2 * count > size:
+        return low + random.random((samples, size)).argsort(axis=1)[:, :count]
+    drawn = random.integers(low, high, (samples, count))
+    # Drawing again what repeats an earlier number treats all numbers alike, so every outcome stays equally likely.
+    repeats = _repeats(drawn)
+    while repeats.any():
+        drawn[repeats] = random.integers(low, high, int(repeats.sum()))
+        touched = repeats.any(axis=1)
+        repeats[touched] = _repeats(drawn[touched])
+    return drawn
+
+
+def _repeats(numbers: Integers) -> NDArray[np.bool_]:
+    """Mark the numbers that stand earlier in their row."""
+    order = numbers.argsort(axis=1, kind="stable")
+    ordered = np.take_along_axis(numbers, order, axis=1)
+    again = np.zeros(numbers.shape, dtype=bool)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    marks = np.zeros_like(again)
+    np.put_along_axis(marks, order, again, axis=1)
+    return marks
+
+
+def next_token_labels(tokens: Integers, asked: NDArray[np.bool_] | None = None) -> Integers:
+    """Labels `[N, T]`: at each place the token that follows, where `asked [N, T]` (everywhere without it)."""
+    labels = np.full(tokens.shape, IGNORED, dtype=tokens.dtype)
+    labels[:, :-1] = tokens[:, 1:]
+    return labels if asked is None else np.where(asked, labels, IGNORED)
+
+
+def _narrowed(samples: Samples) -> Samples:
+    """In the smallest types: sets are kept in memory."""
+    tokens, labels, identity = (
+        None if part is None else part.astype(np.int16 if part.max(initial=0) < 2**15 else np.int32)
+        for part in (samples.tokens, samples.labels, samples.identity)
+    )
+    assert tokens is not None
+    assert labels is not None
+    return Samples(tokens, labels, samples.allowed, identity)
+
+
+def _joined(parts: list[Samples]) -> Samples:
+    joined = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
+    return Samples(*joined)  # type: ignore[arg-type]

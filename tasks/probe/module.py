@@ -1,0 +1,115 @@
+"""The probe task: loss and accuracy at the places where something is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.tasks.metrics import WeightedMean
+from longseq.tasks.module import TrainedModule
+from longseq.tasks.probe.batches import Asked
+from longseq.tasks.probe.generators import IGNORED
+
+Batch = tuple[Tensor, Asked]
+
+
+class ProbeTask(TrainedModule):
+    """Trains and measures a token model on the questions of a probe.
+
+    Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and of
+    sequences without a wrong one; where there are several slices, also `accuracy_SLICE` for each. An answer is right if
+    it is the label, or, where the generator allows several, one of them. Only the places asked about pass through the
+    head, whose scores of a large vocabulary would else take most of the memory. `slices` names those of validation and
+    test. The further arguments are those of `TrainedModule` and of `ImageClassifier`.
+    """
+
+    headline = ("accuracy", "sequence_accuracy", "loss")
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        slices: Mapping[str, Sequence[str]],
+        optimizer: Callable[..., torch.optim.Optimizer],
+        schedule: Callable[..., tuple[Any, int]],
+        learning_rate: float,
+        epochs: int,
+        seed: int = 0,
+        compile_mode: str | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            backbone,
+            optimizer=optimizer,
+            schedule=schedule,
+            learning_rate=learning_rate,
+            epochs=epochs,
+            seed=seed,
+            hyperparameters=hyperparameters,
+        )
+        # Each slice has its own shape, and a graph of its own is faster than one for all.
+        self._train_forward = (
+            self.forward if compile_mode is None else torch.compile(self.forward, mode=compile_mode, dynamic=False)
+        )
+        self.slices = {stage: list(names) for stage, names in slices.items()}
+        self.val_metrics = _metrics(self.slices["val"])
+        self.test_metrics = _metrics(self.slices["test"])
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Scores `[B, A, vocabulary]` at `places [B, A]` of `tokens [B, T]`."""
+        features, _ = self.backbone.forward_features(tokens)  # type: ignore[operator]
+        index = places.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        return self.backbone.forward_head(features.gather(1, index))  # type: ignore[operator]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.seed_batch(batch_idx)
+        tokens, asked = batch
+        loss = _loss(self._train_forward(tokens, asked.places), asked.answers)
+        self.log("train/loss", loss.detach())
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, self.val_metrics, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, self.test_metrics, "test")
+
+    def _evaluate(self, batch: Batch, metrics: Any, stage: str) -> None:
+        """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
+        tokens, asked = batch
+        name = f"accuracy_{self.slices[stage][asked.slice_index]}"
+        names = ["loss", "accuracy", "sequence_accuracy"] + [name] * (name in metrics)
+        if len(tokens) > 0:
+            scores = self(tokens, asked.places).float()
+            counted = asked.answers != IGNORED
+            right = is_right(scores.argmax(dim=-1), asked.answers, asked.allowed)
+            share = right.sum() / counted.sum()
+            metrics["loss"].update(_loss(scores, asked.answers), weight=counted.sum())
+            metrics["sequence_accuracy"].update((right | ~counted).all(dim=1).float().mean(), weight=len(tokens))
+            for key in ("accuracy", *names[3:]):
+                metrics[key].update(share, weight=counted.sum())
+        for key in names:
+            self.log(f"{stage}/{key}", metrics[key], on_step=False, on_epoch=True)
+
+
+def is_right(given: Tensor, answers: Tensor, allowed: Tensor | None) -> Tensor:
+    """Which answers `given [B, A]` are right: equal to the label, or one of those whose bits `allowed` holds."""
+    if allowed is None:
+        return given == answers
+    # A shift by more than the bits of a number is undefined, and what stands so far up in the vocabulary is no answer.
+    bit = (allowed >> given.clamp(max=62)) & 1
+    return (bit == 1) & (given < 62) & (answers != IGNORED)
+
+
+def _loss(scores: Tensor, answers: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), answers.flatten(), ignore_index=IGNORED)
+
+
+def _metrics(slices: Sequence[str]) -> nn.ModuleDict:
+    names = ["loss", "accuracy", "sequence_accuracy"]
+    if len(slices) > 1:
+        names += [f"accuracy_{name}" for name in slices]
+    return nn.ModuleDict({name: WeightedMean() for name in names})

@@ -1,0 +1,159 @@
+"""The sets of a probe: slices of one generator, made once, kept small, and read back from a file where there is one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, check_options, draw, generator_options
+from longseq.tasks.probe.generators.samples import Integers
+from longseq.tasks.seeds import derive_seed
+
+# Raised when a generator makes other samples than before, so that files of earlier versions are not read.
+_VERSION = 1
+
+# Keys of a slice that are none of its generator's options.
+_OWN_KEYS = ("samples", "name")
+
+
+class Slice(NamedTuple):
+    """Sequences of one setting, with what is asked of them.
+
+    tokens: `[N, T]`.
+    places: `[N, A]`, the places at which something is asked; rows with fewer end in zeros.
+    answers: `[N, A]`, IGNORED beyond the row's own.
+    allowed: `[N, A]`, bits of the right answers, where there are several; else None.
+    """
+
+    name: str
+    tokens: Tensor
+    places: Tensor
+    answers: Tensor
+    allowed: Tensor | None
+
+    def to(self, device: torch.device) -> Slice:
+        """The same slice on a device."""
+        allowed = None if self.allowed is None else self.allowed.to(device)
+        return Slice(self.name, self.tokens.to(device), self.places.to(device), self.answers.to(device), allowed)
+
+
+Splits = dict[str, list[Slice]]
+
+
+def make_splits(
+    generator: str,
+    options: Mapping[str, Any],
+    splits: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    seed: int,
+    folder: str | None = None,
+) -> Splits:
+    """Make the slices of each split; no sample occurs twice, in one split or in two.
+
+    A slice is described by `samples`, an optional `name`, and options of the generator that replace those of `options`.
+    With `folder` the result is kept there in a file, and read from it if it holds one of the same description.
+    """
+    check_options(generator, options)
+    for split, listed in splits.items():
+        for described in listed:
+            check_options(generator, {key: value for key, value in described.items() if key not in _OWN_KEYS})
+            if not isinstance(described.get("samples"), int) or described["samples"] < 1:
+                raise ValueError(f"data.{split}: a slice needs samples=N of at least 1, not {described.get('samples')}")
+    description = json.dumps([_VERSION, generator, dict(options), _plain(splits), seed], sort_keys=True)
+    if folder is None:
+        return _make(generator, options, splits, seed)
+    path = Path(folder) / f"{generator}_{hashlib.sha256(description.encode()).hexdigest()[:16]}.npz"
+    found = _read(path, splits)
+    if found is None:
+        found = _make(generator, options, splits, seed)
+        _write(path, found)
+    return found
+
+
+def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A name for each slice: its own, or the values in which it may differ from others, `512x64`."""
+    names = []
+    for index, described in enumerate(listed):
+        values = [value for key, value in described.items() if key not in _OWN_KEYS]
+        name = described.get("name") or "x".join(str(value) for value in values) or f"slice{index}"
+        names.append("".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name))
+    if len(set(names)) < len(names):
+        names = [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
+    return names
+
+
+def _make(
+    generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]], seed: int
+) -> Splits:
+    seen: Integers = np.zeros(0, dtype=np.uint64)
+    made: Splits = {}
+    for number, (split, listed) in enumerate(splits.items()):
+        made[split] = []
+        for index, (described, name) in enumerate(zip(listed, slice_names(listed), strict=True)):
+            own = {key: value for key, value in described.items() if key not in _OWN_KEYS}
+            chosen = generator_options(generator) | dict(options) | own
+            random = np.random.default_rng(derive_seed(seed, number, index))
+            samples, seen = draw(partial(GENERATORS[generator], **chosen), random, described["samples"], seen)
+            made[split].append(_pack(name, samples))
+    return made
+
+
+def _pack(name: str, samples: Samples) -> Slice:
+    asked = samples.labels != IGNORED
+    count = int(asked.sum(axis=1).max())
+    places = np.concatenate([np.argsort(~rows, axis=1, kind="stable")[:, :count] for rows in _blocks(asked)])
+    answers = np.take_along_axis(samples.labels, places, axis=1)
+    allowed = None if samples.allowed is None else np.take_along_axis(samples.allowed, places, axis=1)
+    places = np.where(answers == IGNORED, 0, places).astype(np.int32)
+    bits = None if allowed is None else torch.from_numpy(allowed)
+    return Slice(name, torch.from_numpy(samples.tokens), torch.from_numpy(places), torch.from_numpy(answers), bits)
+
+
+def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Some rows at a time, which bounds the memory."""
+    for start in range(0, len(rows), 8192):
+        yield rows[start : start + 8192]
+
+
+def _plain(splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return {split: [dict(described) for described in listed] for split, listed in splits.items()}
+
+
+def _write(path: Path, splits: Splits) -> None:
+    arrays = {
+        f"{split}.{index}.{part}": value.numpy()
+        for split, slices in splits.items()
+        for index, one in enumerate(slices)
+        for part, value in one._asdict().items()
+        if isinstance(value, Tensor)
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_name(f"{path.stem}.{os.getpid()}.partial")
+    with partial_path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    os.replace(partial_path, path)
+
+
+def _read(path: Path, splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> Splits | None:
+    try:
+        with np.load(path) as arrays:
+            parts = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
+    except (OSError, ValueError, BadZipFile):
+        return None
+    return {
+        split: [
+            Slice(name, *(parts.get(f"{split}.{index}.{part}") for part in Slice._fields[1:]))  # type: ignore[arg-type]
+            for index, name in enumerate(slice_names(listed))
+        ]
+        for split, listed in splits.items()
+    }

@@ -1,0 +1,276 @@
+"""`longseq probe`: train mixers side by side on a probe, and compare them in a table and a plot."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from longseq.tasks import assemble, runs
+from longseq.tasks.files import write_text
+from longseq.tasks.probe import comparison
+from longseq.tasks.report import print_rows, quiet_libraries, shorten
+
+# Keys of this command; every other override goes to each `longseq train`.
+OWN_KEYS = ("task", "mixers", "seeds", "sweep", "learning_rates", "jobs", "report", "plot", "output")
+TAKEN_KEYS = {
+    "mixer": "give mixers=[...]",
+    "mixer.name": "give mixers=[...]",
+    "seed": "give seeds=[...]",
+    "resume": "the same command continues by itself",
+}
+RUNS = "runs"
+SAMPLES = "samples"  # what the runs share
+RESULTS_FILE = "results.json"
+LOG_FILE = "log.txt"
+
+
+class Trial(NamedTuple):
+    """One run: the mixer as the user wrote it, the setting, learning rate and seed, and its folder and overrides."""
+
+    mixer: str
+    setting: dict[str, Any]
+    learning_rate: float | None
+    seed: int
+    folder: Path
+    overrides: list[str]
+
+    def describe(self) -> str:
+        """The trial in one line."""
+        parts = [self.mixer, *(f"{key}={value}" for key, value in self.setting.items())]
+        parts += [] if self.learning_rate is None else [f"learning rate {self.learning_rate:g}"]
+        return f"{', '.join(parts)}, seed {self.seed}"
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Train every mixer with every setting, learning rate and seed; write and return the results.
+
+    The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A run that is
+    finished is not repeated, one that was interrupted continues.
+    """
+    quiet_libraries()
+    config = assemble.plain(cfg)
+    _check(config)
+    if config["plot"]:
+        comparison.require_matplotlib()
+    folder = Path(config["output"])
+    given = [override for override in HydraConfig.get().overrides.task if _key(override) not in OWN_KEYS]
+    trials = plan(config, given)
+    done = sum(runs.finished(trial.folder) is not None for trial in trials)
+    print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
+    results: dict[str, Any] = {
+        "command": shlex.join(["longseq", "probe", *HydraConfig.get().overrides.task]),
+        "report": config["report"],
+        "selected_by": config["task"]["metric"],
+        **_surroundings(config),
+    }
+    started = time.monotonic()
+    rows: dict[int, dict[str, Any]] = {}
+    for index, row in _run_all(trials, config):
+        rows[index] = row
+        results["rows"] = [rows[number] for number in sorted(rows)]
+        results["seconds"] = round(time.monotonic() - started, 1)
+        trained = [one["metrics"]["seconds"] for one in results["rows"] if one["status"] == "finished"]
+        results["training_seconds"] = round(sum(trained), 1)  # of all runs, also of those finished before
+        results["summary"] = comparison.summarize(results["rows"], config["report"], config["task"]["metric"])
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
+        print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, config['report'])}", flush=True)
+    _conclude(results, config, folder)
+    return results
+
+
+def plan(config: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
+    """Every trial of the sweep; the folder of each is named by all that its outcome depends on."""
+    rates = config["learning_rates"] or [None]
+    swept = config["sweep"] or {}
+    settings = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
+    output, cached = Path(config["output"]).absolute(), any(_key(override) == "data.cache" for override in given)
+    trials = []
+    for mixer, setting, rate, seed in product(config["mixers"], settings, rates, config["seeds"]):
+        name, *options = mixer.split()
+        overrides = ["task=probe", *given, f"mixer={name}", *options, f"seed={seed}"]
+        overrides += [f"{key}={_spell(value)}" for key, value in setting.items()]
+        overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
+        digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:10]
+        folder = output / RUNS / f"{name}_{seed}_{digest}"
+        if not cached:
+            overrides.append(f"data.cache={output / SAMPLES}")
+        trials.append(Trial(mixer, setting, rate, seed, folder, overrides))
+    return trials
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    if config["task"]["name"] != "probe":
+        raise ValueError(f"task={config['task']['name']} is no probe: longseq probe takes task=probe")
+    for override in HydraConfig.get().overrides.task:
+        if (remedy := TAKEN_KEYS.get(_key(override))) is not None:
+            raise ValueError(f"longseq probe sets {_key(override)} itself: {remedy}")
+    for key in ("mixers", "seeds"):
+        if not config[key]:
+            raise ValueError(
+                f"{key} is empty: give at least one, such as {key}=[{'deltanet' if key == 'mixers' else 0}]"
+            )
+    if unusable := [
+        key for key, values in (config["sweep"] or {}).items() if not isinstance(values, list) or not values
+    ]:
+        raise ValueError(f"sweep: {unusable[0]} needs a list of values, such as sweep={{{unusable[0]}: [64, 128]}}")
+    if config["jobs"] < 1:
+        raise ValueError(f"jobs={config['jobs']} must be at least 1")
+    if not config["report"].startswith("test/"):
+        raise ValueError(f"report={config['report']} must be a metric of the test, such as test/accuracy")
+
+
+def _key(override: str) -> str:
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def _spell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _run_all(trials: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run the trials, `jobs` at a time, and yield each with its index as it ends."""
+    jobs = config["jobs"]
+    devices: queue.Queue[str | None] = queue.Queue()
+    visible = _visible_devices(config)
+    for slot in range(jobs):
+        devices.put(visible[slot % len(visible)] if visible else None)
+    processes: set[subprocess.Popen[bytes]] = set()
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+
+    def work(trial: Trial) -> dict[str, Any]:
+        device = devices.get()
+        try:
+            return _run_one(trial, device, threads, processes)
+        finally:
+            devices.put(device)
+
+    with _terminated(processes), ThreadPoolExecutor(jobs) as pool:
+        try:
+            futures = {pool.submit(work, trial): index for index, trial in enumerate(trials)}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(processes):
+                process.terminate()
+            raise
+
+
+@contextmanager
+def _terminated(processes: set[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """End the runs with this process where it is told to terminate; each then writes its checkpoint."""
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_one(trial: Trial, device: str | None, threads: int, processes: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Train one trial, unless it is finished, and return its row."""
+    code = 0
+    if runs.finished(trial.folder) is None:
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = device
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            sys.argv[0],
+            "train",
+            *trial.overrides,
+            "resume=true",
+            f"hydra.run.dir={trial.folder}",
+        ]
+        with (trial.folder / LOG_FILE).open("ab") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            processes.add(process)
+            code = process.wait()
+            processes.discard(process)
+    row: dict[str, Any] = {
+        "mixer": trial.mixer,
+        "setting": trial.setting,
+        "learning_rate": trial.learning_rate,
+        "seed": trial.seed,
+        "overrides": trial.overrides,
+    }
+    metrics = runs.finished(trial.folder)
+    if metrics is None:
+        return row | {"status": "failed", "error": _last_error(trial.folder / LOG_FILE, code)}
+    return row | {"status": "finished", "metrics": metrics}
+
+
+def _last_error(log: Path, code: int) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    told = [line for line in lines if line.startswith("longseq: error: ")]
+    return (told or [line for line in lines if line.strip()] or [""])[-1] or f"exit code {code}"
+
+
+def _visible_devices(config: Mapping[str, Any]) -> list[str]:
+    """The GPUs over which the runs are spread, as CUDA_VISIBLE_DEVICES names them; none for the CPU."""
+    if config["trainer"].get("accelerator") == "cpu":
+        return []
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _surroundings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The device and the versions that the runs use."""
+    gpu = config["trainer"].get("accelerator") != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if gpu else f"cpu, {platform.machine()}, {os.cpu_count()} cores"
+    names = ("longseq", "torch", "lightning", "timm")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {"device": device, "jobs": config["jobs"], "versions": {"python": platform.python_version(), **versions}}
+
+
+def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
+    if row["status"] != "finished":
+        return f"{trial.describe()}: failed ({row['error']})"
+    metrics = row["metrics"]
+    value = f"{report} {metrics[report]:.4f}" if report in metrics else f"no {report}"
+    return f"{trial.describe()}: {value}, {metrics['seconds']:.0f} s"
+
+
+def _conclude(results: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+    """Write the table and the plot and say where; ValueError if a run failed."""
+    report = config["report"]
+    if measured := {key for row in results["rows"] if row["status"] == "finished" for key in row["metrics"]}:
+        if report not in measured:
+            known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
+            raise ValueError(f"report={report} was not measured: choose one of {known}")
+        write_text(folder / "table.md", comparison.markdown(results))
+        print_rows(comparison.table(results))
+        if config["plot"]:
+            comparison.plot(results, folder / "plot.png")
+    written = [name for name in (RESULTS_FILE, "table.md", "plot.png") if (folder / name).is_file()]
+    print_rows([("written", ", ".join(shorten(folder / name) for name in written))])
+    if failed := [row for row in results["rows"] if row["status"] != "finished"]:
+        raise ValueError(
+            f"{len(failed)} of {len(results['rows'])} runs failed, {failed[0]['mixer']} with seed {failed[0]['seed']} "
+            f"first: {failed[0]['error']}; the same command tries them again"
+        )

@@ -1,0 +1,236 @@
+"""The token model: one truth for whole sequences, splits, steps and packed rows, and what it draws and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longseq import mixers
+from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
+from longseq.backbones.text import TextBackbone, sample
+from longseq.state import map_state, select_state, state_size
+
+VOCABULARY = 11
+HYBRID = "2xdeltanet+attention"
+MODELS = [*mixers.mixer_names(), HYBRID]
+
+
+def make(mixer: str = "deltanet", **options: Any) -> TextBackbone:
+    torch.manual_seed(0)
+    depth = 3 if mixer == HYBRID else 1
+    model = TextBackbone(**{"vocab_size": VOCABULARY, "d_model": 32, "depth": depth, "mixer": mixer, **options})
+    model = model.double().eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(50)  # so that tokens, and not rounding, decide the output
+    return model
+
+
+def make_tokens(batch: int, length: int = 13) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-9)
+
+
+def steps(model: TextBackbone, tokens: Tensor, state: Any) -> Tensor:
+    logits = []
+    for token in tokens.unbind(1):
+        y, state = model.step(token, state)
+        logits.append(y)
+    return torch.stack(logits, dim=1)
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_splits_steps_and_packed_rows_are_the_whole(mixer: str) -> None:
+    model = make(mixer, positions="learned", max_length=13)
+    tokens = make_tokens(2)
+    whole, _ = model(tokens)
+    assert whole.shape == (2, 13, VOCABULARY)
+    first, state = model(tokens[:, :5])
+    second, state = model(tokens[:, 5:6], state)
+    third, _ = model(tokens[:, 6:], state)
+    assert_same(torch.cat([first, second, third], dim=1), whole)
+    assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), whole)
+    packed, packed_state = model(tokens.flatten()[None], cu_seqlens=torch.tensor([0, 13, 26]))
+    assert_same(packed.view_as(whole), whole)
+    assert packed_state.position.tolist() == [13, 13]
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", HYBRID])
+def test_padding_leaves_no_trace(mixer: str) -> None:
+    model = make(mixer, positions="learned", max_length=20)
+    tokens, following = make_tokens(2), make_tokens(2, 3)
+    real = torch.arange(13) < torch.tensor([[13], [6]])
+    padded, state = model(tokens, mask=real)
+    alone, own = model(tokens[1:, :6])
+    assert_same(padded[1:, :6], alone)
+    assert_same(model(following, state)[0][1:], model(following[1:], own)[0])
+
+
+def test_a_state_of_constant_size_is_a_value() -> None:
+    model = make("deltanet")
+    _, short = model(make_tokens(2, 3))
+    _, long = model(make_tokens(2, 13))
+    assert state_size(short) == state_size(long) == state_size(model.initial_state(2))
+    assert short.position is None
+    rows = select_state(long, torch.tensor([1, 1]))
+    assert_same(model.step(torch.tensor([4, 4]), rows)[0][0], model.step(torch.tensor([4, 4]), long)[0][1])
+    assert map_state(torch.clone, long).layers[0].memory is not long.layers[0].memory
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", HYBRID])
+def test_generation_continues_as_the_model_would(mixer: str) -> None:
+    model = make(mixer)
+    prompt = make_tokens(3, 4)
+    text = model.generate(prompt, 6, temperature=0)
+    assert text.shape == (3, 10)
+    assert torch.equal(text[:, :4], prompt)
+    for place in range(4, 10):
+        assert torch.equal(model(text[:, :place])[0][:, -1].argmax(-1), text[:, place])
+    drawn = [
+        model.generate(prompt, 6, temperature=50.0, generator=torch.Generator().manual_seed(seed)) for seed in (7, 7, 8)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(model.generate(prompt, 0), prompt)
+
+
+def test_sampling_keeps_the_best_tokens() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(2000, -1)
+    generator = torch.Generator().manual_seed(0)
+    shares = sample(logits, generator=generator).bincount(minlength=4) / 2000
+    torch.testing.assert_close(shares, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.04, rtol=0)
+    assert set(sample(logits, top_k=2, generator=generator).tolist()) == {2, 3}
+    assert set(sample(logits, top_p=0.6, generator=generator).tolist()) == {2, 3}
+    assert set(sample(logits, top_p=0.01, generator=generator).tolist()) == {3}
+    cold = sample(logits, temperature=0.2, generator=generator).bincount(minlength=4) / 2000
+    assert cold[3] > 0.7
+
+
+@pytest.mark.parametrize(
+    "option", [{"prompt": torch.zeros(2, 0, dtype=torch.long)}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}]
+)
+def test_generation_refuses_what_makes_no_sense(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        make().generate(**{"prompt": make_tokens(1), "max_new_tokens": 1, **option})
+
+
+def test_tied_embeddings_are_the_head() -> None:
+    tied, free = make(), make(tie_embeddings=False)
+    assert sum(p.numel() for p in free.parameters()) - sum(p.numel() for p in tied.parameters()) == VOCABULARY * 32
+    features, _ = tied.forward_features(make_tokens(1))
+    assert_same(tied.forward_head(features), features @ tied.embedding.weight.T)
+    assert isinstance(free.get_classifier(), nn.Linear)
+    assert not list(tied.get_classifier().parameters())
+
+
+def test_weight_decay_spares_positions_and_recurrences() -> None:
+    model = make("mamba", positions="learned", max_length=5)
+    names = model.no_weight_decay()
+    assert names <= dict(model.named_parameters()).keys()
+    assert {"positions.weight", "blocks.0.mixer.A_log", "blocks.0.mixer.D"} <= names
+    assert "embedding.weight" not in names
+    assert make().no_weight_decay() == set()
+
+
+def test_flops_count_blocks_and_head() -> None:
+    bare, whole = make(mlp=None), make(mlp="gelu", mlp_ratio=2.0)
+    head = 2 * 7 * 32 * VOCABULARY
+    assert bare.flops(7) == bare.blocks[0].mixer.flops(7) + head
+    assert whole.flops(7) - bare.flops(7) == 2 * 7 * 2 * 32 * 64
+    gated = make(mlp="swiglu", mlp_ratio=2.0)
+    assert gated.flops(7) - bare.flops(7) == 2 * 7 * 3 * 32 * 64
+
+
+@pytest.mark.parametrize("option", [{"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"mlp_ratio": 4.0},
+                                    {"positions": "learned", "max_length": 13}, {"tie_embeddings": False}])  # fmt: skip
+def test_every_option_changes_the_model_and_keeps_it_causal(option: dict[str, Any]) -> None:
+    model, usual = make(**option), make()
+    tokens = make_tokens(2)
+    assert model(tokens)[0].shape == usual(tokens)[0].shape
+    assert (model(tokens)[0] - usual(tokens)[0]).abs().max() > 1e-6
+    changed = tokens.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % VOCABULARY
+    assert_same(model(changed)[0][:, :8], model(tokens)[0][:, :8])
+    assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), model(tokens)[0])
+
+
+def test_dropout_and_drop_path_act_in_training_only() -> None:
+    model = make(dropout=0.5, drop_path=0.5, depth=2)
+    tokens = make_tokens(4)
+    expected = model(tokens)[0]
+    assert torch.equal(model(tokens)[0], expected)
+    model.train()
+    assert not torch.equal(model(tokens)[0], expected)
+
+
+def test_a_residual_in_float32_in_a_model_of_half_precision() -> None:
+    seen = []
+    for wide in (True, False):
+        model = make(residual_in_float32=wide).bfloat16()
+        model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
+        assert model(make_tokens(1))[0].dtype == torch.bfloat16
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for enable in (False, True):
+        model = make(HYBRID).train()
+        model.set_grad_checkpointing(enable)
+        model(make_tokens(2))[0].square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert_same(one, other)
+
+
+def test_compiles_to_one_graph() -> None:
+    model = make("attention").float()  # each mixer is compiled in the tests of the mixers
+    compiled = torch.compile(model.forward_features, backend="aot_eager", fullgraph=True)
+    tokens = make_tokens(2)
+    torch.testing.assert_close(compiled(tokens)[0], model.forward_features(tokens)[0])
+
+
+def test_the_backend_reaches_every_mixer() -> None:
+    model = make("deltanet", backend="reference", depth=2)
+    assert {block.mixer.backend for block in model.blocks} == {"reference"}
+    assert_same(model(make_tokens(2))[0], make("deltanet", depth=2)(make_tokens(2))[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "batch"}, "norm='batch' is not one of rms, layer"),
+        ({"mlp": "moe"}, "mlp='moe' is not one of swiglu, gelu, or None"),
+        ({"positions": "sines"}, "positions='sines' is not one of none, learned"),
+        ({"positions": "learned"}, "needs max_length"),
+        ({"depth": 0}, "depth=0"),
+        ({"mixer": "attention", "mixer_options": {"causal": False}}, "set causal=False"),
+        ({"mixer": "deltanett"}, "did you mean 'deltanet'"),
+        ({"backend": "torch", "mixer_options": {"backend": "reference"}}, "contradicts"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_a_sequence_longer_than_its_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer than the max_length=12"):
+        make(positions="learned", max_length=12)(make_tokens(1))
+
+
+def test_the_autoencoder_reads_all_and_writes_from_the_last_feature() -> None:
+    torch.manual_seed(0)
+    model = SequenceAutoencoder(make(mlp=None)).double()
+    tokens = make_tokens(2)
+    assert model(tokens).shape == (2, 13, VOCABULARY)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % VOCABULARY
+    assert ((model(changed) - model(tokens)).abs().amax(-1) > 0).all(), "every place depends on the first token"
+    assert model.flops(13) == model.encoder.flops(13) + 4 * 13 * 32**2
+    assert len({tuple(row) for row in sinusoids(13, 32).tolist()}) == 13

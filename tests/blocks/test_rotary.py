@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longseq.blocks.rotary import apply_rotary, count_positions
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_pairs_turn_as_complex_numbers_do() -> None:
+    x, positions = draw(2, 7, 3, 8), torch.arange(5, 12)
+    frequency = 100.0 ** -torch.arange(0, 1, 0.25, dtype=torch.float64)
+    angle = positions[:, None, None] * frequency
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    torch.testing.assert_close(apply_rotary(x, positions, base=100.0), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_products_depend_on_the_distance_only() -> None:
+    q, k = draw(1, 9, 2, 6), draw(1, 9, 2, 6).flip(1)
+    here, there = torch.arange(9), torch.arange(9) + 1000
+    products = [torch.einsum("bihd,bjhd->bhij", apply_rotary(q, p), apply_rotary(k, p)) for p in (here, there)]
+    torch.testing.assert_close(products[0], products[1], rtol=1e-9, atol=1e-9)
+    assert (products[0] - torch.einsum("bihd,bjhd->bhij", q, k)).abs().max() > 0.1
+
+
+def test_one_token_is_one_of_the_sequence() -> None:
+    x, positions = draw(2, 5, 3, 4), torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
+    tokens = [apply_rotary(x[:, t], positions[:, t]) for t in range(5)]
+    assert torch.equal(torch.stack(tokens, dim=1), apply_rotary(x, positions))
+
+
+def test_half_precision_is_rounded_once() -> None:
+    x = draw(1, 4, 1, 8).bfloat16()
+    far = torch.arange(4) + 10_000
+    y = apply_rotary(x, far)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, apply_rotary(x.float(), far).bfloat16())
+
+
+def test_odd_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="pairs of channels, not 5; choose an even head dimension"):
+        apply_rotary(torch.zeros(1, 2, 1, 5), torch.arange(2))
+
+
+def test_positions_count_on_from_a_start() -> None:
+    x = torch.zeros(2, 3, 1)
+    assert [p.tolist() for p in count_positions(x)] == [[[0, 1, 2], [0, 1, 2]], [3, 3]]
+    carried = count_positions(x, torch.tensor([4, 10]))
+    assert [p.tolist() for p in carried] == [[[4, 5, 6], [10, 11, 12]], [7, 13]]
+
+
+def test_padding_is_not_counted() -> None:
+    real = torch.tensor([[False, False, True, True], [True, True, False, False]])
+    positions, following = count_positions(torch.zeros(2, 4, 1), torch.tensor([5, 0]), mask=real)
+    assert positions[real].tolist() == [5, 6, 0, 1]
+    assert following.tolist() == [7, 2]
+
+
+def test_packed_sequences_count_alone() -> None:
+    borders = torch.tensor([0, 2, 2, 5])
+    positions, following = count_positions(torch.zeros(1, 5, 1), cu_seqlens=borders)
+    assert positions.tolist() == [[0, 1, 0, 1, 2]]
+    assert following.tolist() == [2, 0, 3]
+    positions, following = count_positions(torch.zeros(1, 5, 1), torch.tensor([10, 20, 30]), cu_seqlens=borders)
+    assert positions.tolist() == [[10, 11, 30, 31, 32]]
+    assert following.tolist() == [12, 20, 33]

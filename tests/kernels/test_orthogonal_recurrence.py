@@ -1,0 +1,247 @@
+"""The orthogonal recurrence's own mathematics: its gradient steps, its slots' lengths, and the chunk approximation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
+from longseq.kernels.orthogonal_recurrence import OBJECTIVES
+from longseq.kernels.testing import (
+    assert_accurate,
+    assert_equal_up_to_rounding,
+    gradients,
+    list_variants,
+    make_inputs,
+    results,
+)
+
+OP = "orthogonal_recurrence"
+VARIANTS = list_variants(OP)
+CHUNKED = [variant for variant in VARIANTS if variant != "l1"]  # the threshold needs the exact form
+
+
+def assert_same(actual, expected):
+    for name, value in expected.items():
+        assert_equal_up_to_rounding(actual[name], value, name)
+
+
+def compression_loss(objective, state, k, v):
+    """The loss of the paper's equations 6, 9, 11 and that of TTT; state [D, M], k [M], v [D]."""
+    slots = torch.nn.functional.normalize(state, dim=0)
+    if objective == "decode":
+        return (slots @ k - v).square().sum() / 2
+    if objective == "encode":
+        return (slots.T @ v - k).square().sum() / 2
+    if objective == "similarity":
+        return -(slots.T @ v) @ k
+    return (torch.nn.functional.normalize(state @ k, dim=0) - v).square().sum() / 2
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_step_descends_the_loss(objective, normalize):
+    torch.manual_seed(0)
+    state = torch.randn(5, 3, dtype=torch.float64)
+    unit = normalize and objective != "ttt"
+    state = (torch.nn.functional.normalize(state, dim=0) if unit else state).requires_grad_()
+    q, k, v = (torch.randn(n, dtype=torch.float64) for n in (3, 3, 5))
+    gamma, g = torch.tensor(0.7, dtype=torch.float64), torch.tensor(-0.2, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(compression_loss(objective, state, k, v), state)
+    expected = g.exp() * state.detach() - gamma * gradient
+    expected = torch.nn.functional.normalize(expected, dim=0) if unit else expected
+    o, final = orthogonal_recurrence_step(
+        *(x[None, None] for x in (q, k, v, gamma, state.detach())),
+        g=g[None, None],
+        objective=objective,
+        normalize=normalize,
+    )
+    assert_equal_up_to_rounding(final[0, 0], expected, "state")
+    assert_equal_up_to_rounding(o[0, 0], expected @ q, "output")
+
+
+def test_threshold_is_the_proximal_step_of_the_l1_norm():
+    """The result minimises ‖x - y‖² / 2 + gamma λ ‖x‖₁, so y - x is a subgradient: its size is at most gamma λ."""
+    inputs = make_inputs(OP, "l1", batch=1, tokens=1)
+    step = {**inputs.options, "normalize": False}
+    tokens = {name: x[:, 0] for name, x in inputs.sequences.items()}
+    _, shrunk = orthogonal_recurrence_step(**tokens, state=inputs.initial_state, **step)
+    limit = (tokens["gamma"] * tokens.pop("threshold"))[..., None, None]
+    _, plain = orthogonal_recurrence_step(**tokens, state=inputs.initial_state, **step)
+    moved = plain - shrunk
+    kept = shrunk != 0
+    assert 0 < kept.sum() < kept.numel()
+    assert_equal_up_to_rounding(moved[kept], (limit * shrunk.sign())[kept], "entries that stay")
+    assert (moved.abs() <= limit + 1e-12).all()
+
+
+@pytest.mark.parametrize("variant", CHUNKED)
+@pytest.mark.parametrize("chunk_size", [2, 5, 16, 64])
+def test_chunk_form_equals_its_definition(variant, chunk_size):
+    inputs = make_inputs(OP, variant, tokens=37)
+    expected = gradients(inputs, backend="reference", chunk_size=chunk_size)
+    assert all(value.isfinite().all() for value in expected.values())
+    assert_same(gradients(inputs, backend="torch", chunk_size=chunk_size), expected)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in CHUNKED if variant != "gamma_0"])
+def test_chunks_with_one_token_that_writes_are_exact(variant):
+    inputs = make_inputs(OP, variant, tokens=9)
+
+    def spread(x):
+        return torch.nn.functional.pad(x[:, :, None], (0,) * (2 * (x.ndim - 2)) + (0, 3)).flatten(1, 2)
+
+    exact, final = inputs.run()
+    scattered = inputs.replace({name: spread(x) for name, x in inputs.sequences.items()})
+    for backend in ("torch", "reference"):
+        output, state = scattered.run(chunk_size=4, backend=backend)
+        assert_same(results(output[:, ::4], state), results(exact, final))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("variant", CHUNKED)
+def test_cuts_at_chunk_borders_do_not_matter(backend, variant):
+    inputs, options = make_inputs(OP, variant, tokens=22), {"chunk_size": 4, "backend": backend}
+
+    def carried(inputs):
+        outputs, state = [], inputs.initial_state
+        for start, stop in ((0, 4), (4, 16), (16, 22)):
+            output, state = inputs.cut(start, stop, state).run(**options)
+            outputs.append(output)
+        return torch.cat(outputs, 1), state
+
+    assert_same(gradients(inputs, run=carried), gradients(inputs, **options))
+
+
+@pytest.mark.parametrize("variant", ["plain", "encode", "similarity", "ttt"])
+def test_chunks_are_an_approximation(variant):
+    inputs = make_inputs(OP, variant)
+    exact, coarse = inputs.run()[0], inputs.run(chunk_size=16)[0]
+    assert (exact - coarse).norm() > 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("variant", ["gated", "ttt"])
+def test_packed_sequences_have_chunks_of_their_own(variant):
+    bounds = torch.tensor([0, 7, 7, 8, 29])
+    inputs = make_inputs(OP, variant, tokens=29, segments=4)
+    expected = gradients(inputs, backend="reference", cu_seqlens=bounds, chunk_size=4)
+    assert_same(gradients(inputs, backend="torch", cu_seqlens=bounds, chunk_size=4), expected)
+
+
+@pytest.mark.parametrize("variant", CHUNKED)
+def test_chunks_in_float32_are_as_accurate_as_the_definition(variant):
+    inputs = make_inputs(OP, variant, tokens=150, dtype=torch.float32)
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", chunk_size=8)
+    peer = gradients(inputs, backend="reference", chunk_size=8)
+    for name, value in gradients(inputs, chunk_size=8).items():
+        assert_accurate(value, peer[name], exact[name], name)
+
+
+def test_autocast_does_not_reach_into_chunks():
+    inputs = make_inputs(OP, "gated", tokens=20, dtype=torch.float32)
+    expected = gradients(inputs, chunk_size=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradients(inputs, chunk_size=4)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def test_chunks_compile_to_one_graph():
+    inputs = make_inputs(OP, "gated", tokens=6)
+    compiled = torch.compile(lambda inputs: inputs.run(chunk_size=4), fullgraph=True, backend="aot_eager")
+    assert_same(gradients(inputs, run=compiled), gradients(inputs, chunk_size=4))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_backward_keeps_the_root_of_the_states(chunk_size):
+    inputs = make_inputs(OP, tokens=256).map(lambda x: x.requires_grad_())
+    kept: dict[int, torch.Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        inputs.run(chunk_size=chunk_size)
+    own = sum(x.numel() for x in inputs.tensors.values())
+    states = (sum(x.numel() for x in kept.values()) - own) / inputs.initial_state.numel()
+    assert states < 2 + (256 / chunk_size) ** 0.5
+
+
+@pytest.mark.parametrize("variant", ["plain", "encode", "similarity", "unnormalized", "l1"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_an_empty_slot_has_finite_gradients_and_can_be_written(variant, backend):
+    inputs = make_inputs(OP, variant, tokens=5)
+    state = inputs.initial_state.clone()
+    state[..., 1] = 0
+    empty = inputs.replace({"initial_state": state})
+    assert all(value.isfinite().all() for value in gradients(empty, backend=backend).values())
+    assert empty.run(backend=backend)[1][..., 1].norm() > 0.1
+    idle = empty.replace(
+        {name: torch.zeros_like(empty.sequences[name]) for name in {"gamma", "g"} & {*empty.sequences}}
+    )
+    _, final = idle.run(backend=backend)
+    assert_equal_up_to_rounding(final, state, "state")
+    grads = gradients(idle, backend=backend)
+    assert all(value.isfinite().all() for value in grads.values())
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_ttt_starts_from_a_state_of_zeros(chunk_size):
+    inputs = make_inputs(OP, "ttt", tokens=12)
+    inputs = inputs.replace({"initial_state": torch.zeros_like(inputs.initial_state)})
+    expected = gradients(inputs, backend="reference", chunk_size=chunk_size)
+    assert all(value.isfinite().all() for value in expected.values())
+    assert_same(gradients(inputs, chunk_size=chunk_size), expected)
+
+
+def test_slots_keep_their_length_where_norms_from_a_formula_would_not():
+    """From ‖s‖ = 1 the new norm is √(1 + ‖Δ‖²); in float32 its use lets lengths drift where values are along slots."""
+    torch.manual_seed(0)
+    tokens, width = 64, 8
+    slot = torch.zeros(1, 1, width, 1)
+    slot[..., 0, 0] = 1
+    v = 0.01 * torch.randn(1, tokens, 1, width) + 30 * slot[:, :, None, :, 0]
+    k, gamma = torch.ones(1, tokens, 1, 1), torch.full((1, tokens, 1), 0.5)
+    _, final = orthogonal_recurrence(
+        k, k, v, gamma, objective="similarity", initial_state=slot, output_final_state=True
+    )
+    assert final is not None
+    assert (final.norm(dim=-2) - 1).abs().max() < 1e-6
+    s, worst = slot[0, 0, :, 0], 0.0
+    for h in v[0, :, 0]:
+        c, a = 0.5, s @ h
+        s = (s + c * (h - s * a)) / (1 + c * c * (h @ h - a * a)).clamp_min(0).sqrt()
+        worst = max(worst, abs(s.norm().item() - 1))
+    assert not worst < 1e-3
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("variant", ["plain", "encode", "ttt", "unnormalized", "l1"])
+def test_every_graph_is_exported(variant, chunk_size):
+    if variant == "l1" and chunk_size > 1:
+        return
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return inputs.replace(dict(zip(inputs.arguments, tensors, strict=True))).run(chunk_size=chunk_size)
+
+    inputs = make_inputs(OP, variant, tokens=22, dtype=torch.float32)
+    tensors = tuple(inputs.arguments.values())
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = tuple({0: dynamic, 1: dynamic} if name in inputs.sequences else {0: dynamic} for name in inputs.arguments)
+    with torch.no_grad():
+        program = torch.export.export(Call(), tensors, dynamic_shapes=(shapes,)).module()
+    traced = torch.jit.trace(Call(), tensors, check_trace=False)
+    for batch, tokens in ((1, 1), (3, 16), (2, 37)):
+        inputs = make_inputs(OP, variant, batch=batch, tokens=tokens, dtype=torch.float32)
+        expected = results(*inputs.run(chunk_size=chunk_size))
+        for form in (program, traced):
+            assert_same(results(*form(*inputs.arguments.values())), expected)
+
+
+def test_what_does_not_fit_is_refused():
+    inputs = make_inputs(OP, tokens=4)
+    with pytest.raises(ValueError, match="objective is 'encoder', but must be one of decode, encode, similarity, ttt"):
+        inputs.run(objective="encoder")
+    with pytest.raises(ValueError, match="chunk_size is 0, but must be at least 1"):
+        inputs.run(chunk_size=0)
+    with pytest.raises(ValueError, match="threshold needs chunk_size=1, the exact form, not 8"):
+        make_inputs(OP, "l1", tokens=4).run(chunk_size=8)
+    with pytest.raises(ValueError, match="initial_state is None, but must hold the first slots"):
+        inputs.run(initial_state=None)

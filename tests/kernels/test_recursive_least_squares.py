@@ -1,0 +1,148 @@
+"""What the contracts leave open: the inverse itself, when the refresh falls due, padding, and hard numbers."""
+
+import pytest
+import torch
+
+from longseq.kernels import recursive_least_squares, recursive_least_squares_step
+from longseq.kernels.recursive_least_squares.chunk import _Layout
+from longseq.kernels.testing import assert_equal_up_to_rounding, make_inputs
+
+BACKENDS = ["torch", "reference"]
+
+
+def draw(batch=2, tokens=30, heads=2, width=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x, u = torch.randn(2, batch, tokens, heads, width, generator=generator, dtype=torch.float64).to(dtype)
+    return x, u
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_refresh_it_multiplies_by_the_inverse_of_a_sum(backend):
+    x, u = draw()
+    y, state = recursive_least_squares(
+        x, u, lambda0=0.3, refresh_period=0, output_final_state=True, backend=backend, chunk_size=8
+    )
+    sums = 0.3 * torch.eye(4).double() + (u.unsqueeze(-1) * u.unsqueeze(-2)).cumsum(1)
+    assert_equal_up_to_rounding(y, torch.linalg.solve(sums, x), "y")
+    assert_equal_up_to_rounding(state[0], torch.linalg.inv(sums[:, -1]), "A")
+    assert state[1].tolist() == [30, 30]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_refresh_falls_due_by_the_steps_of_each_row(backend):
+    """With u = 0 nothing but the refresh moves A, so y counts the refreshes."""
+    x, u = torch.ones(3, 45, 1, 1).double(), torch.zeros(3, 45, 1, 1).double()
+    steps = torch.tensor([0, 13, 1999])
+    state = torch.ones(3, 1, 1, 1).double(), steps
+    y, (_, after) = recursive_least_squares(
+        x, u, refresh=0.5, initial_state=state, output_final_state=True, backend=backend
+    )
+    position = steps[:, None] + torch.arange(1, 46)
+    due = position // 20 - steps[:, None] // 20
+    assert_equal_up_to_rounding(y[..., 0, 0], 1 + 0.5 * due.double(), "y")
+    assert torch.equal(after, steps + 45)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("refresh_period", [None, 7])
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_anywhere_is_as_if_it_were_not_there(backend, refresh_period, packed):
+    inputs = make_inputs("recursive_least_squares", batch=1, tokens=29)
+    mask = torch.rand(1, 29, generator=torch.Generator().manual_seed(1)) < 0.6
+    real = mask[0]
+    options = {
+        "refresh_period": refresh_period,
+        "refresh": 0.05,
+        "initial_state": inputs.initial_state,
+        "output_final_state": True,
+        "backend": backend,
+        "chunk_size": 4,
+        "cu_seqlens": torch.tensor([0, 29]) if packed else None,
+    }
+    given = {name: x.masked_fill(~mask[..., None, None], torch.nan) for name, x in inputs.sequences.items()}
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    y, state = recursive_least_squares(**given, mask=mask, **options)
+    assert not y[:, ~real].any()
+    alone = {name: x[:, real].requires_grad_() for name, x in inputs.sequences.items()}
+    options["cu_seqlens"] = None
+    expected, expected_state = recursive_least_squares(**alone, **options)
+    assert_equal_up_to_rounding(y[:, real], expected, "y")
+    assert_equal_up_to_rounding(state[0], expected_state[0], "A")
+    assert torch.equal(state[1], expected_state[1])
+    (y.square().sum() + state[0].square().sum()).backward()
+    (expected.square().sum() + expected_state[0].square().sum()).backward()
+    for name, x in given.items():
+        assert_equal_up_to_rounding(x.grad[:, real], alone[name].grad, f"gradient of {name}")
+        assert not x.grad[:, ~real].any()
+
+
+@pytest.mark.parametrize("period", [1, 3, 7, 20, 33, 100])
+@pytest.mark.parametrize("chunk_size", [1, 4, 8, 64])
+def test_slots_keep_the_order_and_end_chunks_where_a_refresh_falls_due(period, chunk_size):
+    steps = torch.arange(2 * period)
+    for tokens in (1, 2, period, period + 1, 50):
+        count = torch.ones(len(steps), tokens, dtype=torch.int64)
+        seen = steps[:, None] + count.cumsum(1)
+        for fresh in (False, True):
+            layout = _Layout.choose(tokens, chunk_size, period, fresh=fresh)
+            rows = slice(0, 1) if fresh else slice(None)
+            slots = layout.slots(seen, count, steps)[rows]
+            assert (slots.diff(dim=1) > 0).all()
+            assert slots.min() >= 0
+            assert slots.max() < layout.chunks * layout.size
+            assert slots.max() >= (layout.chunks - 1) * layout.size, "no chunk is empty in every row"
+            chunk, due = slots // layout.size, seen[rows] % period == 0
+            assert (chunk.diff(dim=1) > 0)[due[:, :-1]].all(), "a new chunk after each refresh"
+            assert layout.size <= chunk_size
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_A_stays_symmetric_and_positive_definite_in_float32(backend):
+    """The same direction for 2,000 tokens: its eigenvalue falls to 5e-4 while the others stay at 10."""
+    x, u = draw(batch=1, tokens=1, width=8, dtype=torch.float32)
+    u = torch.nn.functional.normalize(u, dim=-1).expand(1, 2000, 2, 8)
+    _, (A, _) = recursive_least_squares(
+        x.expand_as(u), u, refresh_period=0, output_final_state=True, backend=backend, chunk_size=32
+    )
+    assert torch.equal(A, A.mT)
+    eigenvalues = torch.linalg.eigvalsh(A.double()).float()
+    assert eigenvalues[..., 0].min() > 0
+    assert_equal_up_to_rounding(eigenvalues[..., 1:], torch.full_like(eigenvalues[..., 1:], 10.0), "others")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_a_number_comes_out_as_such(backend):
+    x, u = draw()
+    u[0, 5, 0, 0] = torch.nan
+    x.requires_grad_()
+    y, _ = recursive_least_squares(x, u, backend=backend)
+    y.sum().backward()
+    assert y[0, 5:, 0].isnan().all()
+    assert y[1].isfinite().all()
+    assert y[0, :, 1].isfinite().all()
+    assert x.grad[1].isfinite().all()
+
+
+def test_constants_and_counters_that_do_not_fit_are_refused():
+    x, u = draw()
+    A, steps = torch.eye(4).double().expand(2, 2, 4, 4), torch.zeros(2, dtype=torch.int64)
+    for options, message in (
+        ({"lambda0": 0.0}, r"lambda0 is 0.0, but must be above 0"),
+        ({"refresh_period": -1}, r"refresh_period is -1, but must not be negative; use 0"),
+        ({"refresh": -1.0}, r"refresh is -1.0, but must not be negative"),
+        ({"initial_state": (A, steps.int())}, r"initial_state\[1\] is torch.int32, but must be int64"),
+        ({"initial_state": (A, steps[:1])}, r"initial_state\[1\] has shape \(1,\), but must be \[2\]"),
+        ({"mask": torch.ones(2, 30)}, "mask is torch.float32, but must be bool"),
+    ):
+        with pytest.raises(ValueError, match=f"^recursive_least_squares: {message}"):
+            recursive_least_squares(x, u, **options)
+
+
+def test_of_a_given_A_the_symmetric_part_is_used():
+    x, u = draw(tokens=3)
+    A, steps = torch.randn(2, 2, 4, 4).double() / 10 + torch.eye(4), torch.zeros(2, dtype=torch.int64)
+    expected, _ = recursive_least_squares(x, u, initial_state=((A + A.mT) / 2, steps))
+    y, _ = recursive_least_squares(x, u, initial_state=(A, steps))
+    assert_equal_up_to_rounding(y, expected, "y")
+    y, _ = recursive_least_squares_step(x[:, 0], u[:, 0], (A, steps))
+    assert_equal_up_to_rounding(y, expected[:, 0], "step")

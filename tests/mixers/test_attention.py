@@ -1,0 +1,184 @@
+"""Softmax attention: windows, grouped queries and rotary positions, compared with what they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longseq import mixers
+from longseq.blocks.rotary import apply_rotary
+from longseq.state import select_state, state_tensors
+
+D_MODEL, TOKENS = 32, 37
+OPTIONS: list[dict[str, Any]] = [
+    {"rotary": True},
+    {"num_heads": 4, "num_kv_heads": 2},
+    {"num_heads": 4, "num_kv_heads": 1, "rotary": True, "rotary_base": 100.0, "qkv_bias": False},
+]
+BOTH = [
+    *(("attention", options) for options in OPTIONS),
+    *(("window_attention", {"window": 6, **options}) for options in OPTIONS),
+    ("window_attention", {"window": 1}),
+    ("window_attention", {"window": 36, "rotary": False}),
+    ("window_attention", {"window": 37, "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True}),
+]
+
+
+def make(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    mixer = mixers.create(name, D_MODEL, **options).double().eval()
+    with torch.no_grad():
+        mixer.in_proj.weight.mul_(2)
+    return mixer
+
+
+def make_tokens(batch: int, tokens: int = TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, tokens, D_MODEL, generator=generator, dtype=torch.float64)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def naive(mixer: Any, x: Tensor) -> Tensor:
+    """The definition, one query at a time."""
+    heads, groups, width = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    q, k, v = mixer.in_proj(x).split([heads * width, groups * width, groups * width], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, width)) for part in (q, k, v))
+    if mixer.rotary:
+        positions = torch.arange(x.shape[1])
+        q, k = (apply_rotary(part, positions, mixer.rotary_base) for part in (q, k))
+    k, v = (part.repeat_interleave(heads // groups, dim=2) for part in (k, v))
+    window = getattr(mixer, "window", x.shape[1])
+    outputs = []
+    for t in range(x.shape[1]):
+        near = slice(max(0, t - window + 1), t + 1 if mixer.causal else t + window)
+        scores = torch.einsum("bhd,bshd->bhs", q[:, t], k[:, near]) / width**0.5
+        outputs.append(torch.einsum("bhs,bshd->bhd", scores.softmax(-1), v[:, near]).flatten(1))
+    return mixer.out_proj(torch.stack(outputs, dim=1))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "noncausal"])
+@pytest.mark.parametrize(("name", "options"), BOTH)
+def test_every_option_equals_the_definition(name: str, options: dict[str, Any], causal: bool) -> None:
+    mixer = make(name, causal=causal, **options)
+    x = make_tokens(2)
+    assert_same(mixer(x)[0], naive(mixer, x))
+
+
+@pytest.mark.parametrize(("name", "options"), BOTH)
+def test_every_option_keeps_the_contract(name: str, options: dict[str, Any]) -> None:
+    mixer = make(name, **options)
+    x = make_tokens(2)
+    expected, expected_state = mixer(x)
+    state, parts = mixer.initial_state(2, dtype=x.dtype), []
+    for part in x.split([1, 1, 20, 15], dim=1):
+        if part.shape[1] == 1:
+            y, state = mixer.step(part[:, 0], state)
+            y = y.unsqueeze(1)
+        else:
+            y, state = mixer(part, state)
+        parts.append(y)
+    assert_same(torch.cat(parts, dim=1), expected)
+    for (_, one), (_, other) in zip(state_tensors(state), state_tensors(expected_state), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "noncausal"])
+@pytest.mark.parametrize(("name", "options"), BOTH)
+def test_padding_and_packing_hide_nothing_and_show_nothing(name: str, options: dict[str, Any], causal: bool) -> None:
+    mixer = make(name, causal=causal, **options)
+    x = make_tokens(3)
+    # Real tokens in the middle, with a hole, and none at all.
+    real = torch.zeros(3, TOKENS, dtype=torch.bool)
+    real[0, 5:30] = real[1, :12] = real[1, 20:35] = True
+    padded, _ = mixer(x, mask=real)
+    assert padded.isfinite().all()
+    rows = [x[row : row + 1, real[row]] for row in range(2)]
+    for row, alone in enumerate(rows):
+        assert_same(padded[row : row + 1, real[row]], mixer(alone)[0])
+    packed, _ = mixer(torch.cat(rows, dim=1), cu_seqlens=torch.tensor([0, 25, 25, 52]))
+    assert_same(packed, torch.cat([mixer(alone)[0] for alone in rows], dim=1))
+
+
+@pytest.mark.parametrize(("name", "options"), BOTH)
+def test_positions_go_on_after_padding_and_packing(name: str, options: dict[str, Any]) -> None:
+    mixer = make(name, **options)
+    x, following = make_tokens(2, 20), make_tokens(2, 9)
+    real = torch.arange(20) >= torch.tensor([[4], [17]])
+    _, state = mixer(x, mask=real)
+    rows = [x[row : row + 1, real[row]] for row in range(2)]
+    _, packed_state = mixer(torch.cat(rows, dim=1), cu_seqlens=torch.tensor([0, 16, 19]))
+    for row, alone in enumerate(rows):
+        whole, _ = mixer(torch.cat([alone, following[row : row + 1]], dim=1))
+        for given in (state, packed_state):
+            own = select_state(given, torch.tensor([row]))
+            assert_same(mixer(following[row : row + 1], own)[0], whole[:, -9:])
+
+
+def test_a_window_of_all_tokens_is_attention() -> None:
+    x = make_tokens(2)
+    for causal in (True, False):
+        full = make("attention", rotary=True, causal=causal)
+        window = make("window_attention", window=TOKENS, qkv_bias=True, causal=causal)
+        window.load_state_dict(full.state_dict())
+        assert_same(window(x)[0], full(x)[0])
+
+
+def test_the_state_of_a_window_has_one_size_and_forgets_what_it_passed() -> None:
+    mixer = make("window_attention", window=6)
+    x = make_tokens(1)
+    sizes = [[t.shape for _, t in state_tensors(mixer(x[:, :tokens])[1])] for tokens in (1, 5, 6, 37)]
+    assert sizes[0] == sizes[1] == sizes[2] == sizes[3]
+    _, state = mixer(x)
+    _, recent = mixer(x[:, -5:])
+    assert_same(state.value, recent.value)
+
+
+def test_cost_of_a_window_grows_with_the_sequence_not_its_square() -> None:
+    x = torch.randn(1, 4096, D_MODEL)
+    largest = 0
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    mixer = mixers.create("window_attention", D_MODEL, window=16, num_heads=2)
+    with torch.no_grad(), Watch():
+        mixer(x)
+    assert largest <= 4096 * 31 * D_MODEL, "what blocks of 16 queries and 31 keys need"
+    assert largest < 4096 * 4096
+
+
+@pytest.mark.parametrize(("name", "options"), [("attention", {}), ("window_attention", {"window": 5})])
+def test_only_the_distance_of_positions_counts(name: str, options: dict[str, Any]) -> None:
+    mixer = make(name, rotary=True, **options)
+    x = make_tokens(1, 10)
+    _, state = mixer(x[:, :4])
+    later = state._replace(key=apply_rotary(state.key, torch.full((4,), 1000)), length=state.length + 1000)
+    torch.testing.assert_close(mixer(x[:, 4:], later)[0], mixer(x[:, 4:], state)[0], rtol=1e-9, atol=1e-9)
+    still = state._replace(length=state.length + 1000)
+    assert (mixer(x[:, 4:], still)[0] - mixer(x[:, 4:], state)[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide the 4 query heads"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 does not divide"),
+        ({"head_dim": 1, "rotary": True}, "rotary=True turns pairs of channels, not head_dim=1"),
+        ({"window": 0}, "window=0: at least 1"),
+        ({"backend": "triton"}, "not on backend='triton'"),
+    ],
+)
+def test_options_that_make_no_layer_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixers.create("window_attention", D_MODEL, **options)

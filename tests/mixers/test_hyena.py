@@ -1,0 +1,118 @@
+"""Hyena: the layer is the published one, whatever the length, the order and the way it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq import mixers
+from longseq.mixers.hyena import long_convolution
+
+D_MODEL, TOKENS = 8, 21
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"order": 3},
+    {"order": 4, "convolution_width": 1},
+    {"max_length": 7},  # shorter than the sequence
+    {"filter_width": 5, "filter_depth": 2, "filter_bands": 1, "sine_frequency": 1.0},
+    {"fast_decay": 0.01, "slow_decay": 0.2, "window_bias": 0.0},
+]
+
+
+def make(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return mixers.create("hyena", D_MODEL, **options).double()
+
+
+def make_tokens(batch: int = 2) -> Tensor:
+    return torch.randn(batch, TOKENS, D_MODEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def naive_filter(m: Any, distance: int, options: dict[str, Any]) -> Tensor:
+    """All filters at one distance."""
+    t = distance / options.get("max_length", 2048)
+    angle = 2 * torch.pi * t * torch.arange(options.get("filter_bands", 16), dtype=torch.float64)
+    h = torch.cat([torch.tensor([t], dtype=torch.float64), angle.cos(), angle.sin()])
+    for layer in m.filter.layers[:-1]:
+        h = torch.sin(m.filter.frequency * layer(h))
+    channel = torch.linspace(0, 1, (m.order - 1) * D_MODEL, dtype=torch.float64)
+    fast, slow = options.get("fast_decay", 0.3), options.get("slow_decay", 1.5)
+    rate = torch.lerp(torch.full_like(channel, 1 / fast), torch.full_like(channel, 1 / slow), channel)
+    return m.filter.layers[-1](h) * (0.01 ** (t * rate) + options.get("window_bias", 0.05))
+
+
+def naive(m: Any, u: Tensor, options: dict[str, Any]) -> Tensor:
+    taps = m.convolution.weight.unsqueeze(1)
+    x = functional.pad(m.in_proj(u).mT, (taps.shape[-1] - 1, 0))
+    *gates, z = functional.conv1d(x, taps, m.convolution.bias, groups=len(taps)).mT.chunk(m.order + 1, dim=-1)
+    filters = torch.stack([naive_filter(m, distance, options) for distance in range(TOKENS)])
+    for n in range(m.order - 1):
+        own = slice(n * D_MODEL, (n + 1) * D_MODEL)
+        z = gates[m.order - 1 - n] * z
+        past = [sum(filters[t - s, own] * z[:, s] for s in range(t + 1)) for t in range(TOKENS)]
+        z = torch.stack(past, dim=1) + m.filter.skip[own] * z
+    return m.out_proj(gates[0] * z)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_it_is_the_published_layer(options: dict[str, Any]) -> None:
+    mixer = make(**options)
+    x = make_tokens()
+    torch.testing.assert_close(mixer(x)[0], naive(mixer, x, options), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_parts_and_steps_are_the_whole(options: dict[str, Any]) -> None:
+    mixer = make(**options)
+    x = make_tokens()
+    expected, _ = mixer(x)
+    first, state = mixer(x[:, :9])
+    parts = [first]
+    for token in x[:, 9:].unbind(1):
+        y, state = mixer.step(token, state)
+        parts.append(y.unsqueeze(1))
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_filter_does_not_depend_on_the_type_of_the_weights_or_on_autocast() -> None:
+    filters = make().float().filter
+    exact = filters.double()(50, 64, torch.float64)
+    single = filters.float()(50, 64, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(filters(50, 64, torch.float32), single, rtol=0, atol=0)
+    torch.testing.assert_close(single.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+class Convolution(nn.Module):
+    def forward(self, x: Tensor, filters: Tensor) -> Tensor:
+        return long_convolution(x, filters)
+
+
+def test_the_exported_convolution_is_the_same_for_any_length() -> None:
+    x, filters = torch.randn(2, 30, 4), torch.randn(30, 4)
+    length = torch.export.Dim("length", min=2)
+    exported = torch.export.export(Convolution(), (x, filters), dynamic_shapes=({1: length}, {0: length})).module()
+    traced = torch.jit.trace(Convolution(), (x, filters))
+    assert not any("fft" in str(node.target) for node in exported.graph.nodes)
+    for size in (30, 7):
+        expected = long_convolution(x[:, :size], filters[:size])
+        torch.testing.assert_close(exported(x[:, :size], filters[:size]), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(traced(x[:, :size], filters[:size]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": 1}, "order=1: the first long convolution comes with order 2"),
+        ({"max_length": 0}, "max_length=0: distances are measured in it"),
+        ({"filter_depth": 1}, "filter_depth=1: at least 1, 1 and 2"),
+        ({"fast_decay": 0.0}, r"fast_decay=0\.0, slow_decay=1\.5: windows fall at positive distances"),
+    ],
+)
+def test_options_that_make_no_layer_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixers.create("hyena", D_MODEL, **options)

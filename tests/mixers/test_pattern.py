@@ -1,0 +1,74 @@
+"""Which mixer stands in which layer of a hybrid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from longseq.mixers.pattern import expand_pattern, options_by_name, spell_pattern
+
+D, A, M = "deltanet", "attention", "mamba"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "spelled"),
+    [
+        ("deltanet", (D, D, D, D), "deltanet"),
+        ([D], (D, D, D, D), "deltanet"),
+        ("deltanet+attention", (D, A, D, A), "deltanet+attention"),
+        ((D, A), (D, A, D, A), "deltanet+attention"),
+        ("2xdeltanet+attention", (D, D, A, D), "2xdeltanet+attention"),
+        ([D, D, A], (D, D, A, D), "2xdeltanet+attention"),
+        ([A, D, D, M], (A, D, D, M), "attention+2xdeltanet+mamba"),
+        ("4xdeltanet", (D, D, D, D), "deltanet"),
+        ("deltanet+attention@1@3", (D, A, D, A), "deltanet+attention@1@3"),
+        ("deltanet+attention@3+mamba@0", (M, D, D, A), "deltanet+attention@3+mamba@0"),
+        ("deltanet+mamba+attention@1", (D, A, D, M), "deltanet+mamba+attention@1"),
+        ({"default": D, "layers": {1: A, 3: A}}, (D, A, D, A), "deltanet+attention@1@3"),
+        ({"default": [D, M], "layers": {"0": A}}, (A, M, D, M), "deltanet+mamba+attention@0"),
+        ({"default": D, "layers": {}}, (D, D, D, D), "deltanet"),
+        (OmegaConf.create([D, A]), (D, A, D, A), "deltanet+attention"),
+        (OmegaConf.create({"default": D, "layers": {1: A}}), (D, A, D, D), "deltanet+attention@1"),
+    ],
+    ids=str,
+)
+def test_every_form_names_each_layer(pattern: Any, names: tuple[str, ...], spelled: str) -> None:
+    assert expand_pattern(pattern, 4) == names
+    assert spell_pattern(pattern) == spelled
+    assert expand_pattern(spelled, 4) == names
+    assert spell_pattern(spelled) == spelled
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("3xdeltanet+2xattention", "names 5 layers in turn and the model has 4; name fewer"),
+        ([D] * 5, "names 5 layers in turn and the model has 4"),
+        ("deltanet+attention@4", "names layer 4 and the model's layers are 0 to 3"),
+        ("deltanet+attention@1+mamba@1", "names layer 1 twice"),
+        ("longhron+deltanet", "unknown mixer 'longhron': did you mean 'longhorn'"),
+        ("deltanet+atention@1", "unknown mixer 'atention'"),
+        ("attention@1", "leaves layers without a mixer"),
+        *((wrong, "is no pattern: write a name") for wrong in ("", [], 3, None, [1, 2], "0xdeltanet", "deltanet,mamba",
+          "2xattention@1", "deltanet+", "deltanet@-1", {"default": D}, {"default": D, "layers": A},
+          {"default": D, "layers": {-1: A}})),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_names_no_layers_is_refused_in_one_line(pattern: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        expand_pattern(pattern, 4)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_stand_below_the_names_of_a_hybrid() -> None:
+    assert options_by_name(D, {"head_dim": 8}) == {D: {"head_dim": 8}}
+    assert options_by_name([D, D], {"head_dim": 8}) == {D: {"head_dim": 8}}
+    assert options_by_name(D, None) == {D: {}}
+    assert options_by_name("deltanet+mamba@1", {M: {"expand": 3}}) == {D: {}, M: {"expand": 3}}
+    assert options_by_name([D, M], {D: None}) == {D: {}, M: {}}
+    for wrong in ({"head_dim": 8}, {A: {}}, {D: 8}):
+        with pytest.raises(ValueError, match=r"hybrid deltanet\+mamba .* the names are deltanet, mamba"):
+            options_by_name([D, M], wrong)

@@ -1,0 +1,211 @@
+"""Gated slot attention and ABC: what their options mean, and where the two are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from longseq import mixers
+from longseq.kernels import linear_attention
+from longseq.parameters import no_weight_decay
+from longseq.state import state_tensors
+
+D_MODEL, TOKENS, SLOTS = 16, 19, 6
+
+
+def make(name: str, **options: Any) -> mixers.Mixer:
+    torch.manual_seed(0)
+    mixer = mixers.create(name, D_MODEL, **{"num_slots": SLOTS, **options}).double().eval()
+    with torch.no_grad():  # so that slots and gates differ from each other
+        for parameter in mixer.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return mixer
+
+
+def make_tokens(batch: int = 2, tokens: int = TOKENS) -> Tensor:
+    return torch.randn(batch, tokens, D_MODEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+
+
+def project(mixer: mixers.Mixer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v `[B, T, H, K]` and the logits `[B, T, H, M]`, from the weights."""
+    q, k, v, logits = mixer.project_in(x).split([D_MODEL, D_MODEL, D_MODEL, 4 * SLOTS], dim=-1)
+    q, k, v = (functional.silu(part).unflatten(-1, (4, -1)) for part in (q, k, v))
+    return q, k, v, logits.unflatten(-1, (4, -1))
+
+
+def read_out(mixer: mixers.Mixer, o: Tensor) -> Tensor:
+    """W_o RMSNorm(SiLU(o)), the norm over all heads together."""
+    o = functional.silu(o.flatten(-2))
+    return mixer.project_out(o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Softmax attention of `q [B, T, H, K]` to the slots of its own token `[B, T, H, M, ...]`."""
+    weights = torch.einsum("bthk,bthmk->bthm", q, keys).softmax(-1)
+    return torch.einsum("bthm,bthmv->bthv", weights, values)
+
+
+def test_abc_averages_by_a_softmax_over_all_tokens_so_far() -> None:
+    mixer, x = make("abc"), make_tokens()
+    q, k, v, logits = project(mixer, x)
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[:, :, None, None]
+    share = logits[:, None].masked_fill(later, -torch.inf).softmax(2)  # [B, t, s, H, M]
+    keys, values = (torch.einsum("btshm,bshk->bthmk", share, part) for part in (k, v))
+    assert_same(mixer(x)[0], read_out(mixer, attend(q, keys, values)))
+
+
+def test_abc_without_renormalisation_keeps_the_strength_of_each_write() -> None:
+    """Equations 3 and 4 of the GSA paper."""
+    mixer, x = make("abc", renormalize=False), make_tokens()
+    q, k, v, logits = project(mixer, x)
+    strength = logits.exp() / logits.exp().cumsum(1)
+    keys, values = (torch.einsum("bshm,bshk->bshmk", strength, part).cumsum(1) for part in (k, v))
+    expected = read_out(mixer, attend(q, keys, values))
+    assert_same(mixer(x)[0], expected)
+    assert (expected - make("abc")(x)[0]).abs().max() > 1e-3
+
+
+def test_gsa_with_the_forget_gates_of_abc_is_abc() -> None:
+    abc, gsa, x = make("abc"), make("gsa"), make_tokens()
+    gsa.load_state_dict(abc.state_dict())
+    *_, logits = project(abc, x)
+    normalizer = logits.logcumsumexp(1)
+    kept = 1 - (logits - normalizer).exp()
+    q_k_v = gsa.project_in(x)[..., : 3 * D_MODEL]
+    # sigmoid(logit)^(1/8) = kept; the first token keeps nothing
+    logit = torch.logit(kept.pow(8).clamp_min(1e-200)).flatten(-2)
+    y, state = gsa.scan(torch.cat((q_k_v, logit), -1))
+    expected, expected_state = abc.scan(abc.project_in(x))
+    torch.testing.assert_close(y, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(state.values, expected_state.values, rtol=1e-8, atol=1e-8)
+
+
+def test_gsa_without_softmax_is_two_linear_attentions() -> None:
+    mixer, x = make("gsa", activation="identity", scale=0.5), make_tokens()
+    q, k, v, logits = project(mixer, x)
+    g = functional.logsigmoid(logits) / 8
+    scores, _ = linear_attention(q, k, 1 - g.exp(), g_value=g, scale=0.5, backend="reference")
+    o, _ = linear_attention(scores, 1 - g.exp(), v, g=g, backend="reference")
+    assert_same(mixer(x)[0], read_out(mixer, o))
+
+
+def test_one_slot_reads_a_moving_average() -> None:
+    """Softmax over a single slot is 1, whatever the query: the exponential moving average of the values."""
+    mixer, x = make("gsa", num_slots=1), make_tokens()
+    _, _, v, logits = mixer.project_in(x).split([D_MODEL, D_MODEL, D_MODEL, 4], dim=-1)
+    v, kept = functional.silu(v).unflatten(-1, (4, -1)), logits.sigmoid().pow(1 / 8)[..., None]
+    average, averages = torch.zeros_like(v[:, 0]), []
+    for t in range(TOKENS):
+        average = kept[:, t] * average + (1 - kept[:, t]) * v[:, t]
+        averages.append(average)
+    assert_same(mixer(x)[0], read_out(mixer, torch.stack(averages, 1)))
+
+
+def test_constant_tokens_fill_the_slots() -> None:
+    """Averages of one token are that token, so in the limit of a long constant input o = v."""
+    mixer = make("gsa", gate_temperature=1.0)
+    x = make_tokens(1, 1).expand(1, 2000, D_MODEL)
+    _, _, v, _ = project(mixer, x[:, -1:])
+    assert_same(mixer(x)[0][:, -1:], read_out(mixer, v))
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("gsa", {"data_dependent_gate": False}),
+        ("gsa", {"gate_temperature": 1.0}),
+        ("gsa", {"activation": "identity"}),
+        ("gsa", {"activation": "silu"}),
+        ("gsa", {"activation": "relu"}),
+        ("gsa", {"activation": "relu_squared"}),
+        ("gsa", {"feature_map": "relu"}),
+        ("gsa", {"feature_map": "relu_squared"}),
+        ("gsa", {"feature_map": "identity"}),
+        ("gsa", {"num_heads": 2}),
+        ("gsa", {"num_slots": 32}),
+        ("gsa", {"num_slots": 128}),
+        ("gsa", {"scale": 0.5}),
+        ("gsa", {"norm_eps": 1.0}),
+        ("abc", {"renormalize": False}),
+        ("abc", {"activation": "identity"}),
+        ("abc", {"feature_map": "identity"}),
+        ("abc", {"num_heads": 2}),
+        ("abc", {"num_slots": 8}),
+        ("abc", {"scale": 0.5}),
+        ("abc", {"norm_eps": 1.0}),
+    ],
+)
+def test_options_change_the_layer_and_keep_the_contract(name: str, option: dict[str, Any]) -> None:
+    mixer, x = make(name, **option), make_tokens(2, 11)
+    expected, expected_state = mixer(x)
+    assert (expected - make(name)(x)[0]).abs().max() > 1e-3, "the option changes the layer"
+    state, parts = mixer.initial_state(2, dtype=x.dtype), []
+    for token in x.unbind(1):
+        y, state = mixer.step(token, state)
+        parts.append(y)
+    assert_same(torch.stack(parts, dim=1), expected)
+    for (_, actual), (_, wanted) in zip(state_tensors(state), state_tensors(expected_state), strict=True):
+        assert_same(actual, wanted)
+    real = torch.tensor([False] * 3 + [True] * 8).expand(2, 11)
+    assert_same(mixer(x, mask=real)[0][:, 3:], mixer(x[:, 3:])[0])
+    mixer(x, mask=real)[0][:, 3:].square().sum().backward()
+    for label, parameter in mixer.named_parameters():
+        assert parameter.grad is not None, label
+        assert parameter.grad.isfinite().all(), label
+        assert parameter.grad.abs().max() > 0, label
+
+
+def test_a_constant_gate_starts_uneven_and_is_not_decayed() -> None:
+    mixer = make("gsa", data_dependent_gate=False)
+    assert no_weight_decay(mixer) == {"gate.logits"}
+    assert mixer.gate.logits.unique().numel() == 4 * SLOTS
+    assert mixer.in_proj.out_features == 3 * D_MODEL
+
+
+def test_extreme_logits_are_safe() -> None:
+    """The running normaliser: a late token that outweighs all earlier ones by e^1000, then ones that hardly count."""
+    for dtype in (torch.float32, torch.float64):
+        mixer, x = make("abc").to(dtype), make_tokens(1, 7).to(dtype)
+        projected = mixer.project_in(x).detach()
+        projected[..., 3 * D_MODEL :] = torch.tensor([-1e3, 0, 0, 1e3, 0, 990, 1e4])[None, :, None]
+        projected.requires_grad_()
+        y, state = mixer.scan(projected)
+        *_, v, _ = project(mixer, x)
+        assert torch.allclose(state.values, v[:, -1, :, None].expand_as(state.values))
+        assert torch.equal(state.normalizer, torch.full_like(state.normalizer, 1e4))
+        y.square().sum().backward()
+        assert projected.grad is not None
+        assert projected.grad.isfinite().all()
+
+
+def test_what_makes_no_layer_is_refused() -> None:
+    for name in ("gsa", "abc"):
+        for option, message in (
+            ({"num_heads": 3}, "does not divide"),
+            ({"num_slots": 0}, "at least one slot"),
+            ({"feature_map": "tanh"}, "silu, relu, relu_squared, identity"),
+            ({"activation": "tanh"}, "softmax, identity, silu, relu, relu_squared"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                make(name, **option)
+    with pytest.raises(ValueError, match="gate_temperature=0"):
+        make("gsa", gate_temperature=0)
+
+
+@pytest.mark.parametrize("name", ["gsa", "abc"])
+def test_the_scan_is_observed(name: str) -> None:
+    mixer, x = make(name), make_tokens()
+    mixer.observed = {}
+    _, state = mixer(x)
+    expected = torch.cat((state.keys, state.values), -1).flatten(-2).norm(dim=-1).mean()
+    torch.testing.assert_close(mixer.observed["state_norm"], expected.float())
+    assert 0 <= mixer.observed["gate_saturation"] <= 1

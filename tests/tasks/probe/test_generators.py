@@ -1,0 +1,353 @@
+"""Each generator against a slow reading of its definition: labels, duplicates, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
+from longseq.tasks.probe.generators.listops import CLOSE, MAX, MED, MIN, PADDING
+from longseq.tasks.probe.generators.samples import distinct, row_hashes
+from longseq.tasks.probe.slices import make_splits, slice_names
+
+SMALL: dict[str, dict[str, Any]] = {
+    "compression": {},
+    "copy": {"tokens": 16},
+    "fuzzy_recall": {"tokens": 48, "shortest_key": 1, "key_size": 2, "value_size": 2},
+    "listops": {"depth": 4, "arguments": 4, "operator_probability": 0.5, "shortest": 10, "longest": 60},
+    "memorization": {"vocab_size": 21},
+    "mqar": {"vocab_size": 40, "tokens": 48, "pairs": 6},
+    "mqar_vla": {"vocab_size": 40, "pairs": 6, "tokens": 30},
+    "recall": {"tokens": 40, "vocab_size": 20, "noise": 0.3, "noise_vocab_size": 8},
+    "regbench": {"vocab_size": 10, "states": (2, 4), "letters": (2, 8), "strings": (2, 4), "string_length": (1, 6)},
+    "selective_copying": {"tokens": 24, "copied": 5},
+}
+
+
+def make(name: str, count: int = 60, seed: int = 0, **options: Any) -> Samples:
+    generate = partial(GENERATORS[name], **(SMALL[name] | options))
+    return draw(generate, np.random.default_rng(seed), count, np.zeros(0, dtype=np.uint64))[0]
+
+
+def rows(samples: Samples) -> list[tuple[list[int], list[int]]]:
+    return list(zip(samples.tokens.tolist(), samples.labels.tolist(), strict=True))
+
+
+def test_every_generator_is_tested() -> None:
+    assert SMALL.keys() == GENERATORS.keys()
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_seeds_decide_and_nothing_occurs_twice(name: str) -> None:
+    one, same, other = make(name), make(name), make(name, seed=1)
+    assert np.array_equal(one.tokens, same.tokens)
+    assert np.array_equal(one.labels, same.labels)
+    assert not np.array_equal(one.tokens, other.tokens)
+    assert len(one.tokens) == 60
+    assert len({row.tobytes() for row in one.tokens}) == 60
+    assert one.tokens.min() >= 0
+    assert one.tokens.max() < (generator_options(name) | SMALL[name])["vocab_size"]
+    assert ((one.labels == IGNORED) | (one.labels >= 0)).all()
+    assert (one.labels != IGNORED).any(axis=1).all()
+
+
+@pytest.mark.parametrize("filler", ["zero", "random"])
+def test_mqar(filler: str) -> None:
+    gaps = []
+    for tokens, labels in rows(make("mqar", filler=filler)):
+        keys, values = tokens[0:12:2], tokens[1:12:2]
+        assert len(set(keys)) == len(set(values)) == 6
+        assert 1 <= min(keys) <= max(keys) < 20 <= min(values)
+        asked = [place for place, label in enumerate(labels) if label != IGNORED]
+        assert len(asked) == 6
+        for place in asked:
+            assert place >= 12
+            assert place % 2 == 0
+            assert labels[place] == dict(zip(keys, values, strict=True))[tokens[place]]
+            gaps.append((place - 12) // 2)
+        if filler == "zero":
+            assert all(token == 0 for place, token in enumerate(tokens) if place >= 12 and place not in asked)
+    assert {tokens.count(0) > 20 for tokens, _ in rows(make("mqar", filler=filler))} == {filler == "zero"}
+
+
+def test_mqar_gaps_follow_the_power_law() -> None:
+    samples = GENERATORS["mqar"](np.random.default_rng(0), 20000, vocab_size=64, tokens=16, pairs=1)
+    places = (samples.labels != IGNORED).argmax(axis=1)
+    shares = np.bincount((places - 2) // 2, minlength=7) / 20000
+    expected = np.arange(1, 8) ** (0.01 - 1)
+    np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.015)
+
+
+@pytest.mark.parametrize("keys", [None, (5, 15)])
+def test_mqar_vla(keys: tuple[int, int] | None) -> None:
+    for tokens, labels in rows(make("mqar_vla", keys=keys)):
+        pairs = dict(zip(tokens[0:12:2], tokens[1:12:2], strict=True))
+        assert len(pairs) == 6
+        assert keys is None or set(pairs) <= set(range(*keys))
+        separator, queries = tokens[-7], tokens[-6:]
+        assert separator == 39
+        assert 39 not in tokens[:-7]
+        assert not set(tokens[12:-7]) & set(pairs)
+        assert sorted(queries) == sorted(pairs)
+        assert labels[:-6] == [IGNORED] * 24
+        assert labels[-6:] == [pairs[query] for query in queries]
+    assert make("mqar_vla", tokens=None).tokens.shape[1] == 19
+    assert any(tokens[-6:] != tokens[0:12:2] for tokens, _ in rows(make("mqar_vla")))
+
+
+def test_copy() -> None:
+    for tokens, labels in rows(make("copy")):
+        assert tokens[8] == 127
+        assert tokens[9:] == tokens[:7]
+        assert labels == [IGNORED] * 8 + tokens[:8]
+
+
+def test_selective_copying() -> None:
+    places = []
+    for tokens, labels in rows(make("selective_copying", count=400)):
+        copied = [token for token in tokens[:18] if token != 14]
+        places += [place for place, token in enumerate(tokens[:18]) if token != 14]
+        assert len(copied) == 5
+        assert tokens[18:] == [15] + [14] * 5
+        assert labels == [IGNORED] * 19 + copied
+    shares = np.bincount(places, minlength=18) / len(places)
+    np.testing.assert_allclose(shares, 1 / 18, atol=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_recall(noise: float) -> None:
+    noisy = 0
+    for tokens, labels in rows(make("recall", noise=noise)):
+        known: dict[int, int] = {}
+        expected = [IGNORED] * 40
+        for place in range(0, 40, 2):
+            key, value = tokens[place : place + 2]
+            if key >= 12:
+                assert value >= 12
+                noisy += 1
+                continue
+            assert key < 6 <= value < 12
+            if key in known:
+                assert known[key] == value
+                expected[place] = value
+            known[key] = value
+        assert labels == expected
+        assert expected[38] != IGNORED, "the last pair repeats a key"
+    assert (noisy > 0) == (noise > 0)
+
+
+@pytest.mark.parametrize("name", ["recall", "fuzzy_recall"])
+def test_training_asks_for_every_next_token(name: str) -> None:
+    samples = make(name, label_all=True)
+    assert np.array_equal(samples.labels[:, :-1], samples.tokens[:, 1:])
+    assert (samples.labels[:, -1] == IGNORED).all()
+
+
+@pytest.mark.parametrize("shortest", [1, 3])
+def test_fuzzy_recall(shortest: int) -> None:
+    repeated = 0
+    for tokens, labels in rows(make("fuzzy_recall", tokens=64, key_size=3, value_size=3, shortest_key=shortest)):
+        assert len(tokens) == 64
+        start = next(place for place, token in enumerate(tokens) if token != 15)
+        assert 15 not in tokens[start:]
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        expected = [IGNORED] * 64
+        place = start
+        while place < 64:
+            middle = next((p for p in range(place, 64) if tokens[p] >= 7), 64)
+            end = next((p for p in range(middle, 64) if tokens[p] < 7), 64)
+            key, value = tuple(tokens[place:middle]), tuple(tokens[middle:end])
+            assert shortest <= len(key) == len(set(key)) <= 3
+            assert 1 <= len(value) == len(set(value)) <= 3
+            if key in known:
+                assert known[key] == value
+                expected[middle - 1 : end - 1] = list(value)
+                repeated += 1
+            known[key] = value
+            place = end
+        assert labels == expected
+        assert expected[62] != IGNORED
+    assert repeated >= 60
+
+
+def test_memorization() -> None:
+    value_of: dict[int, int] = {}
+    for tokens, labels in [*rows(make("memorization")), *rows(make("memorization", seed=5))]:
+        assert tokens[1::2] == [20] * 16
+        assert labels[0::2] == [IGNORED] * 16
+        for key, value in zip(tokens[0::2], labels[1::2], strict=True):
+            assert key < 10 <= value < 20
+            assert value_of.setdefault(key, value) == value
+    assert len(set(value_of.values())) == len(value_of) == 10
+    assert not np.array_equal(make("memorization", mapping_seed=1).labels, make("memorization").labels)
+
+
+def test_compression() -> None:
+    for tokens, labels in rows(make("compression")):
+        assert tokens == labels
+        assert tokens[-1] == 15
+        assert max(tokens[:-1]) < 15
+
+
+def accepted(word: list[int], edges: dict[tuple[int, ...], set[int]]) -> None:
+    """Note, for each prefix of a word, the letter that followed it."""
+    for place, letter in enumerate(word):
+        edges.setdefault(tuple(word[:place]), set()).add(letter)
+
+
+def test_regbench() -> None:
+    samples = make("regbench", count=200)
+    assert samples.allowed is not None
+    assert samples.identity is not None
+    for tokens, labels, allowed, automaton in zip(
+        samples.tokens.tolist(), samples.labels.tolist(), samples.allowed.tolist(), samples.identity, strict=True
+    ):
+        body = tokens[: tokens.index(9)] if 9 in tokens else tokens
+        words = " ".join(map(str, body)).split("8")
+        assert 2 <= len(words) <= 4
+        state = 0
+        for place, token in enumerate(body):
+            # The automaton, in its canonical numbering, walks along.
+            if token == 8:
+                state = 0
+            else:
+                assert automaton[state, token] >= 0
+                state = automaton[state, token]
+            following = body[place + 1] if place + 1 < len(body) else 9
+            if following >= 8:
+                assert labels[place] == IGNORED
+                continue
+            assert labels[place] == following
+            assert allowed[place] == sum(1 << letter for letter in np.flatnonzero(automaton[state] >= 0))
+            assert allowed[place] >> following & 1
+        assert all(label == IGNORED for label in labels[len(body) :])
+        degrees = (automaton >= 0).sum(axis=1)
+        assert 1 <= degrees[0] <= 4
+    assert len({automaton.tobytes() for automaton in samples.identity}) == 200
+
+
+def test_automata_that_differ_in_names_are_the_same() -> None:
+    from longseq.tasks.probe.generators.regbench import _canonical
+
+    automaton = np.array([[[1, -1], [0, 2], [2, -1]]])
+    renamed = np.array([[[2, -1], [1, -1], [0, 1]]])  # states 1 and 2 exchanged
+    assert np.array_equal(_canonical(automaton), _canonical(renamed))
+    assert not np.array_equal(_canonical(automaton), _canonical(np.array([[[1, -1], [0, 1], [2, -1]]])))
+
+
+def evaluate(tokens: list[int], place: int = 0) -> tuple[int, int]:
+    """The value of the expression at a place, and the place behind it."""
+    if tokens[place] < 10:
+        return tokens[place], place + 1
+    operator, values, place = tokens[place], [], place + 1
+    while tokens[place] != CLOSE:
+        value, place = evaluate(tokens, place)
+        values.append(value)
+    assert 2 <= len(values) <= 4
+    results: dict[int, Callable[[], int]] = {MIN: lambda: min(values), MAX: lambda: max(values)}
+    results[MED] = lambda: int(np.median(values))
+    return results.get(operator, lambda: sum(values) % 10)(), place + 1
+
+
+def test_listops() -> None:
+    operators = set()
+    for tokens, labels in rows(make("listops")):
+        value, end = evaluate(tokens)
+        assert 10 < end < 60
+        assert tokens[end:] == [PADDING] * (59 - end)
+        assert labels[end - 1] == value
+        assert labels.count(IGNORED) == 58
+        operators |= set(tokens[:end]) & set(range(MIN, CLOSE))
+    assert len(operators) == 4
+
+
+@pytest.mark.parametrize(("count", "high"), [(3, 50), (40, 50), (50, 50), (1, 1)])
+def test_distinct_numbers(count: int, high: int) -> None:
+    drawn = distinct(np.random.default_rng(0), 300, count, 2, high + 2)
+    assert all(len(set(row)) == count for row in drawn.tolist())
+    assert drawn.min() >= 2
+    assert drawn.max() < high + 2
+    if count == 3:
+        shares = np.bincount(distinct(np.random.default_rng(0), 20000, 3, 0, 10)[:, 2], minlength=10) / 20000
+        np.testing.assert_allclose(shares, 0.1, atol=0.01)
+
+
+def test_splits_share_no_sample() -> None:
+    described = {"train": [{"samples": 150}], "validation": [{"samples": 20}], "test": [{"samples": 50}]}
+    splits = make_splits("copy", {"vocab_size": 9, "tokens": 6}, described, seed=0)
+    counted = [row.numpy().tobytes() for slices in splits.values() for one in slices for row in one.tokens]
+    assert len(counted) == len(set(counted)) == 220
+    with pytest.raises(ValueError, match="has no 600 different samples"):
+        make_splits("copy", {"vocab_size": 9, "tokens": 6}, {"train": [{"samples": 600}]}, seed=0)
+
+
+def test_the_cache_gives_the_same_samples(tmp_path: Any) -> None:
+    described = {"train": [{"samples": 20}], "test": [{"samples": 5, "tokens": 12}, {"samples": 5, "name": "usual"}]}
+    made, read = (make_splits("copy", {"tokens": 8}, described, seed=3, folder=str(tmp_path)) for _ in range(2))
+    assert len(list(tmp_path.glob("copy_*.npz"))) == 1
+    assert [one.name for one in read["test"]] == ["12", "usual"]
+    for split in made:
+        for one, other in zip(made[split], read[split], strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+            assert np.array_equal(one.answers, other.answers)
+            assert other.allowed is None
+    next(tmp_path.glob("*.npz")).write_bytes(b"cut short")
+    again = make_splits("copy", {"tokens": 8}, described, seed=3, folder=str(tmp_path))
+    assert np.array_equal(again["train"][0].tokens, made["train"][0].tokens)
+    make_splits("copy", {"tokens": 8}, described, seed=4, folder=str(tmp_path))
+    assert len(list(tmp_path.glob("copy_*.npz"))) == 2
+
+
+def test_slices_are_named_by_what_they_set() -> None:
+    listed = [
+        {"tokens": 512, "pairs": 64, "samples": 1},
+        {"name": "long one", "samples": 1},
+        {"noise": 0.2, "samples": 2},
+    ]
+    assert slice_names(listed) == ["512x64", "long_one", "0_2"]
+    assert slice_names([{"samples": 1}, {"samples": 1}]) == ["slice0", "slice1"]
+
+
+def test_places_and_answers_are_the_labels() -> None:
+    samples = make("recall")
+    (packed,) = make_splits("recall", SMALL["recall"], {"test": [{"samples": 60}]}, seed=0)["test"]
+    for tokens, places, answers in zip(packed.tokens, packed.places, packed.answers, strict=True):
+        count = int((answers != IGNORED).sum())
+        assert places[:count].tolist() == sorted(places[:count].tolist())
+        assert (places[count:] == 0).all()
+        assert (answers[count:] == IGNORED).all()
+        assert (tokens[places[:count].long() + 1] == answers[:count]).all()
+    assert packed.places.shape[1] <= samples.tokens.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mqar", {"tokens": 14, "pairs": 4}, "at least 4 x pairs=16"),
+        ("mqar", {"filler": "noise"}, "zero, random"),
+        ("mqar", {"vocab_size": 8, "pairs": 6, "tokens": 48}, "cannot be drawn from 3"),
+        ("mqar_vla", {"tokens": 10}, "at least 3 x pairs"),
+        ("mqar_vla", {"keys": (0, 40)}, "below the separator"),
+        ("copy", {"tokens": 5}, "must be even"),
+        ("selective_copying", {"copied": 12}, "2 x copied"),
+        ("recall", {"noise_vocab_size": 0}, "noise_vocab_size"),
+        ("fuzzy_recall", {"key_size": 9}, "two pairs must fit"),
+        ("memorization", {"tokens": 7}, "must be even"),
+        ("regbench", {"letters": (2, 30)}, "vocab_size - 2"),
+        ("listops", {"vocab_size": 3}, "16 tokens"),
+        ("listops", {"longest": 5}, "shortest < longest"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        make(name, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_hashes_tell_rows_apart() -> None:
+    numbers = np.random.default_rng(0).integers(0, 3, (20000, 12))
+    assert len(np.unique(row_hashes(numbers))) == len(np.unique(numbers, axis=0))

@@ -1,0 +1,396 @@
+"""`longseq train task=probe`, `longseq evaluate` on its checkpoints, and `longseq probe`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longseq.conf
+from longseq.tasks import assemble, evaluate, train
+from longseq.tasks.probe import comparison
+from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
+from longseq.tasks.probe.generators import IGNORED
+from longseq.tasks.probe.module import ProbeTask, is_right
+from longseq.tools import cli
+from longseq.tools.checkpoint import load
+
+TINY = (
+    "task=probe",
+    "data=mqar",
+    "trainer=cpu",
+    "data.options.vocab_size=16",
+    "data.options.tokens=16",
+    "data.options.pairs=2",
+    "data.train=[{samples: 512}]",
+    "data.validation=[{samples: 64}]",
+    "data.test=[{samples: 64}]",
+    "model.d_model=16",
+    "model.depth=1",
+    "recipe.epochs=2",
+)
+
+
+def make(compose_config: Any, folder: Path, *overrides: str) -> Any:
+    return compose_config("train", *TINY, f"output={folder}", *overrides)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def test_a_run_leaves_what_an_image_run_leaves(compose_config, tmp_path):
+    value = train.run(make(compose_config, tmp_path / "run", "mixer=linear_attention", "trainer.log_every_n_steps=4"))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert value == metrics["val/accuracy"]
+    assert {"test/accuracy", "test/sequence_accuracy", "test/loss", "sequences_per_second"} <= metrics.keys()
+    assert list((tmp_path / "run").glob("events.out.tfevents.*"))
+    loaded = load(tmp_path / "run" / "checkpoints" / "best.ckpt", tasks=("probe",))
+    assert loaded.task_name == "probe"
+    assert loaded.data["generator"] == "mqar"
+    assert loaded.backbone(torch.zeros(1, 5, dtype=torch.long))[0].shape == (1, 5, 16)
+    with pytest.raises(ValueError, match="belongs to task=probe; this command takes checkpoints of task=image"):
+        load(tmp_path / "run" / "checkpoints" / "best.ckpt")
+
+    evaluated = evaluate.run(evaluation(compose_config, tmp_path / "run"))
+    assert {key: evaluated[key] for key in ("test/accuracy", "test/loss")} == pytest.approx(
+        {key: metrics[key] for key in ("test/accuracy", "test/loss")}
+    )
+    longer = "data.test=[{tokens: 32, samples: 20}, {tokens: 64, pairs: 3, samples: 30}]"
+    extrapolated = evaluate.run(evaluation(compose_config, tmp_path / "run", longer))
+    assert {"test/accuracy", "test/accuracy_32", "test/accuracy_64x3"} <= extrapolated.keys()
+    mean = (20 * 2 * extrapolated["test/accuracy_32"] + 30 * 3 * extrapolated["test/accuracy_64x3"]) / (40 + 90)
+    assert extrapolated["test/accuracy"] == pytest.approx(mean)
+    with pytest.raises(ValueError, match=r"data\.root is no key of a probe"):
+        evaluate.run(evaluation(compose_config, tmp_path / "run", "data.root=/nowhere"))
+    with pytest.raises(ValueError, match="the data has 32 tokens, the model 16"):
+        evaluate.run(evaluation(compose_config, tmp_path / "run", "data.options={vocab_size: 32}"))
+
+
+def evaluation(compose_config: Any, run: Path, *overrides: str) -> Any:
+    return compose_config("evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu", *overrides)
+
+
+def test_a_mixer_learns_to_recall_and_training_stops_there(compose_config, tmp_path):
+    train.run(
+        make(
+            compose_config,
+            tmp_path,
+            "mixer=deltanet",
+            "data.train=[{samples: 4000}]",
+            "recipe.learning_rate=1e-2",
+            "model.depth=2",
+            "model.d_model=32",
+            "model.mlp=none",
+            "recipe.epochs=20",
+            "callbacks.early_stopping.stopping_threshold=0.95",
+        )
+    )
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["test/accuracy"] > 0.9
+    assert metrics["epochs"] < 20, "training stops where the probe is solved"
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides"),
+    [
+        ("regbench", ["data.options.strings=[2,3]", "data.options.string_length=[1,5]"]),
+        ("mad_compression", []),
+        ("mad_recall", ["mixer=hybrid", "mixer.name=deltanet+attention"]),
+        ("mqar_mixture", ["data.options.vocab_size=600"]),
+    ],
+)
+def test_every_kind_of_probe_takes_a_step(data, overrides, compose_config, tmp_path):
+    slices = [] if data == "mqar_mixture" else ["data.train=[{samples: 8}]", "data.test=[{samples: 4}]"]
+    small = [
+        f"data.{split}.{index}.samples=4" for split, count in (("train", 5), ("test", 7)) for index in range(count)
+    ]
+    config = compose_config(
+        "train",
+        "task=probe",
+        f"data={data}",
+        "trainer=cpu",
+        "data.validation=[{samples: 4}]",
+        *(slices or small),
+        *overrides,
+        "recipe.batch_size=4",
+        "model.d_model=16",
+        "trainer.fast_dev_run=true",
+        f"output={tmp_path}",
+    )
+    value = train.run(config)
+    assert value is not None
+    assert 0 <= value <= 1
+
+
+def test_the_training_pass_is_compiled_for_each_shape(compose_config, tmp_path, monkeypatch):
+    calls = []
+
+    def compiled(function: Any, **options: Any) -> Any:
+        return lambda tokens, places: calls.append((tokens.shape[1], options)) or function(tokens, places)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    known = ("mixer=linear_attention", "recipe.epochs=1", "data.train=[{samples: 64}, {samples: 64, tokens: 12}]")
+    train.run(make(compose_config, tmp_path, *known, "compile=reduce-overhead"))
+    options = {"mode": "reduce-overhead", "dynamic": False}
+    assert sorted(calls, key=lambda call: call[0]) == [(12, options), (16, options)]
+
+
+INTERRUPTIBLE = ("mixer=linear_attention", "model.dropout=0.2", "callbacks.checkpoint.every_n_train_steps=3",
+                 "callbacks.early_stopping=null", "data.train=[{samples: 512}, {samples: 256, tokens: 12}]",
+                 "trainer.accumulate_grad_batches=2", "recipe.batch_size=32", "recipe.epochs=3")  # fmt: skip
+
+
+def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(compose_config, tmp_path, monkeypatch):
+    """In the middle of the second epoch, with two slices, accumulation and dropout."""
+    train.run(make(compose_config, tmp_path / "whole", *INTERRUPTIBLE))
+    cut = tmp_path / "cut"
+
+    def stop(self: ProbeTask, *arguments: Any) -> None:
+        if self.global_step == 41:
+            raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ProbeTask, "on_train_batch_end", stop)
+        with pytest.raises(InterruptedError):
+            train.run(make(compose_config, cut, *INTERRUPTIBLE))
+    assert read(cut / "checkpoints" / "last.ckpt")["global_step"] in (39, 40, 41)
+    train.run(make(compose_config, cut, *INTERRUPTIBLE, "resume=true"))
+    one, other = (read(folder / "checkpoints" / "last.ckpt") for folder in (tmp_path / "whole", cut))
+    assert one["global_step"] == other["global_step"] == 72
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+
+
+PRESETS = sorted(
+    path.stem
+    for path in (Path(longseq.conf.__file__).parent / "data").glob("*.yaml")
+    if any(word in path.read_text() for word in ("generator: ", "- mad_recall", "- mqar_vla"))
+)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_be_generated(preset, compose_config, tmp_path):
+    config = assemble.plain(compose_config("train", "task=probe", f"data={preset}", f"output={tmp_path}"))
+    for split in ("train", "validation", "test"):
+        config["data"][split] = [described | {"samples": 3} for described in config["data"][split]]
+    config["recipe"]["batch_size"] = 3
+    datamodule = assemble.build_datamodule(config)
+    assert datamodule.info.sizes["test"] == 3 * len(config["data"]["test"])
+    for batches in (datamodule.train_dataloader(), datamodule.val_dataloader(), datamodule.test_dataloader()):
+        for tokens, asked in batches:
+            assert 0 <= int(tokens.min()) <= int(tokens.max()) < datamodule.info.vocab_size
+            assert tokens.shape[1] <= datamodule.info.longest
+            assert int(asked.answers.max()) < datamodule.info.vocab_size
+
+
+def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
+    whole = list(MixtureSampler([10, 7], 2, seed=0))
+    assert len(whole) == 5 + 3
+    assert sorted(row for pick in whole if pick.slice_index == 0 for row in pick.rows) == list(range(10))
+    assert {pick.slice_index for pick in whole[:5]} == {0, 1}, "slices are mixed"
+    for index in range(4):
+        ranks = [list(MixtureSampler([10, 7], 1, seed=0, rank=rank, world_size=2))[index] for rank in (0, 1)]
+        assert ranks[0].slice_index == ranks[1].slice_index
+        assert not set(ranks[0].rows) & set(ranks[1].rows)
+    later = MixtureSampler([10, 7], 2, seed=0)
+    later.start = 3
+    assert [list(pick.rows) for pick in later] == [list(pick.rows) for pick in whole[3:]]
+    later.set_epoch(1)
+    assert [list(pick.rows) for pick in later] != [list(pick.rows) for pick in whole[3:]]
+    measured = [list(SliceSampler([5, 3], 2, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert [len(picks) for picks in measured] == [len(SliceSampler([5, 3], 2, world_size=2))] * 2
+    seen = [(pick.slice_index, row) for picks in measured for pick in picks for row in pick.rows]
+    assert sorted(seen) == [(0, row) for row in range(5)] + [(1, row) for row in range(3)]
+    with pytest.raises(ValueError, match=r"recipe\.batch_size of at most 7"):
+        MixtureSampler([10, 7], 8, seed=0)
+
+
+def test_scores_are_those_of_the_places_asked_about(compose_config, tmp_path):
+    config = assemble.plain(make(compose_config, tmp_path))
+    datamodule = assemble.build_datamodule(config)
+    backbone = assemble.build_backbone(config, datamodule.info).eval()
+    task = assemble.build_task(config, backbone, datamodule.info)
+    assert isinstance(task, ProbeTask)
+    tokens, asked = next(iter(datamodule.val_dataloader()))
+    expected = backbone(tokens)[0]
+    scores = task(tokens, asked.places)
+    for row in range(len(tokens)):
+        torch.testing.assert_close(scores[row], expected[row, asked.places[row]])
+
+
+def test_what_an_automaton_allows_is_right():
+    answers = torch.tensor([[1, 2, IGNORED]])
+    assert is_right(torch.tensor([[1, 3, 0]]), answers, None).tolist() == [[True, False, False]]
+    allowed = torch.tensor([[0b0110, 0b1000, 0]])
+    assert is_right(torch.tensor([[2, 2, 0]]), answers, allowed).tolist() == [[True, False, False]]
+    assert is_right(torch.tensor([[1, 3, 0]]), answers, allowed).tolist() == [[True, True, False]]
+    assert is_right(torch.tensor([[100, 62, 63]]), answers, allowed).tolist() == [[False, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=digits"], "data=digits is no probe"),
+        (["model=vim"], "take model=token"),
+        (["data.options.vocab_size=16", "+data.options.colour=red"], "has no option colour"),
+        (["data.test=[]"], "data.test has no slice"),
+        (["data.train=[{samples: 0}]"], "samples=N of at least 1"),
+        (["data.train=[{samples: 32}]"], "recipe.batch_size of at most 32"),
+        (["data.generator=mquar"], "choose one of compression, copy"),
+        (["optimized_metric=val/top1"], "choose one of val/loss, val/accuracy"),
+        (["+model.width=3"], "does not take these options"),
+    ],
+)
+def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_config, tmp_path):
+    # A group that is chosen anew has other keys.
+    groups = [override.split("=")[0] for override in overrides if override in ("data=digits", "model=vim")]
+    known = [word for word in TINY if not word.startswith(tuple(f"{group}{end}" for group in groups for end in "=."))]
+    with pytest.raises(ValueError, match=message) as raised:
+        train.run(compose_config("train", *known, f"output={tmp_path}", *overrides))
+    assert "\n" not in str(raised.value)
+
+
+def test_probes_are_no_image_data(compose_config, tmp_path):
+    with pytest.raises(ValueError, match="give task=probe with it"):
+        train.run(compose_config("train", "data=mqar", "recipe=digits", f"output={tmp_path}"))
+
+
+def probe(monkeypatch: pytest.MonkeyPatch, folder: Path, script: Path, *overrides: str) -> int:
+    """Run `longseq probe` in this process; its runs are started with `script`."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", [str(script), "probe", *TINY[1:], "output=compared", *overrides])
+    try:
+        return cli.main()
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "compared" / "results.json").read_text())
+
+
+def test_the_sweep_compares_mixers(tmp_path, monkeypatch, capsys):
+    sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
+    script = Path(sys.executable).with_name("longseq")
+    assert probe(monkeypatch, tmp_path, script, *sweep) == 0
+    results = results_of(tmp_path)
+    assert [entry["mixer"] for entry in results["summary"]] == ["linear_attention", "attention model.positions=learned"]
+    assert {"device", "versions", "seconds", "training_seconds", "command"} <= results.keys()
+    assert (tmp_path / "compared" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "| linear_attention | " in (tmp_path / "compared" / "table.md").read_text()
+    assert len(list((tmp_path / "compared" / "samples").glob("mqar_*.npz"))) == 1
+    assert len(list((tmp_path / "compared" / "runs").glob("*/checkpoints/best.ckpt"))) == 2
+    assert probe(monkeypatch, tmp_path, Path("nothing_is_started"), *sweep) == 0
+    assert "2 runs, 2 of them finished before" in capsys.readouterr().out
+    assert results_of(tmp_path)["rows"] == results["rows"]
+
+
+# Stands for `longseq train`: fails at seed 1 unless the file `mended` is there, and notes its GPU.
+STAND_IN = """
+import json, os, pathlib, sys
+options = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
+if options["seed"] == "1" and not os.path.exists("mended"):
+    sys.exit("longseq: error: training diverged at step 3")
+accuracy = float(options["recipe.learning_rate"]) * int(options["model.depth"])
+metrics = {"val/accuracy": accuracy, "test/accuracy": accuracy, "seconds": 1.0}
+folder = pathlib.Path(options["hydra.run.dir"])
+(folder / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+(folder / "metrics.json").write_text(json.dumps(metrics))
+"""
+
+
+def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    sweep = ("trainer.accelerator=auto", "seeds=[0,1]", "mixers=[deltanet]", "learning_rates=[0.1,0.2]", "plot=false",
+             "sweep={model.depth: [1, 2]}", "jobs=2")  # fmt: skip
+    assert probe(monkeypatch, tmp_path, script, *sweep) == 2
+    error = capsys.readouterr().err
+    assert "4 of 8 runs failed, deltanet with seed 1 first: longseq: error: training diverged at step 3" in error
+    summary = results_of(tmp_path)["summary"]
+    assert [(entry["learning_rate"], entry["failed"]) for entry in summary] == [(0.2, 2), (0.2, 2)]
+    assert [entry["metrics"]["test/accuracy"]["mean"] for entry in summary] == [0.2, 0.4]
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("compared/runs/*/metrics.json")}
+    assert len(before) == 4
+    (tmp_path / "mended").touch()
+    assert probe(monkeypatch, tmp_path, script, *sweep) == 0
+    assert "8 runs, 4 of them finished before" in capsys.readouterr().out
+    assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
+    assert all(entry["metrics"]["test/accuracy"]["runs"] == 2 for entry in results_of(tmp_path)["summary"])
+    assert {path.read_text() for path in tmp_path.glob("compared/runs/*/gpu")} == {"4", "6"}
+    assert not (tmp_path / "compared" / "plot.png").exists()
+    assert probe(monkeypatch, tmp_path, script, *sweep, "report=test/top1") == 2
+    assert "report=test/top1 was not measured: choose one of test/accuracy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("mixer=deltanet", "give mixers=[...]"),
+        ("seed=3", "give seeds=[...]"),
+        ("mixers=[]", "mixers is empty"),
+        ("sweep={model.depth: 3}", "needs a list of values"),
+        ("jobs=0", "jobs=0 must be at least 1"),
+        ("report=val/accuracy", "must be a metric of the test"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused(overrides, message, monkeypatch, capsys, tmp_path):
+    assert probe(monkeypatch, tmp_path, Path("nothing_is_started"), overrides) == 2
+    assert message in capsys.readouterr().err
+
+
+def row(mixer: str, depth: int, rate: float, seed: int, **metrics: float) -> dict[str, Any]:
+    found = {"metrics": {name.replace("__", "/"): value for name, value in metrics.items()}} if metrics else {}
+    status = {"status": "finished"} if metrics else {"status": "failed", "error": "diverged"}
+    return {"mixer": mixer, "setting": {"model.depth": depth}, "learning_rate": rate, "seed": seed, **status, **found}
+
+
+def test_the_best_learning_rate_by_validation_is_reported():
+    rows = [
+        row("a", 1, 0.1, 0, val__accuracy=0.9, test__accuracy=0.5),
+        row("a", 1, 0.1, 1, val__accuracy=0.7, test__accuracy=0.7),
+        row("a", 1, 0.2, 0, val__accuracy=0.5, test__accuracy=0.9),
+        row("a", 1, 0.2, 1, val__accuracy=0.5, test__accuracy=0.9),
+        row("a", 1, 0.3, 0, val__accuracy=1.0, test__accuracy=1.0),
+        row("a", 1, 0.3, 1),
+        row("a", 2, 0.1, 0),
+    ]
+    summary = comparison.summarize(rows, "test/accuracy", "val/accuracy")
+    assert [entry["learning_rate"] for entry in summary] == [0.1, 0.1]
+    assert summary[0]["metrics"]["test/accuracy"] == {"mean": 0.6, "std": pytest.approx(0.141421), "runs": 2}
+    assert summary[0]["failed"] == 1
+    results = {"summary": summary, "report": "test/accuracy"}
+    assert comparison.table(results) == [["mixer", "depth=1", "depth=2"], ["a", "0.600 ± 0.141", "failed"]]
+
+
+def test_slices_are_columns(tmp_path):
+    rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
+    rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9, test__accuracy_512x64=0.3))
+    results = {
+        "summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"),
+        "report": "test/accuracy",
+        "selected_by": "val/accuracy",
+        "command": "longseq probe",
+        "versions": {"torch": "2"},
+        "device": "cpu",
+        "training_seconds": 1.0,
+        "jobs": 1,
+    }
+    table = comparison.markdown(results)
+    assert table.splitlines()[0] == "| mixer | depth=1, 64x4 | depth=1, 512x64 |"
+    assert table.splitlines()[3] == "| b | 0.900 | 0.300 |"
+    comparison.plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_missing_matplotlib_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"longseq\[plot\]"):
+        comparison.require_matplotlib()

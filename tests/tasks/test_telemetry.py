@@ -1,0 +1,140 @@
+"""What the mixers report reaches TensorBoard, and the training does not notice."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from longseq.tasks import assemble, train
+from longseq.tasks.callbacks.telemetry import Telemetry, evaluating, name_mixers, watching
+
+LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
+
+
+def scalars(folder):
+    board = EventAccumulator(str(folder)).Reload()
+    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("telemetry/")]
+    return {tag: {event.step: event.value for event in board.Scalars(tag)} for tag in tags}
+
+
+def fit(config, *callbacks):
+    torch.manual_seed(0)
+    datamodule = assemble.build_datamodule(config)
+    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    assemble.build_trainer(config, [*assemble.build_callbacks(config), *callbacks]).fit(task, datamodule=datamodule)
+    return task
+
+
+def build(tiny, *overrides):
+    config = tiny(*overrides)
+    return assemble.build_backbone(config, assemble.build_datamodule(config).info)
+
+
+def test_each_reading_has_its_charts(tiny, tmp_path):
+    train.run(tiny(*LONGHORN, "callbacks.telemetry.every_n_steps=10"))
+    found = scalars(tmp_path / "run")
+    for order in ("rows", "rows_reversed"):
+        norms = found[f"telemetry/blocks.0.{order}/state_norm"]
+        assert list(norms) == [9, 19]
+        assert all(norm > 0 for norm in norms.values())
+        assert 0 <= found[f"telemetry/blocks.0.{order}/gate_saturation"][9] <= 1
+    rows, back = (found[f"telemetry/blocks.0.{order}/state_norm"] for order in ("rows", "rows_reversed"))
+    assert rows != back
+
+
+def test_layers_of_a_hybrid_are_named_by_their_place(tiny):
+    overrides = ("mixer=hybrid", "mixer.name=linear_attention+attention", "model.depth=2")
+    assert set(name_mixers(build(tiny, *overrides, "model.direction=alternating"))) == {"blocks.0", "blocks.1"}
+    names = set(name_mixers(build(tiny, *overrides, "model.direction=cross")))
+    assert {"blocks.0.columns_reversed", "blocks.1"} < names
+    assert len(names) == 5
+    stacked = build(tiny, *overrides, "model.share_directions=all")
+    assert set(name_mixers(stacked)) == {"blocks.0", "blocks.1"}
+
+
+def test_an_exploding_state_shows(tiny, tmp_path):
+    class Explode(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 8:
+                mixer = pl_module.backbone.blocks[1].mixer.mixers[0]
+                mixer.in_proj.weight.data.mul_(1e3)
+
+    fit(tiny("mixer=linear_attention", "recipe.epochs=1", "callbacks.telemetry.every_n_steps=5"), Explode())
+    found = scalars(tmp_path / "run")
+    spoilt, sound = (found[f"telemetry/blocks.{layer}.rows/state_norm"] for layer in (1, 0))
+    assert spoilt[9] > 1e4 * spoilt[4]
+    assert sound[9] < 10 * sound[4]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_training_is_the_same_with_and_without(precision, tiny, tmp_path):
+    """With what draws random numbers in each step (drop path, mixing), averaged weights and accumulation."""
+    common = (
+        *LONGHORN,
+        f"trainer.precision={precision}",
+        "model.drop_path_rate=0.3",
+        "++recipe.ema={decay: 0.9, warmup: true}",
+        "trainer.accumulate_grad_batches=2",
+    )
+    states = []
+    for number, override in enumerate(("callbacks.telemetry.every_n_steps=1", "callbacks.telemetry=null")):
+        task = fit(tiny(*common, override, f"output={tmp_path / str(number)}"))
+        states.append((task.state_dict(), torch.get_rng_state()))
+    assert states[0][0].keys() == states[1][0].keys()
+    assert all(torch.equal(value, states[1][0][name]) for name, value in states[0][0].items())
+    assert torch.equal(states[0][1], states[1][1])
+    assert scalars(tmp_path / "0")
+    assert not scalars(tmp_path / "1")
+
+
+def test_a_watched_pass_leaves_no_trace(tiny):
+    model = torch.nn.Sequential(
+        torch.nn.BatchNorm2d(1), build(tiny, *LONGHORN), torch.nn.Dropout(0.5), torch.nn.Linear(10, 1)
+    )
+    model[2].eval()
+    before, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    with evaluating(model), watching(model) as reports:
+        y = model(torch.randn(2, 1, 8, 8))
+    assert not y.requires_grad
+    assert [module.training for module in model] == [True, True, False, True]
+    assert all(module.training for module in model[1].modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert set(reports) == {"1.blocks.0.rows", "1.blocks.0.rows_reversed"}
+    assert all("observed" not in vars(module) for module in model.modules())
+    with pytest.raises(RuntimeError), evaluating(model), watching(model):
+        raise RuntimeError
+    assert model.training
+    assert all("observed" not in vars(module) for module in model.modules())
+
+
+def test_the_compiled_pass_stays_as_it_is(tiny, tmp_path, monkeypatch):
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    overrides = ("mixer=linear_attention", "model.depth=1", "model.direction=forward", "recipe.epochs=1")
+    overrides += ("compile=default", "+trainer.limit_train_batches=4", "+trainer.limit_val_batches=0")
+    states, counts = [], []
+    for number, override in enumerate(("callbacks.telemetry.every_n_steps=1", "callbacks.telemetry=null")):
+        torch._dynamo.reset()
+        compiled.clear()
+        task = fit(tiny(*overrides, override, f"output={tmp_path / str(number)}", "callbacks.best=null"))
+        states.append(task.state_dict())
+        counts.append(len(compiled))
+    assert counts[0] == counts[1] > 0
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_intervals_are_at_least_one():
+    with pytest.raises(ValueError, match=r"callbacks\.telemetry\.every_n_steps=0 must be at least 1"):
+        Telemetry(every_n_steps=0)
+    with pytest.raises(ValueError, match=r"callbacks\.telemetry\.examples=0 must be at least 1"):
+        Telemetry(examples=0)
