@@ -11,10 +11,11 @@ Sums over a chunk of C tokens, with W_ts = e^{g_{s+1} + ... + g_t} for s <= t, b
 
 and since every update is orthogonal to φ, the squared norms of the columns of S_t follow without S_t itself:
 
-    N = b² + (W ⊙ W) (2 c ⊙ F - c ⊙ (‖h‖² c - a ⊙ x));   F = (W ⊙ H Hᵀ) c - a ⊙ W x
+    N = N_0 + (W ⊙ W) (2 c ⊙ F - c ⊙ (‖h‖² c - a ⊙ x));   F = (W ⊙ H Hᵀ) c - a ⊙ W x
 
-That needs φ of unit length to rounding, so the state at the end of a chunk is normalised by its measured norms. For one
-token, norms from this formula would not do: an error in the length of a slot grows by (1 - c a)² / N with each token.
+with N_0 = b², but 2 b ⊙ W x for a slot that is empty: x is zero there, its gradient by φ is not. That needs other φ to
+have unit length to rounding, so the state at the end of a chunk is normalised by its measured norms. For one token,
+norms from this formula would not do: an error in the length of a slot grows by (1 - c a)² / N with each token.
 """
 
 from collections.abc import Callable
@@ -396,7 +397,7 @@ def _chunk(
     gone = torch.bmm(decay, removed)
     parts = [h, c, a, decay, since, removed, gone]
     if unit:
-        squared, onto, added = _squared_norms(h, c, a, removed, gone, decay, since)
+        squared, onto, added = _squared_norms(slots, h, c, a, removed, gone, decay, since)
         q = q * mend_squares(squared).rsqrt()
         parts += [squared, onto, added]
     output = torch.bmm(decay * torch.bmm(q, c.transpose(-1, -2)), h)
@@ -411,12 +412,18 @@ def _chunk(
 
 
 def _squared_norms(
-    h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor
+    slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """N [R, C, M] after each token, F, and what each token adds to N."""
     onto = torch.bmm(decay * torch.bmm(h, h.transpose(-1, -2)), c) - a * gone
     added = c * (2 * onto - (h * h).sum(-1, keepdim=True) * c + a * removed)
-    return torch.bmm(decay * decay, added) + since * since, onto, added
+    own = since * torch.where(_empty(slots), 2 * gone, since)
+    return torch.bmm(decay * decay, added) + own, onto, added
+
+
+def _empty(slots: Tensor) -> Tensor:
+    """Which slots [R, 1, M] have no direction and so no unit length."""
+    return (slots * slots).sum(-2, keepdim=True) < 0.5
 
 
 def _chunk_backward(
@@ -439,7 +446,7 @@ def _chunk_backward(
         mended = mend_squares(squared)
         d_q = d_read * mended.rsqrt()
         d_squared = torch.where(mended == squared, -0.5 * d_q * q / mended, 0.0)
-        d_norms = _squared_norms_backward(h, c, a, removed, gone, decay, since, onto, added, d_squared)
+        d_norms = _squared_norms_backward(slots, h, c, a, removed, gone, decay, since, onto, added, d_squared)
         for total, part in zip((d_h, d_c, d_a, d_removed, d_gone, d_decay, d_since), d_norms, strict=True):
             total += part
     d_decay += torch.bmm(d_gone, removed.mT)
@@ -480,7 +487,7 @@ def _products_backward(
 
 
 def _squared_norms_backward(
-    h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor,
+    slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor,
     onto: Tensor, added: Tensor, d_squared: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of h, c, a, x, W x, W and b from that of N."""
@@ -494,5 +501,7 @@ def _squared_norms_backward(
     d_c = d_added * (2 * onto - 2 * (h * h).sum(-1, keepdim=True) * c + a * removed)
     d_c = torch.baddbmm(d_c, (decay * gram).mT, d_onto)
     d_decay = d_pairs * gram + 2 * decay * torch.bmm(d_squared, added.mT)
-    d_since = 2 * since * d_squared.sum(-1, keepdim=True)
-    return d_h, d_c, d_removed * removed - d_onto * gone, d_removed * a, -d_onto * a, d_decay, d_since
+    empty = _empty(slots)
+    d_since = 2 * (d_squared * torch.where(empty, gone, since)).sum(-1, keepdim=True)
+    d_gone = torch.where(empty, 2 * since * d_squared, 0.0) - d_onto * a
+    return d_h, d_c, d_removed * removed - d_onto * gone, d_removed * a, d_gone, d_decay, d_since

@@ -65,11 +65,17 @@ class Mixer(nn.Module):
             state: what an earlier call returned, or None at the start of a sequence.
             cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1); the state then has
                 N rows.
-            mask: `[B, T]`, True at real tokens. Padding leaves the state alone; its outputs are not defined.
+            mask: `[B, T]`, True at real tokens, of sequences that are not packed. Padding leaves the state alone; its
+                outputs are not defined.
 
         Returns:
             `y [B, T, d_model]` and the state after the last real token.
+
+        Raises:
+            ValueError: `cu_seqlens` and `mask` are both given.
         """
+        if cu_seqlens is not None and mask is not None:
+            raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
         y, state = self.scan(self.project_in(x), state, cu_seqlens=cu_seqlens, mask=mask)
         return self.project_out(y), state
 

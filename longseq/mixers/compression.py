@@ -133,7 +133,7 @@ class CompressionMixer(Mixer):
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> CompressionState:
         memory = self._first_memory(batch, dtype).to(device)
-        return CompressionState(self.query_convolution.initial_state(batch, device, memory.dtype), memory)
+        return CompressionState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
 
     def _first_memory(self, batch: int, dtype: Any) -> Tensor:
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)

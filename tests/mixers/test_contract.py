@@ -140,6 +140,13 @@ def test_packed_sequences_are_separate(name: str, carried: bool) -> None:
         assert_same_state(select_state(packed_state, torch.tensor([row])), alone_state)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_with_padding_are_refused(name: str) -> None:
+    real = torch.arange(TOKENS)[None] != 3
+    with pytest.raises(ValueError, match="mask and cu_seqlens are both given"):
+        make(name)(make_tokens(1), cu_seqlens=torch.tensor([0, 5, TOKENS]), mask=real)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_leaves_no_trace(name: str, side: str) -> None:
