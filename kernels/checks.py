@@ -1,6 +1,7 @@
 """Input checks that the operations share. None reads a value, so none waits for a device."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def check_tensors(
         if sizes[dim] < 1:
             raise ValueError(f"{op}: {first_name} has shape {tuple(first.shape)}, but its {dim} must be at least 1")
     if mask is not None:
-        _check_mask(op, mask, first_name, first)
+        check_mask(op, mask, first_name, first)
     if cu_seqlens is not None and sizes["B"] != 1:
         raise ValueError(
             f"{op}: cu_seqlens needs a batch of 1, but {first_name} has a batch of {sizes['B']}; "
@@ -78,6 +79,18 @@ def _check_cu_seqlens(op: str, cu_seqlens: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
+def check_parts(op: str, state: Any, *parts: str) -> tuple[Any, ...]:
+    """The parts of a state that is a tuple, each None where there is no state."""
+    if state is None:
+        return (None,) * len(parts)
+    if not isinstance(state, tuple) or len(state) != len(parts):
+        given = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
+        raise ValueError(
+            f"{op}: initial_state is {given}, but must be a tuple of {len(parts)}; pass ({', '.join(parts)})"
+        )
+    return state
+
+
 def check_chunk_size(op: str, chunk_size: int, *, power_of_two: bool = False) -> None:
     """Check that a chunk size is positive, and a power of two where chunks are split in halves."""
     if chunk_size < 1:
@@ -89,7 +102,8 @@ def check_chunk_size(op: str, chunk_size: int, *, power_of_two: bool = False) ->
         )
 
 
-def _check_mask(op: str, mask: Tensor, name: str, like: Tensor) -> None:
+def check_mask(op: str, mask: Tensor, name: str, like: Tensor) -> None:
+    """Check the dtype, device and shape of a mask `[B, T]` for `like [B, T, ...]`, the tensor called `name`."""
     if mask.dtype != torch.bool:
         raise ValueError(f"{op}: mask is {mask.dtype}, but must be bool with True at real tokens; use mask.bool()")
     if mask.device != like.device:

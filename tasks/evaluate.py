@@ -41,6 +41,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     if isinstance(info, ProbeInfo):
         trained["data"] = _changed_probe(loaded.config["data"], changes)
         datamodule = probe_data(trained, EVALUATION_BATCH)
+        if split == "val":  # the trainer tests on it, under the names of its own slices
+            trained["data"] |= {"test": trained["data"]["validation"]}
         _check_vocabulary(datamodule.info, info)
     else:
         datamodule = _datamodule(loaded.config, changes, split, info)
@@ -86,7 +88,8 @@ def _datamodule(trained: dict[str, Any], changes: dict[str, Any], split: str, in
 def _changed_probe(own: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(set(changes) - set(own)):
         raise ValueError(f"data.{unknown[0]} is no key of a probe: it has {', '.join(own)}")
-    return own | changes | {"options": own["options"] | changes.get("options", {})}
+    options = changes.get("options", {})
+    return own | changes | {"options": own["options"] | options if isinstance(options, dict) else options}
 
 
 def _check_vocabulary(found: ProbeInfo, trained: ProbeInfo) -> None:

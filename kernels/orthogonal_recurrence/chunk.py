@@ -18,6 +18,7 @@ have unit length to rounding, so the state at the end of a chunk is normalised b
 norms from this formula would not do: an error in the length of a slot grows by (1 - c a)² / N with each token.
 """
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -71,6 +72,9 @@ def orthogonal_recurrence_chunk(
             return _scripted(*arguments)
         if is_exporting():
             return _exported(*arguments)
+        if chunk_size == 1:
+            # The loop over tokens makes T a constant of a compiled graph, which torch 2.11 must learn before apply.
+            operator.index(q.shape[1])
         return _OrthogonalRecurrence.apply(*arguments)
 
     return run_recurrence(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -58,7 +58,8 @@ def recursive_least_squares(
     Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64). With
     `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each segment. Arithmetic
     and A are float32, or float64 for float64 inputs; y has x's dtype. `chunk_size` changes speed and memory but not the
-    result. Returns (y, final state or None).
+    result. In float32 uᵀ A u should stay below 1e6 (‖u‖² below 1e6 lambda0), where the 1 beside it is lost to rounding:
+    beyond, the chunk form is wrong or NaN. Returns (y, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
@@ -67,7 +68,7 @@ def recursive_least_squares(
     """
     check_chunk_size("recursive_least_squares", chunk_size)
     check_refresh("recursive_least_squares", lambda0, refresh_period, refresh)
-    A, steps = initial_state or (None, None)
+    A, steps = check_parts("recursive_least_squares", initial_state, "A", "steps")
     sizes = check_tensors(
         "recursive_least_squares",
         {"x": (x, "B T H K"), "u": (u, "B T H K"), "initial_state[0]": (A, "S H K K")},

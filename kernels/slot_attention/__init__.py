@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -62,7 +62,7 @@ def slot_attention(
     check_chunk_size("slot_attention", chunk_size, power_of_two=True)
     if activation not in ACTIVATIONS:
         raise ValueError(f"slot_attention: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    keys, values = _pair(initial_state)
+    keys, values = check_parts("slot_attention", initial_state, "keys", "values")
     sizes = check_tensors(
         "slot_attention",
         {
@@ -90,12 +90,3 @@ def slot_attention(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
-
-
-def _pair(state: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
-    if state is None:
-        return None, None
-    if not isinstance(state, tuple) or len(state) != 2:
-        given = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
-        raise ValueError(f"slot_attention: initial_state is {given}, but must be a pair; pass the slots (keys, values)")
-    return state

@@ -29,7 +29,7 @@ def slot_attention_chunk(
     cu_seqlens: Tensor | None,
     chunk_size: int,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """`slot_attention` in chunks; keeps its inputs, the scores and the states between chunks for the backward."""
+    """`slot_attention` in chunks; keeps its inputs, what is made of them and the states between chunks."""
 
     def core(sequences: Sequences, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         q, k, v, g, write = sequences

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -76,7 +76,7 @@ def variational_linear_attention(
     op = "variational_linear_attention"
     check_chunk_size(op, chunk_size, power_of_two=True)
     check_refresh(op, lambda0, refresh_period, refresh)
-    S, A, z, steps = initial_state or (None, None, None, None)
+    S, A, z, steps = check_parts(op, initial_state, "S", "A", "z", "steps")
     sizes = check_tensors(
         op,
         {

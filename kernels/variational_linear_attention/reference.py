@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.delta_rule.reference import delta_rule_step
+from longseq.kernels.orthogonal_recurrence.reference import mend_squares
 from longseq.kernels.recurrence import Sequences, each, run_recurrence, run_segments, token
 from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
 from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step
@@ -119,8 +119,8 @@ def first_state(k: Tensor, v: Tensor, lambda0: float) -> Callable[[int, torch.dt
 
 
 def unit(x: Tensor) -> Tensor:
-    """x divided by its length; a zero vector stays zero."""
-    return F.normalize(x, dim=-1)
+    """x divided by its length; a zero vector stays zero, and its gradient is not divided either."""
+    return x / mend_squares((x * x).sum(-1, keepdim=True)).sqrt()
 
 
 def _like(mask: Tensor, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.recurrence import segment_bounds
 
 
 def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -48,6 +49,9 @@ def count_positions(
 
     Returns:
         Positions `[B, T]` and the position that follows each sequence's last token: `[B]`, or `[N]` when packed.
+
+    Raises:
+        ValueError: `cu_seqlens` does not cut one row of T tokens into segments.
     """
     batch, tokens = x.shape[:2]
     if mask is None:
@@ -57,6 +61,11 @@ def count_positions(
     if cu_seqlens is None:
         start = before.new_zeros(batch) if start is None else start
         return before[:, :-1] + start[:, None], before[:, -1] + start
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens needs a batch of 1, but there are {batch} rows; concatenate the sequences along time"
+        )
+    segment_bounds(cu_seqlens, tokens)  # a border beyond the tokens is an index at which a GPU stops for good
     cu_seqlens = cu_seqlens.to(x.device)
     borders = before[0, cu_seqlens]
     start = torch.zeros_like(borders[1:]) if start is None else start

@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from longseq.kernels.checks import check_mask
+from longseq.kernels.dispatch import is_exporting
+
 
 class Mixer(nn.Module):
     """A layer that mixes information along a sequence: project in, scan, project out.
@@ -72,10 +75,12 @@ class Mixer(nn.Module):
             `y [B, T, d_model]` and the state after the last real token.
 
         Raises:
-            ValueError: `cu_seqlens` and `mask` are both given.
+            ValueError: `cu_seqlens` or `mask` does not fit `x`, or both are given.
         """
         if cu_seqlens is not None and mask is not None:
             raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
+        if mask is not None and not is_exporting():
+            check_mask("mixer", mask, "x", x)
         y, state = self.scan(self.project_in(x), state, cu_seqlens=cu_seqlens, mask=mask)
         return self.project_out(y), state
 

@@ -52,11 +52,14 @@ def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
 
 
 def spell_pattern(pattern: Pattern) -> str:
-    """Write a pattern in one line that is fit for file names: `3xdeltanet+attention`, `deltanet+attention@1@12`."""
+    """Write a pattern in one line that is fit for file names: `3xdeltanet+attention`, `deltanet+attention@1@12`.
+
+    Names that repeat within a turn, as in a list of all layers, are written once.
+    """
     cycle, placed = _parse(pattern)
-    runs = [(len(list(run)), name) for name, run in groupby(cycle)]
-    if len(runs) == 1:
-        runs = [(1, cycle[0])]
+    size = len(cycle)
+    period = next(p for p in range(1, size + 1) if size % p == 0 and cycle[:p] * (size // p) == cycle)
+    runs = [(len(list(run)), name) for name, run in groupby(cycle[:period])]
     turns = [name if count == 1 else f"{count}x{name}" for count, name in runs]
     chosen = [
         name + "".join(f"@{index}" for index in sorted(placed) if placed[index] == name)

@@ -48,7 +48,9 @@ class SoftmaxMixer(Mixer):
         backend: str,
     ) -> None:
         if backend not in ("auto", "torch"):
-            raise ValueError(f"attention runs on torch's scaled_dot_product_attention, not on backend={backend!r}")
+            raise ValueError(
+                f"attention runs on torch's scaled_dot_product_attention, not on backend={backend!r}; use auto or torch"
+            )
         super().__init__(d_model, backend=backend)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads

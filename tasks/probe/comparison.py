@@ -56,7 +56,10 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
     """The columns of the table: a heading, the setting and the metric; each slice of the test has its own."""
     found: list[tuple[str, dict[str, Any], str]] = []
     report = results["report"]
+    measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
     for entry in results["summary"]:
+        if not entry["metrics"] and entry["setting"] in measured:
+            continue  # a mixer all of whose runs failed knows no slices; the others tell them
         slices = [key for key in entry["metrics"] if key != report] or [report]
         for metric in slices:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]

@@ -41,10 +41,17 @@ class ProbeDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if not isinstance(options, Mapping):
+            raise ValueError(f"data.options={options} must name options of the generator, such as {{tokens: 64}}")
         self.name, self.generator, self.options = name, generator, dict(options)
         self.described = {"train": train, "validation": validation, "test": test}
+        for split, listed in self.described.items():
+            if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
+                raise ValueError(f"data.{split}={listed} must be a list of slices, such as [{{samples: 1000}}]")
         if empty := [split for split, listed in self.described.items() if not listed]:
             raise ValueError(f"data.{empty[0]} has no slice: give at least one, such as [{{samples: 1000}}]")
+        if not isinstance(draw_seed, int):
+            raise ValueError(f"data.draw_seed={draw_seed} must be a whole number")
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
         self.draw_seed, self.cache, self.seed = draw_seed, cache, seed
         self.unreadable: list[str] = []  # as of the image task; what is generated can be read

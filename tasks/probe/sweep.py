@@ -8,13 +8,14 @@ import json
 import os
 import platform
 import queue
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -37,10 +38,19 @@ TAKEN_KEYS = {
     "seed": "give seeds=[...]",
     "resume": "the same command continues by itself",
 }
+# Keys that are lists, what they hold, and an example.
+LISTS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("mixers", (str,), "[deltanet,mamba]"),
+    ("seeds", (int,), "[0,1,2]"),
+    ("learning_rates", (int, float), "[1e-3,3e-3]"),
+)
+# Text that means itself in an override.
+PLAIN = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
 SAMPLES = "samples"  # what the runs share
 RESULTS_FILE = "results.json"
 LOG_FILE = "log.txt"
+ERROR = "longseq: error: "  # how a run begins the line that tells its failure
 
 
 class Trial(NamedTuple):
@@ -113,8 +123,11 @@ def plan(config: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
         digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:10]
         folder = output / RUNS / f"{name}_{seed}_{digest}"
         if not cached:
-            overrides.append(f"data.cache={output / SAMPLES}")
+            overrides.append(f"data.cache={_spell(str(output / SAMPLES))}")
         trials.append(Trial(mixer, setting, rate, seed, folder, overrides))
+    folders = [trial.folder for trial in trials]
+    if twice := [trial for trial in trials if folders.count(trial.folder) > 1]:
+        raise ValueError(f"two runs are the same ({twice[0].describe()}): name each mixer, value, rate and seed once")
     return trials
 
 
@@ -124,19 +137,36 @@ def _check(config: Mapping[str, Any]) -> None:
     for override in HydraConfig.get().overrides.task:
         if (remedy := TAKEN_KEYS.get(_key(override))) is not None:
             raise ValueError(f"longseq probe sets {_key(override)} itself: {remedy}")
-    for key in ("mixers", "seeds"):
-        if not config[key]:
-            raise ValueError(
-                f"{key} is empty: give at least one, such as {key}=[{'deltanet' if key == 'mixers' else 0}]"
-            )
-    if unusable := [
-        key for key, values in (config["sweep"] or {}).items() if not isinstance(values, list) or not values
-    ]:
-        raise ValueError(f"sweep: {unusable[0]} needs a list of values, such as sweep={{{unusable[0]}: [64, 128]}}")
-    if config["jobs"] < 1:
-        raise ValueError(f"jobs={config['jobs']} must be at least 1")
-    if not config["report"].startswith("test/"):
+    for key, kinds, example in LISTS:
+        listed = config[key]
+        if listed is None and key == "learning_rates":
+            continue
+        if not isinstance(listed, list) or not all(isinstance(value, kinds) for value in listed):
+            raise ValueError(f"{key}={listed} must be a list, such as {key}={example}")
+        if not listed or not all(str(value).strip() for value in listed):
+            raise ValueError(f"{key} is empty: give at least one, such as {key}={example}")
+    _check_swept(config["sweep"])
+    if not isinstance(config["jobs"], int) or config["jobs"] < 1:
+        raise ValueError(f"jobs={config['jobs']} must be at least 1, the number of runs at a time")
+    if not isinstance(config["output"], str):
+        raise ValueError(f"output={config['output']} must be a folder, such as outputs/probe/comparison")
+    if config["trainer"].get("fast_dev_run"):
+        raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
+    if not str(config["report"]).startswith("test/"):
         raise ValueError(f"report={config['report']} must be a metric of the test, such as test/accuracy")
+
+
+def _check_swept(sweep: Any) -> None:
+    if sweep is None:
+        return
+    if not isinstance(sweep, dict):
+        raise ValueError(f"sweep={sweep} has no keys: give lists by key, such as sweep={{model.d_model: [64, 128]}}")
+    for key, values in sweep.items():
+        if key in OWN_KEYS or key in TAKEN_KEYS:
+            remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
+            raise ValueError(f"sweep: {key} is set by longseq probe itself: {remedy}")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"sweep: {key} needs a list of values, such as sweep={{{key}: [64, 128]}}")
 
 
 def _key(override: str) -> str:
@@ -144,7 +174,15 @@ def _key(override: str) -> str:
 
 
 def _spell(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """A value in the grammar of Hydra's overrides, in quotes where a character has a meaning there."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_spell(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_spell, value)) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    escaped = value.replace("'", "\\'")
+    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
 def _run_all(trials: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -164,49 +202,62 @@ def _run_all(trials: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tup
         finally:
             devices.put(device)
 
-    with _terminated(processes), ThreadPoolExecutor(jobs) as pool:
+    futures: dict[Future[dict[str, Any]], int] = {}
+    with _stoppable(), ThreadPoolExecutor(jobs) as pool:
         try:
-            futures = {pool.submit(work, trial): index for index, trial in enumerate(trials)}
+            for index, trial in enumerate(trials):
+                futures[pool.submit(work, trial)] = index
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(processes):
-                process.terminate()
+            told: set[subprocess.Popen[bytes]] = set()
+            # Again until all have ended, for a run that was just being started.
+            while not all(future.done() for future in futures):
+                for process in processes - told:
+                    process.terminate()
+                    told.add(process)
+                time.sleep(0.05)
             raise
 
 
 @contextmanager
-def _terminated(processes: set[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """End the runs with this process where it is told to terminate; each then writes its checkpoint."""
+def _stoppable() -> Iterator[None]:
+    """End this process in order where it is told to; its runs end with it, and each writes its checkpoint."""
 
-    def leave(*_: Any) -> None:
-        raise SystemExit(143)
+    def leave(number: int, _: Any) -> None:
+        print("stopping; the same command continues", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    # A shell that puts a command into the background has it ignore Ctrl-C.
+    heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_one(trial: Trial, device: str | None, threads: int, processes: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
     """Train one trial, unless it is finished, and return its row."""
-    code = 0
+    log_path = trial.folder / LOG_FILE
+    code = told_before = 0
     if runs.finished(trial.folder) is None:
         environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         trial.folder.mkdir(parents=True, exist_ok=True)
+        told_before = log_path.stat().st_size if log_path.is_file() else 0
         command = [
             sys.executable,
             sys.argv[0],
             "train",
             *trial.overrides,
             "resume=true",
-            f"hydra.run.dir={trial.folder}",
+            f"hydra.run.dir={_spell(str(trial.folder))}",
         ]
-        with (trial.folder / LOG_FILE).open("ab") as log:
+        with log_path.open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             processes.add(process)
             code = process.wait()
@@ -220,14 +271,18 @@ def _run_one(trial: Trial, device: str | None, threads: int, processes: set[subp
     }
     metrics = runs.finished(trial.folder)
     if metrics is None:
-        return row | {"status": "failed", "error": _last_error(trial.folder / LOG_FILE, code)}
+        return row | {"status": "failed", "error": _last_error(log_path, told_before, code)}
     return row | {"status": "finished", "metrics": metrics}
 
 
-def _last_error(log: Path, code: int) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    told = [line for line in lines if line.startswith("longseq: error: ")]
-    return (told or [line for line in lines if line.strip()] or [""])[-1] or f"exit code {code}"
+def _last_error(log: Path, start: int, code: int) -> str:
+    """What a run said last of its failure, in the log from `start` on: earlier attempts stand before it."""
+    text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if told := [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]:
+        return told[-1]
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"{ended}; the last line of {shorten(log)}: {lines[-1]}" if lines else ended
 
 
 def _visible_devices(config: Mapping[str, Any]) -> list[str]:
@@ -258,16 +313,17 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 
 def _conclude(results: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
     """Write the table and the plot and say where; ValueError if a run failed."""
-    report = config["report"]
+    report, written = config["report"], [RESULTS_FILE]
     if measured := {key for row in results["rows"] if row["status"] == "finished" for key in row["metrics"]}:
         if report not in measured:
             known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
             raise ValueError(f"report={report} was not measured: choose one of {known}")
         write_text(folder / "table.md", comparison.markdown(results))
+        written.append("table.md")
         print_rows(comparison.table(results))
         if config["plot"]:
             comparison.plot(results, folder / "plot.png")
-    written = [name for name in (RESULTS_FILE, "table.md", "plot.png") if (folder / name).is_file()]
+            written.append("plot.png")
     print_rows([("written", ", ".join(shorten(folder / name) for name in written))])
     if failed := [row for row in results["rows"] if row["status"] != "finished"]:
         raise ValueError(

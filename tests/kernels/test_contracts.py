@@ -156,6 +156,15 @@ def test_absent_state_is_zero_or_the_stated_one(op, backend):
     assert inputs.run(backend=backend, output_final_state=False)[1] is None
 
 
+@pytest.mark.parametrize("op", [op for op in list_ops() if isinstance(make_inputs(op).initial_state, tuple)])
+def test_a_state_of_other_parts_is_refused_in_one_line(op):
+    inputs = make_inputs(op, tokens=4)
+    for state in (inputs.initial_state[0], inputs.initial_state[:1], list(inputs.initial_state)):
+        with pytest.raises(ValueError, match=f"{op}: initial_state is .* but must be a tuple of .; pass") as caught:
+            inputs.run(initial_state=state)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("op", list_ops())
 def test_strides_do_not_matter(op):
     def strided(x):

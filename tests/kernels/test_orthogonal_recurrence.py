@@ -181,6 +181,18 @@ def test_an_empty_slot_has_finite_gradients_and_can_be_written(variant, backend)
     assert all(value.isfinite().all() for value in grads.values())
 
 
+@pytest.mark.parametrize("variant", ["gated", "encode", "similarity", "unnormalized"])
+@pytest.mark.parametrize("size", [0.0, 1e-13])
+def test_chunks_with_an_empty_slot_equal_their_definition(variant, size):
+    inputs = make_inputs(OP, variant, tokens=11)
+    state = inputs.initial_state.clone()
+    state[..., 1] *= size
+    k, v = inputs.sequences["k"].clone(), inputs.sequences["v"].clone()
+    k[:, :2], v[:, :6] = 0, 0  # one that stays empty for more than a chunk
+    for empty in (inputs.replace({"initial_state": state}), inputs.replace({"initial_state": state, "k": k, "v": v})):
+        assert_same(gradients(empty, chunk_size=4), gradients(empty, backend="reference", chunk_size=4))
+
+
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_ttt_starts_from_a_state_of_zeros(chunk_size):
     inputs = make_inputs(OP, "ttt", tokens=12)

@@ -33,14 +33,6 @@ def test_a_weak_write_is_not_lost_in_float32():
     torch.testing.assert_close(o[0, :, 0, 0], 1e-9 * torch.arange(1.0, 5.0))
 
 
-def test_a_state_that_is_no_pair_is_refused_in_one_line():
-    inputs = make_inputs("slot_attention", tokens=4)
-    for state in (inputs.initial_state[0], inputs.initial_state[:1]):
-        with pytest.raises(ValueError, match=r"slot_attention: initial_state is .* but must be a pair") as caught:
-            inputs.run(initial_state=state)
-        assert "\n" not in str(caught.value)
-
-
 def test_an_unknown_activation_is_answered_with_those_there_are():
     with pytest.raises(ValueError, match="activation 'tanh' is not one of softmax, identity, silu, relu, relu_squared"):
         make_inputs("slot_attention").run(activation="tanh")

@@ -12,7 +12,7 @@ from longseq.kernels import (
     recursive_least_squares,
     variational_linear_attention,
 )
-from longseq.kernels.testing import assert_equal_up_to_rounding, make_inputs
+from longseq.kernels.testing import assert_equal_up_to_rounding, gradients, make_inputs
 
 BACKENDS = ["torch", "reference"]
 
@@ -66,6 +66,18 @@ def test_padding_anywhere_is_as_if_it_were_not_there(backend):
     assert_equal_up_to_rounding(o[:, real], expected, "o")
     for actual, value in zip(state, expected_state, strict=True):
         assert_equal_up_to_rounding(actual, value, "state")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_zero_key_writes_nothing_and_has_a_gradient_of_ordinary_size(backend):
+    inputs = make_inputs("variational_linear_attention", tokens=9, dtype=torch.float32)
+    k = inputs.sequences["k"].clone()
+    k[:, 4] = 0
+    inputs = inputs.replace({"k": k})
+    before, after = (inputs.cut(0, stop).run(backend=backend)[1][0] for stop in (4, 5))
+    assert_equal_up_to_rounding(after, before, "S")
+    for name, value in gradients(inputs, backend=backend).items():
+        assert value.abs().max() < 1e3, name
 
 
 @pytest.mark.parametrize(("cosine", "norm"), [(1.0, 1.0), (0.9, 1.0916), (0.0, math.sqrt((3 + math.sqrt(5)) / 2))])

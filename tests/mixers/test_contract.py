@@ -140,11 +140,36 @@ def test_packed_sequences_are_separate(name: str, carried: bool) -> None:
         assert_same_state(select_state(packed_state, torch.tensor([row])), alone_state)
 
 
+@pytest.mark.parametrize(
+    ("rows", "borders", "message"),
+    [
+        (2, [0, 5, TOKENS], "cu_seqlens needs a batch of 1"),
+        (1, [1, TOKENS], "cu_seqlens starts with 1"),
+        (1, [0, 5], "cu_seqlens ends with 5"),
+        (1, [0, TOKENS + 1], "cu_seqlens ends with 38"),
+        (1, [0, 8, 5, TOKENS], "cu_seqlens falls from 8 to 5"),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_borders_that_do_not_fit_are_refused(name: str, rows: int, borders: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(name)(make_tokens(rows), cu_seqlens=torch.tensor(borders))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_sequences_with_padding_are_refused(name: str) -> None:
     real = torch.arange(TOKENS)[None] != 3
     with pytest.raises(ValueError, match="mask and cu_seqlens are both given"):
         make(name)(make_tokens(1), cu_seqlens=torch.tensor([0, 5, TOKENS]), mask=real)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_that_does_not_fit_is_refused(name: str) -> None:
+    mixer, x = make(name), make_tokens(2)
+    real = torch.ones(2, TOKENS, dtype=torch.bool)
+    for mask, message in ((real.long(), r"use mask.bool\(\)"), (real[:1], r"must be \[B, T\] = \(2, 37\)")):
+        with pytest.raises(ValueError, match=message):
+            mixer(x, mask=mask)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -23,6 +23,8 @@ D, A, M = "deltanet", "attention", "mamba"
         ([D, D, A], (D, D, A, D), "2xdeltanet+attention"),
         ([A, D, D, M], (A, D, D, M), "attention+2xdeltanet+mamba"),
         ("4xdeltanet", (D, D, D, D), "deltanet"),
+        ([D, A, D, A], (D, A, D, A), "deltanet+attention"),
+        ([D, A, A, D], (D, A, A, D), "deltanet+2xattention+deltanet"),
         ("deltanet+attention@1@3", (D, A, D, A), "deltanet+attention@1@3"),
         ("deltanet+attention@3+mamba@0", (M, D, D, A), "deltanet+attention@3+mamba@0"),
         ("deltanet+mamba+attention@1", (D, A, D, M), "deltanet+mamba+attention@1"),

@@ -42,9 +42,30 @@ def generator_options(name: str) -> dict[str, Any]:
 
 
 def check_options(name: str, chosen: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that the generator does not have."""
+    """Raise ValueError for an option that the generator does not have, or a value of another kind than its default."""
     known = generator_options(name)
     if unknown := sorted(set(chosen) - set(known)):
         raise ValueError(
             f"data.generator={name} has no option {', '.join(unknown)}: its options are {', '.join(known)}"
         )
+    for key, value in chosen.items():
+        if (needed := _unmet(known[key], value)) is not None:
+            raise ValueError(f"data.options.{key}={value!r} must be {needed}")
+
+
+def _unmet(default: Any, value: Any) -> str | None:
+    """What a value must be to stand in place of `default`, None if it can."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        return None if whole and value >= 0 else "a whole number of at least 0"
+    if isinstance(default, float):
+        return None if whole or isinstance(value, float) else "a number"
+    if isinstance(default, tuple):
+        pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(end, int) for end in value)
+        return None if pair and 1 <= value[0] <= value[1] else "a range [low, high] with 1 <= low <= high"
+    if isinstance(default, str):
+        return None if isinstance(value, str) else "a word"
+    numbers = whole or (isinstance(value, (list, tuple)) and all(isinstance(end, int) for end in value))
+    return None if value is None or numbers else "a whole number, a range of them or null"

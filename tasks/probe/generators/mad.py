@@ -72,10 +72,10 @@ def fuzzy_recall(
     """
     words = vocab_size - 1
     half = words // 2
-    if tokens < 2 * (key_size + value_size) or not 1 <= shortest_key <= key_size <= half or value_size > half:
+    if tokens < 2 * (key_size + value_size) or not 1 <= shortest_key <= key_size <= half or not 1 <= value_size <= half:
         raise ValueError(
             f"tokens={tokens}, key_size={key_size}, value_size={value_size}, shortest_key={shortest_key}: two pairs "
-            f"must fit, and {half} tokens are there for a key"
+            f"must fit, and vocab_size={vocab_size} has {half} tokens for keys, whose sizes are at least 1"
         )
     keys, key_sizes = _motifs(np.arange(half), shortest_key, key_size)
     values, value_sizes = _motifs(np.arange(half, words), 1, value_size)
@@ -111,8 +111,11 @@ def memorization(
 
     What belongs to a key is the same in all samples, drawn once from `mapping_seed`; no two keys share a value.
     """
-    if tokens % 2:
-        raise ValueError(f"tokens={tokens} must be even: keys and signs take turns")
+    if tokens < 2 or tokens % 2 or vocab_size < 3:
+        raise ValueError(
+            f"tokens={tokens} must be even and at least 2, for keys and signs take turns, and vocab_size={vocab_size} "
+            f"at least 3: a key, a value and the sign"
+        )
     size = (vocab_size - 1) // 2
     value_of = size + np.random.default_rng(mapping_seed).permutation(vocab_size - 1 - size)[:size]
     keys = random.integers(0, size, (samples, tokens // 2))
@@ -128,6 +131,8 @@ def compression(random: np.random.Generator, samples: int, *, vocab_size: int = 
 
     The model must rebuild the sequence from its feature at the sign (`longseq.backbones.autoencoder`).
     """
+    if tokens < 2 or vocab_size < 2:
+        raise ValueError(f"tokens={tokens} and vocab_size={vocab_size} must be at least 2: a token and the sign")
     sequence = random.integers(0, vocab_size - 1, (samples, tokens))
     sequence[:, -1] = vocab_size - 1
     return Samples(sequence, sequence.copy())

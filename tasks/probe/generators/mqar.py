@@ -27,6 +27,8 @@ def mqar(
 
     Source: Zoology (Arora et al., 2023), section 4 and appendix E.
     """
+    if pairs < 1:
+        raise ValueError(f"pairs={pairs} must be at least 1")
     if tokens % 2 or tokens < 4 * pairs:
         raise ValueError(
             f"tokens={tokens} must be even and at least 4 x pairs={4 * pairs}: the pairs, and room for each query"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 
 import longseq.conf
 from longseq.tasks import assemble, evaluate, train
-from longseq.tasks.probe import comparison
+from longseq.tasks.probe import comparison, sweep
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
@@ -65,6 +70,10 @@ def test_a_run_leaves_what_an_image_run_leaves(compose_config, tmp_path):
     assert {"test/accuracy", "test/accuracy_32", "test/accuracy_64x3"} <= extrapolated.keys()
     mean = (20 * 2 * extrapolated["test/accuracy_32"] + 30 * 3 * extrapolated["test/accuracy_64x3"]) / (40 + 90)
     assert extrapolated["test/accuracy"] == pytest.approx(mean)
+    other = "data.validation=[{samples: 5, name: few}, {samples: 6, name: more}, {samples: 7, name: most}]"
+    validated = evaluate.run(evaluation(compose_config, tmp_path / "run", longer, other, "split=val"))
+    names = {"val/accuracy_few", "val/accuracy_more", "val/accuracy_most"}
+    assert {key for key in validated if "accuracy_" in key.replace("sequence_accuracy", "")} == names
     with pytest.raises(ValueError, match=r"data\.root is no key of a probe"):
         evaluate.run(evaluation(compose_config, tmp_path / "run", "data.root=/nowhere"))
     with pytest.raises(ValueError, match="the data has 32 tokens, the model 16"):
@@ -239,6 +248,17 @@ def test_what_an_automaton_allows_is_right():
         (["model=vim"], "take model=token"),
         (["data.options.vocab_size=16", "+data.options.colour=red"], "has no option colour"),
         (["data.test=[]"], "data.test has no slice"),
+        (["data.test=[9]"], "must be a list of slices"),
+        (["data.draw_seed=any"], "data.draw_seed=any must be a whole number"),
+        (["data.train=9"], "must be a list of slices"),
+        (["data.options.tokens=many"], "data.options.tokens='many' must be a whole number of at least 0"),
+        (["data.options.pairs=-1"], "data.options.pairs=-1 must be a whole number of at least 0"),
+        (["data.options.power=low"], "data.options.power='low' must be a number"),
+        (["data.options.filler=0"], "data.options.filler=0 must be a word"),
+        (["data=mqar_vla", "data.options.keys=all"], "must be a whole number, a range of them or null"),
+        (["data.options.pairs=0"], "pairs=0 must be at least 1"),
+        (["data=mqar_vla", "data.options.pairs=0"], "pairs=0 must be at least 1"),
+        (["data=regbench", "data.options.states=[5,4]"], "must be a range .low, high. with 1 <= low <= high"),
         (["data.train=[{samples: 0}]"], "samples=N of at least 1"),
         (["data.train=[{samples: 32}]"], "recipe.batch_size of at most 32"),
         (["data.generator=mquar"], "choose one of compression, copy"),
@@ -248,7 +268,7 @@ def test_what_an_automaton_allows_is_right():
 )
 def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_config, tmp_path):
     # A group that is chosen anew has other keys.
-    groups = [override.split("=")[0] for override in overrides if override in ("data=digits", "model=vim")]
+    groups = [override.split("=")[0] for override in overrides if "." not in override and "+" not in override]
     known = [word for word in TINY if not word.startswith(tuple(f"{group}{end}" for group in groups for end in "=."))]
     with pytest.raises(ValueError, match=message) as raised:
         train.run(compose_config("train", *known, f"output={tmp_path}", *overrides))
@@ -312,7 +332,7 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
              "sweep={model.depth: [1, 2]}", "jobs=2")  # fmt: skip
     assert probe(monkeypatch, tmp_path, script, *sweep) == 2
     error = capsys.readouterr().err
-    assert "4 of 8 runs failed, deltanet with seed 1 first: longseq: error: training diverged at step 3" in error
+    assert "4 of 8 runs failed, deltanet with seed 1 first: training diverged at step 3; the same" in error
     summary = results_of(tmp_path)["summary"]
     assert [(entry["learning_rate"], entry["failed"]) for entry in summary] == [(0.2, 2), (0.2, 2)]
     assert [entry["metrics"]["test/accuracy"]["mean"] for entry in summary] == [0.2, 0.4]
@@ -330,6 +350,81 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     assert "report=test/top1 was not measured: choose one of test/accuracy" in capsys.readouterr().err
 
 
+# Stands for `longseq train`: the first attempt tells its error, the second is killed.
+KILLED = """
+import os, signal, sys
+if not os.path.exists("tried"):
+    open("tried", "w").close()
+    sys.exit("longseq: error: training diverged at step 3")
+print("epoch 1", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_error_told_is_that_of_the_last_attempt(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    sweep = ("mixers=[deltanet]", "plot=false")
+    (tmp_path / "compared").mkdir()
+    (tmp_path / "compared" / "table.md").write_text("of an earlier comparison")
+    assert probe(monkeypatch, tmp_path, script, *sweep) == 2
+    told = capsys.readouterr()
+    assert "first: training diverged at step 3; the same" in told.err
+    assert "table.md" not in told.out
+    assert probe(monkeypatch, tmp_path, script, *sweep) == 2
+    error = capsys.readouterr().err
+    assert "first: signal 9; the last line of " in error
+    assert "log.txt: epoch 1; the same" in error
+
+
+# Stands for `longseq train`: runs until it is told to end, and notes that it was.
+ENDLESS = """
+import os, pathlib, signal, sys, time
+options = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
+folder = pathlib.Path(options["hydra.run.dir"])
+def leave(*_):
+    (folder / "told").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+(folder / "started").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_sweep_that_is_stopped_ends_its_runs(number, tmp_path, monkeypatch, capsys):
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    runs = tmp_path / "compared" / "runs"
+
+    def stop() -> None:
+        while len(list(runs.glob("*/started"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also where the tests run in the background
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert probe(monkeypatch, tmp_path, script, "seeds=[0,1,2]", "mixers=[gla]", "jobs=2", "plot=false") == 128 + number
+    thread.join()
+    assert len(list(runs.glob("*/told"))) == len(list(runs.glob("*/started"))) == 2
+    assert "stopping; the same command continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["compared", "a b, (c)=d's"])
+def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_path):
+    slices = [{"samples": 50, "name": "a b"}, {"samples": 60}]
+    config = {"output": str(tmp_path / output), "learning_rates": None, "mixers": ["gla"], "seeds": [0],
+              "sweep": {"data.test": [slices], "recipe": ["vla"], "model.tie_embeddings": [False]}}  # fmt: skip
+    (trial,) = sweep.plan(config, [])
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        composed = compose("train", trial.overrides)
+    assert composed.data.test == slices
+    assert composed.recipe.name == "vla"
+    assert composed.model.tie_embeddings is False
+    assert composed.data.cache == str(tmp_path / output / "samples")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -337,8 +432,19 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
         ("seed=3", "give seeds=[...]"),
         ("mixers=[]", "mixers is empty"),
         ("sweep={model.depth: 3}", "needs a list of values"),
+        ("sweep=[1,2]", "sweep=[1, 2] has no keys"),
+        ("sweep={mixer: [gla, mamba]}", "sweep: mixer is set by longseq probe itself: give mixers=[...]"),
         ("jobs=0", "jobs=0 must be at least 1"),
+        ("jobs=many", "jobs=many must be at least 1"),
+        ("mixers=deltanet", "mixers=deltanet must be a list, such as mixers=[deltanet,mamba]"),
+        ("mixers=[deltanet,deltanet]", "two runs are the same (deltanet, seed 0)"),
+        ("mixers=['']", "mixers is empty"),
+        ("seeds=[first]", "must be a list, such as seeds=[0,1,2]"),
+        ("learning_rates=small", "must be a list, such as learning_rates=[1e-3,3e-3]"),
         ("report=val/accuracy", "must be a metric of the test"),
+        ("output=null", "output=None must be a folder"),
+        ("trainer.fast_dev_run=true", "try with recipe.epochs=1"),
+        ("report=1", "must be a metric of the test"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(overrides, message, monkeypatch, capsys, tmp_path):
@@ -373,6 +479,7 @@ def test_the_best_learning_rate_by_validation_is_reported():
 def test_slices_are_columns(tmp_path):
     rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
     rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9, test__accuracy_512x64=0.3))
+    rows.append(row("c", 1, 0.1, 0))
     results = {
         "summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"),
         "report": "test/accuracy",
@@ -386,6 +493,7 @@ def test_slices_are_columns(tmp_path):
     table = comparison.markdown(results)
     assert table.splitlines()[0] == "| mixer | depth=1, 64x4 | depth=1, 512x64 |"
     assert table.splitlines()[3] == "| b | 0.900 | 0.300 |"
+    assert table.splitlines()[4] == "| c | failed | failed |"
     comparison.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
