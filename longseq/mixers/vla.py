@@ -121,13 +121,7 @@ class VLA(Mixer):
             projected, convolution = self.convolution(projected, convolution, cu_seqlens=cu_seqlens, mask=mask)
         o, memory = variational_linear_attention(
             *self._features(projected),
-            lambda0=self.lambda0,
-            refresh_period=self.refresh_period,
-            refresh=self.refresh,
-            eps=self.eps,
-            normalize_key=self.normalize_key,
-            normalize_alpha=self.normalize_alpha,
-            normalizer=self.normalizer,
+            **self._options(),
             mask=mask,
             initial_state=None if state is None else tuple(state[1:]),
             output_final_state=True,
@@ -147,13 +141,7 @@ class VLA(Mixer):
         o, memory = variational_linear_attention_step(
             *self._features(projected),
             state=tuple(state[1:]),
-            lambda0=self.lambda0,
-            refresh_period=self.refresh_period,
-            refresh=self.refresh,
-            eps=self.eps,
-            normalize_key=self.normalize_key,
-            normalize_alpha=self.normalize_alpha,
-            normalizer=self.normalizer,
+            **self._options(),
         )
         return o.flatten(-2), VLAState(convolution, *memory)
 
@@ -165,6 +153,18 @@ class VLA(Mixer):
         steps = torch.zeros(batch, device=device, dtype=torch.int64)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         return VLAState(convolution, memory, inverse, torch.zeros_like(memory[..., 0]), steps)
+
+    def _options(self) -> dict[str, Any]:
+        """What a pass and a step tell the operation alike."""
+        return {
+            "lambda0": self.lambda0,
+            "refresh_period": self.refresh_period,
+            "refresh": self.refresh,
+            "eps": self.eps,
+            "normalize_key": self.normalize_key,
+            "normalize_alpha": self.normalize_alpha,
+            "normalizer": self.normalizer,
+        }
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
