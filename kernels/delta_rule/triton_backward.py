@@ -12,7 +12,7 @@ units of the largest gradient, `d_largest`, and what they find from U and the st
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_tiles import (
+from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
     decay_between,

@@ -15,23 +15,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out
 from longseq.kernels.devices import channels_adjacent
-
-
-class Launch(NamedTuple):
-    """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest."""
-
-    block: int
-    step: int
-    warps: int
-    stages: int
-    registers: int | None = None  # at most, of a thread
-
+from longseq.kernels.triton_launch import TRITON_DTYPES, Launch, block_width, count_slots, sequence_of_slots, strides
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256. Not measured yet.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
@@ -78,8 +67,6 @@ CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
 
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
 
 class _Plan(NamedTuple):
     """What both passes derive from a call's shapes."""
@@ -102,19 +89,14 @@ class _Plan(NamedTuple):
         return "retreat_short" if self.short else "retreat"
 
     def options(self, kernel: str) -> dict[str, int | None]:
-        launch = self.launches[kernel]
-        return {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": launch.registers}
+        return self.launches[kernel].options
 
     def block(self, kernel: str, width: int) -> int:
         """The width of a program's block of so many columns."""
-        return min(self.launches[kernel].block, _block(width))
+        return min(self.launches[kernel].block, block_width(width))
 
     def step(self, kernel: str, width: int) -> int:
-        return min(self.launches[kernel].step, _block(width))
-
-
-def _block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+        return min(self.launches[kernel].step, block_width(width))
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, cu_seqlens: Tensor | None) -> _Plan:
@@ -124,12 +106,11 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, cu_seqlens:
     dtype = torch.float16 if half else torch.float32
     chunk = CHUNKS[dtype.itemsize]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    # A packed segment's slots begin at start // chunk + its number: apart from those of the segment before it.
-    slots = batch * -(-tokens // chunk) if cu_seqlens is None else tokens // chunk + sequences + 1
+    slots = count_slots(batch, tokens, chunk, cu_seqlens)
     width = max(key_dim, v.shape[3])
     launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
     short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
-    return _Plan(dtype, chunk, slots, sequences, short, _block(key_dim), launches)
+    return _Plan(dtype, chunk, slots, sequences, short, block_width(key_dim), launches)
 
 
 def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
@@ -142,19 +123,6 @@ def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
         "PRECISION": "tf32x3" if plan.dtype == torch.float32 else "tf32",
         "CHUNK": plan.chunk,
     }
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if tensor is None else tensor.stride()[:3]
-
-
-def _sequence_of(plan: _Plan, cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
-    """The packed segment that each slot belongs to, found without waiting for the device."""
-    if cu_seqlens is None:
-        return None
-    numbers = torch.arange(plan.slots, device=cu_seqlens.device)
-    first = cu_seqlens[:-1].clamp(0, tokens) // plan.chunk + numbers[: plan.sequences]
-    return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
 
 
 def _largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
@@ -190,7 +158,7 @@ def delta_rule(
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
     constants = _constants(plan, k, v, cu_seqlens)
-    sequence_of = _sequence_of(plan, cu_seqlens, tokens)
+    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     output, final, kept = _allocate(plan, k, v, g, save)
     largest = _largest(plan, v, initial_state)
     block = plan.block(plan.advance, value_dim)
@@ -199,16 +167,16 @@ def delta_rule(
             q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
             kept.inverse, kept.attention, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(beta), *_strides(write), *_strides(g),
-            GATED=g is not None, SCORES=_TRITON_DTYPES[_score_dtype(plan, q, k, write)],
-            DTYPE=_TRITON_DTYPES[plan.dtype], BLOCK=plan.block("prepare", max(key_dim, value_dim)),
+            *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
+            GATED=g is not None, SCORES=TRITON_DTYPES[_score_dtype(plan, q, k, write)],
+            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
         )  # fmt: skip
         advance[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
             initial_state, largest, cu_seqlens, kept.attention, kept.queries, kept.writes, kept.erased, kept.written,
             kept.decays, kept.states, output, final, tokens, heads,
             GATED=g is not None, HAS_INITIAL=initial_state is not None, SHORT=plan.short, SAVE=save,
-            DTYPE=_TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
+            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
             **constants, **plan.options(plan.advance),
         )  # fmt: skip
         if not plan.short:
@@ -286,7 +254,7 @@ def delta_rule_backward(
     batch, tokens, heads, key_dim = k.shape
     value_dim = d_output.shape[3]
     constants = _constants(plan, k, d_output, cu_seqlens)
-    sequence_of = _sequence_of(plan, cu_seqlens, tokens)
+    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     ours, largest = _Kept(*kept[:-1]), kept[-1]
     d_largest = _largest(plan, d_output, d_final)
 
@@ -305,15 +273,15 @@ def delta_rule_backward(
             g, d_largest, cu_seqlens, ours.inverse, ours.attention, ours.queries, ours.writes, ours.erased,
             ours.written, ours.decays, d_output, d_final,
             d_states, d_written, d_v, d_attention, d_lower, d_initial,
-            scale, tokens, heads, *_strides(g), *_strides(d_output),
+            scale, tokens, heads, *strides(g), *strides(d_output),
             GATED=g is not None, HAS_FINAL=d_final is not None, SHORT=plan.short,
-            DTYPE=_TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
+            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
             **constants, **plan.options(plan.retreat),
         )  # fmt: skip
         if not plan.short:
             differentiate_scores[(plan.slots * heads,)](
                 g, d_largest, cu_seqlens, sequence_of, ours.inverse, ours.written, d_output, d_written, d_v,
-                d_attention, d_lower, scale, tokens, heads, *_strides(g), *_strides(d_output),
+                d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
                 GATED=g is not None, STEP=plan.step("differentiate_scores", value_dim),
                 **{name: value for name, value in constants.items() if name != "K"},
                 **plan.options("differentiate_scores"),
@@ -322,7 +290,7 @@ def delta_rule_backward(
             q, k, beta, write, g, largest, d_largest, cu_seqlens, sequence_of, ours.written, ours.states,
             d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
             scale, tokens, heads, batch * tokens,
-            *_strides(q), *_strides(k), *_strides(beta), *_strides(write), *_strides(g), *_strides(d_output),
+            *strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output),
             GATED=g is not None, OWN_WRITE_KEY=write_key is not None,
             BLOCK=block_k, STEP=plan.step("differentiate_inputs", value_dim),
             **constants, **plan.options("differentiate_inputs"),

@@ -9,7 +9,7 @@ lacks, `read_out` does that afterwards, over chunks in parallel. Values, U and s
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_tiles import (
+from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
     decay_between,

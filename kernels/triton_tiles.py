@@ -1,4 +1,4 @@
-"""What the delta rule's Triton kernels share: their place in the work, tiles of tensors, decays, the inverse.
+"""What the Triton kernels that work in chunks share: their place in the work, tiles, decays, the inverse.
 
 Sequences are cut into chunks of CHUNK tokens, numbered over the whole batch: the slots. Tensors of the user are read
 where they lie ([B, T, H, D], any strides but for the last). What one kernel leaves for another is stored by slot and

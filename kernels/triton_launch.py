@@ -1,0 +1,52 @@
+"""What the launches of Triton kernels share: entries of their tables, block widths, strides, packed sequences."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class Launch(NamedTuple):
+    """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest."""
+
+    block: int
+    step: int
+    warps: int
+    stages: int
+    registers: int | None = None  # at most, of a thread
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton itself is told."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def block_width(width: int) -> int:
+    """The narrowest block of so many columns that matrix products take."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """Of batch, time and heads."""
+    return (0, 0, 0) if tensor is None else tensor.stride()[:3]
+
+
+def count_slots(batch: int, tokens: int, chunk: int, cu_seqlens: Tensor | None) -> int:
+    """Chunks of all sequences, at most.
+
+    A packed segment's slots begin at start // chunk + its number: apart from those of the segment before it.
+    """
+    return batch * -(-tokens // chunk) if cu_seqlens is None else tokens // chunk + cu_seqlens.shape[0]
+
+
+def sequence_of_slots(slots: int, chunk: int, tokens: int, cu_seqlens: Tensor | None) -> Tensor | None:
+    """The packed segment that each slot belongs to, found without waiting for the device."""
+    if cu_seqlens is None:
+        return None
+    numbers = torch.arange(slots, device=cu_seqlens.device)
+    first = cu_seqlens[:-1].clamp(0, tokens) // chunk + numbers[: cu_seqlens.shape[0] - 1]
+    return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
