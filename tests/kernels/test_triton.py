@@ -130,6 +130,24 @@ def test_convolution_passes_over_padding(interpreted):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("variant", list_variants("short_convolution"))
+@pytest.mark.parametrize("with_state", [True, False], ids=["state", "no_state"])
+def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant, with_state):
+    bounds = torch.tensor([0, 2, 2, 40, 41, 70], dtype=torch.int32)
+    exact, actual = (
+        make_inputs("short_convolution", variant, segments=5, tokens=70, dtype=dtype).map(lambda x: x.requires_grad_())
+        for dtype in (torch.float64, torch.float32)
+    )
+    gradient = {}
+    for inputs, backend in ((exact, "reference"), (actual, "triton")):
+        state = {} if with_state else {"initial_state": None}
+        y, last = inputs.run(backend=backend, cu_seqlens=bounds, **state)
+        leaves = [x for name, x in inputs.tensors.items() if with_state or name != "initial_state"]
+        gradient[backend] = [y, last, *torch.autograd.grad(y.square().sum() + last.sum(), leaves)]
+    for ours, expected in zip(gradient["triton"], gradient["reference"], strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_reasons_name_the_remedy(op):
     reasons = explain(op, device="cpu", dtype=torch.float64, exporting=True)["triton"]
