@@ -1,0 +1,119 @@
+"""Train every mixer by its Triton kernels and by the torch form; write loss_curves.json and loss_curves.png.
+
+python benchmarks/loss_curves.py FOLDER [UPDATES]
+
+FOLDER holds text files; every tenth one, by name, is left out. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from byte_text import read_text, train
+from matplotlib import pyplot
+from torch import Tensor
+
+from longseq import mixers
+from longseq.backbones.text import TextBackbone
+from longseq.kernels import explain
+
+HERE = Path(__file__).parent
+TOKENS, BATCH, UPDATES = 512, 16, 200
+LEARNING_RATE = 1e-3
+SMOOTH = 10  # updates whose losses are averaged before two curves are compared
+
+
+def has_kernels(name: str) -> bool:
+    """Whether every operation of a mixer has a Triton form that takes these sizes."""
+    operations = mixers.get(name).operations
+    return bool(operations) and all(explain(op, device="cuda").get("triton") == [] for op in operations)
+
+
+def curve(name: str, backend: str, bfloat16: bool, text: Tensor, updates: int) -> tuple[Tensor, float]:
+    """The smoothed losses of one training run, the same weights and batches in every run of a mixer."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    model = TextBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
+    losses, seconds = train(
+        model.to(device), text, device, updates=updates, tokens=TOKENS, batch=BATCH, learning_rate=LEARNING_RATE,
+        bfloat16=bfloat16,
+    )  # fmt: skip
+    smoothed = torch.tensor(losses)[: updates // SMOOTH * SMOOTH].view(-1, SMOOTH).mean(1)
+    return smoothed, 1000 * seconds / updates
+
+
+def compare(name: str, text: Tensor, updates: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """One row for a mixer, and its curves."""
+    full, _ = curve(name, "torch", False, text, updates)
+    plain, plain_time = curve(name, "torch", True, text, updates)
+    ours, ours_time = curve(name, "triton", True, text, updates)
+    apart, noise = (ours - plain).abs(), (full - plain).abs()
+    row = {
+        "mixer": name,
+        "last_loss_torch_float32": round(full[-1].item(), 4),
+        "last_loss_torch_bfloat16": round(plain[-1].item(), 4),
+        "last_loss_triton_bfloat16": round(ours[-1].item(), 4),
+        "largest_gap_triton_to_torch_bfloat16": round(apart.max().item(), 4),
+        "largest_gap_torch_bfloat16_to_float32": round(noise.max().item(), 4),
+        "ms_per_update_torch": round(plain_time, 1),
+        "ms_per_update_triton": round(ours_time, 1),
+    }
+    return row, {"torch, float32": full, "torch, bfloat16": plain, "Triton, bfloat16": ours}
+
+
+def draw(curves: dict[str, dict[str, Tensor]]) -> None:
+    columns = 4
+    rows = -(-len(curves) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False, sharex=True)
+    for axis in axes.flat[len(curves) :]:
+        axis.remove()
+    for axis, (name, lines) in zip(axes.flat, curves.items(), strict=False):
+        for label, line in lines.items():
+            axis.plot(torch.arange(1, len(line) + 1) * SMOOTH, line, label=label, linewidth=1)
+        axis.set_title(name, fontsize=9)
+    axes[0, 0].legend(fontsize=7)
+    figure.supxlabel("updates")
+    figure.supylabel("training loss (nats a byte)")
+    figure.tight_layout()
+    figure.savefig(HERE / "loss_curves.png", dpi=120)
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    if not torch.cuda.is_available():
+        sys.exit("loss_curves.py compares kernels on a CUDA device, and torch sees none")
+    updates = int(sys.argv[2]) if len(sys.argv) > 2 else UPDATES
+    text, _, files = read_text(sys.argv[1])
+    rows, curves = [], {}
+    for name in filter(has_kernels, mixers.mixer_names()):
+        row, curves[name] = compare(name, text, updates)
+        rows.append(row)
+        print(row, flush=True)
+    draw(curves)
+    result = {
+        "what": "Training by the Triton kernels and by the torch form",
+        "command": f"python benchmarks/loss_curves.py FOLDER {updates}",
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__.split("+")[0], "triton": triton.__version__},
+        "rows": rows,
+        "notes": [
+            f"Four layers of width 256; {updates} updates of {BATCH} windows of {TOKENS} bytes of {files} texts; "
+            "AdamW, one seed: the same weights and batches in the three runs of a mixer. Not compiled.",
+            f"Gaps are between losses averaged over {SMOOTH} updates. Noise is what changing the precision alone does: "
+            "the gap between bfloat16 and float32, both in the torch form.",
+            "The curves: loss_curves.png.",
+        ],
+    }
+    (HERE / "loss_curves.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
