@@ -1,7 +1,8 @@
 """Operators of the recurrent mixers. Needs torch only; imports nothing above itself.
 
-Every operation takes `backend`: "auto" runs the first backend without a reason against it, a name runs that backend or
-raises ValueError with the reasons. `explain(op, device=...)` returns the reasons that auto would judge by.
+Every operation, and its form for one token `<op>_step`, takes `backend`: "auto" runs the first backend without a reason
+against it, a name runs that backend or raises ValueError with the reasons. `explain(op, device=...)` returns the
+reasons that auto would judge by.
 """
 
 from longseq.kernels.cumulative_softmax import cumulative_softmax, cumulative_softmax_step

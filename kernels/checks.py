@@ -19,10 +19,10 @@ def check_tensors(
     """Check the tensors of a call against their layouts and return the size of each dimension by name.
 
     `layouts` maps an argument's name to its tensor (None when it was left out) and its dimensions, such as "B T H K";
-    the first one holds B and T and must be there. The same letter must have the same size everywhere. "S" is the
-    leading dimension of a state: the batch size, or the number of segments when `cu_seqlens` is given; "W-1" is one
-    less than "W". While a graph is exported nothing is compared, because a comparison of symbolic sizes would become a
-    condition of the graph.
+    the first one holds B and T (B alone for one token) and must be there. The same letter must have the same size
+    everywhere. "S" is the leading dimension of a state: the batch size, or the number of segments when `cu_seqlens` is
+    given; "W-1" is one less than "W". While a graph is exported nothing is compared, because a comparison of symbolic
+    sizes would become a condition of the graph.
     """
     given = {name: (tensor, layout.split()) for name, (tensor, layout) in layouts.items() if tensor is not None}
     if is_exporting():
@@ -55,7 +55,7 @@ def check_tensors(
                 )
             source.setdefault(dim, name)
     for dim in ("B", "T"):
-        if sizes[dim] < 1:
+        if sizes.get(dim, 1) < 1:
             raise ValueError(f"{op}: {first_name} has shape {tuple(first.shape)}, but its {dim} must be at least 1")
     if mask is not None:
         check_mask(op, mask, first_name, first)
@@ -79,15 +79,13 @@ def _check_cu_seqlens(op: str, cu_seqlens: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_parts(op: str, state: Any, *parts: str) -> tuple[Any, ...]:
+def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -> tuple[Any, ...]:
     """The parts of a state that is a tuple, each None where there is no state."""
     if state is None:
         return (None,) * len(parts)
     if not isinstance(state, tuple) or len(state) != len(parts):
         given = f"{len(state)} parts" if isinstance(state, tuple) else f"a {type(state).__name__}"
-        raise ValueError(
-            f"{op}: initial_state is {given}, but must be a tuple of {len(parts)}; pass ({', '.join(parts)})"
-        )
+        raise ValueError(f"{op}: {name} is {given}, but must be a tuple of {len(parts)}; pass ({', '.join(parts)})")
     return state
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from longseq.kernels import self_test
+
 
 @dataclass(frozen=True)
 class Call:
@@ -18,6 +20,7 @@ class Call:
     sizes: Mapping[str, int] = field(
         default_factory=dict
     )  # by dimension name ("T", "K", ...); what is absent is not known
+    differentiated: bool = False  # an input requires a gradient; known of one-token forms alone
 
 
 def no_reasons(call: Call) -> list[str]:
@@ -35,6 +38,8 @@ class Backend:
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
+# Of the one-token forms, by name. They are no operations: the contracts over `list_ops` are those of whole sequences.
+_STEPS: dict[str, tuple[Backend, ...]] = {}
 
 
 def register(op: str, *backends: Backend) -> None:
@@ -44,16 +49,23 @@ def register(op: str, *backends: Backend) -> None:
     _BACKENDS[op] = backends
 
 
+def register_step(op: str, *backends: Backend) -> None:
+    """Register the one-token form of an operation, `<op>_step`, with its backends, the preferred one first."""
+    assert f"{op}_step" not in _STEPS, f"the step of {op} is registered twice"
+    _STEPS[f"{op}_step"] = backends
+
+
 def list_ops() -> tuple[str, ...]:
     """Names of the registered operations, sorted."""
     return tuple(sorted(_BACKENDS))
 
 
 def backends(op: str) -> tuple[Backend, ...]:
-    """The backends of an operation in the order in which `backend="auto"` tries them."""
-    if op not in _BACKENDS:
+    """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
+    found = _BACKENDS.get(op) or _STEPS.get(op)
+    if found is None:
         raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
-    return _BACKENDS[op]
+    return found
 
 
 def explain(
@@ -71,7 +83,15 @@ def explain(
     `{"T": 197, "K": 64}`; a backend that limits a size is silent about sizes that are not given.
     """
     call = Call(torch.device(device), dtype, packed, exporting, sizes or {})
-    return {backend.name: backend.reasons(call) for backend in backends(op)}
+    return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
+
+
+def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
+    """The backend's own reasons; if it has none, those of the self-test that Triton kernels must pass."""
+    reasons = backend.reasons(call)
+    if reasons or backend.name != "triton":
+        return reasons
+    return self_test.failures(op, call.device, call.dtype, call.sizes)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:
@@ -87,7 +107,7 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
             raise ValueError(f"{op} has no backend {name!r}: choose one of auto, {present}")
     refusals = []
     for backend in candidates:
-        reasons = backend.reasons(call)
+        reasons = _find_reasons(op, backend, call)
         if not reasons:
             return backend.function
         refusals.append(f"backend {backend.name!r} of {op} cannot run: {'; '.join(reasons)}")

@@ -32,8 +32,11 @@ def run_recurrence(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     unpack: Unpack,
+    reverse: bool = False,
 ) -> tuple[Tensor, Any]:
     """Run `core` from the given state, or from a first one, on packed sequences or not.
+
+    With `reverse` each sequence is read from its last token to its first: the given state is the one behind the last.
 
     The state is float32 (float64 if an input is float64; integers stay), and the core computes in its dtype. The
     sequences are passed as they are, so that what a core saves for its backward is no larger; the first one must be
@@ -51,11 +54,24 @@ def run_recurrence(
             state = state_shape(rows, dtype)
         else:
             state = first.new_zeros((rows, *state_shape), dtype=dtype)
+        if reverse:
+            sequences = [None if x is None else x.flip(1) for x in sequences]
         if cu_seqlens is None:
             output, final_state = core(sequences, state)
+        elif reverse:  # the last segment comes first, too
+            segment_bounds(cu_seqlens, first.shape[1])
+            state, cu_seqlens = each(_flip_rows, state), first.shape[1] - cu_seqlens.flip(0)
+            output, final_state = unpack(core, sequences, state, cu_seqlens)
+            final_state = each(_flip_rows, final_state)
         else:
             output, final_state = unpack(core, sequences, state, cu_seqlens)
+        if reverse:
+            output = output.flip(1)
     return output.to(output_dtype), final_state if output_final_state else None
+
+
+def _flip_rows(x: Tensor) -> Tensor:
+    return x.flip(0)
 
 
 def each(function: Callable[..., Any], *states: State) -> State:

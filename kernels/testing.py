@@ -62,15 +62,33 @@ class Inputs:
         state = self.initial_state if initial_state is None else initial_state
         return replace(self, sequences={k: x[:, start:stop] for k, x in self.sequences.items()}, initial_state=state)
 
+    def run_turned(self, cu_seqlens: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
+        """What `reverse=True` stands for: time is turned round, and with it the order of packed segments."""
+        turned = replace(self, sequences={name: x.flip(1) for name, x in self.sequences.items()})
+        if cu_seqlens is None:
+            output, state = turned.run(**options)
+            return output.flip(1), state
+        turned = replace(turned, initial_state=each(lambda x: x.flip(0), self.initial_state))
+        output, state = turned.run(cu_seqlens=self.tokens - cu_seqlens.flip(0), **options)
+        return output.flip(1), each(lambda x: x.flip(0), state)
+
     def run(self, **options: Any) -> tuple[Tensor, Any]:
         """Output and final state of the operation."""
         call = {**self.sequences, **self.parameters, "initial_state": self.initial_state, "output_final_state": True}
         return getattr(kernels, self.op)(**{**call, **self.options, **options})
 
-    def step(self, t: int, state: Any) -> tuple[Tensor, Any]:
+    def step(self, t: int, state: Any, **options: Any) -> tuple[Tensor, Any]:
         """Output and next state of the operation's one-token form at token t."""
         token = {name: x[:, t] for name, x in self.sequences.items()}
-        return getattr(kernels, f"{self.op}_step")(**token, **self.parameters, state=state, **self.options)
+        return getattr(kernels, f"{self.op}_step")(**token, **self.parameters, state=state, **self.options, **options)
+
+    def take_steps(self, **options: Any) -> tuple[Tensor, Any]:
+        """Output and final state of the one-token form at one token after another."""
+        outputs, state = [], self.initial_state
+        for t in range(self.tokens):
+            output, state = self.step(t, state, **options)
+            outputs.append(output)
+        return torch.stack(outputs, 1), state
 
 
 def _named(name: str, state: Any) -> dict[str, Tensor]:
@@ -87,6 +105,11 @@ class Draw:
     rows: int
     dtype: torch.dtype
     generator: torch.Generator
+    sizes: Mapping[str, int] = field(default_factory=dict)  # by dimension name, instead of the maker's own small ones
+
+    def size(self, **own: int) -> tuple[int, ...]:
+        """The sizes of dimensions, given by name with the maker's own."""
+        return tuple(self.sizes.get(name, size) for name, size in own.items())
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
@@ -129,12 +152,18 @@ def make_inputs(
     segments: int | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    sizes: Mapping[str, int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Inputs:
-    """Small random inputs of an operation. With `segments` the state has one row for each and the batch is 1."""
+    """Random inputs of an operation, small ones unless `sizes` names dimensions (heads "H", keys "K", ...).
+
+    With `segments` the state has one row for each and the batch is 1.
+    """
     maker, variants = _MAKERS[op]
     batch = batch if segments is None else 1
-    draw = Draw(batch, tokens, segments or batch, dtype, torch.Generator().manual_seed(seed))
-    return maker(draw, variant or variants[0])
+    draw = Draw(batch, tokens, segments or batch, dtype, torch.Generator(device).manual_seed(seed), sizes or {})
+    with torch.device(device):
+        return maker(draw, variant or variants[0])
 
 
 @_maker(
@@ -151,7 +180,7 @@ def make_inputs(
     "extreme_decay",
 )
 def _delta_rule(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = 2, 4, 3
+    heads, key_dim, value_dim = draw.size(H=2, K=4, V=3)
     shape = (draw.batch, draw.tokens, heads)
     k = draw.unit(*shape, key_dim)
     if variant == "repeated_keys":
@@ -183,7 +212,7 @@ def _delta_rule(draw: Draw, variant: str) -> Inputs:
     "extreme_value_decay",
 )
 def _linear_attention(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = 2, 4, 3
+    heads, key_dim, value_dim = draw.size(H=2, K=4, V=3)
     shape = (draw.batch, draw.tokens, heads)
     sequences = {
         "q": draw.normal(*shape, key_dim),
@@ -200,7 +229,7 @@ def _linear_attention(draw: Draw, variant: str) -> Inputs:
 
 @_maker("longhorn_scan", "plain", "beta_0", "beta_1", "repeated_keys", "extreme_decay")
 def _longhorn_scan(draw: Draw, variant: str) -> Inputs:
-    channels, width = 5, 3
+    channels, width = draw.size(D=5, N=3)
     shape = (draw.batch, draw.tokens)
     k, beta = draw.normal(*shape, width), draw.uniform(*shape, channels)
     if variant == "repeated_keys":
@@ -216,7 +245,7 @@ def _longhorn_scan(draw: Draw, variant: str) -> Inputs:
 
 @_maker("selective_scan", "plain", "extreme_decay")
 def _selective_scan(draw: Draw, variant: str) -> Inputs:
-    channels, width = 5, 3
+    channels, width = draw.size(D=5, N=3)
     shape = (draw.batch, draw.tokens)
     delta = -draw.decays(*shape, channels) if variant == "extreme_decay" else draw.uniform(*shape, channels)
     sequences = {
@@ -231,7 +260,7 @@ def _selective_scan(draw: Draw, variant: str) -> Inputs:
 
 @_maker("cumulative_softmax", "plain", "extreme_logits")
 def _cumulative_softmax(draw: Draw, variant: str) -> Inputs:
-    shape = (draw.batch, draw.tokens, 2, 5)
+    shape = (draw.batch, draw.tokens, *draw.size(H=2, M=5))
     x, state = draw.normal(*shape), draw.normal(draw.rows, *shape[2:])
     if variant == "extreme_logits":
         x = x - draw.decays(*shape) + draw.decays(*shape)
@@ -241,7 +270,7 @@ def _cumulative_softmax(draw: Draw, variant: str) -> Inputs:
 
 @_maker("slot_attention", "plain", "write", "identity", "relu_squared", "no_write", "extreme_decay")
 def _slot_attention(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim, slots = 2, 4, 3, 5
+    heads, key_dim, value_dim, slots = draw.size(H=2, K=4, V=3, M=5)
     shape = (draw.batch, draw.tokens, heads)
     g = draw.decays(*shape, slots) if variant == "extreme_decay" else -draw.uniform(*shape, slots)
     sequences = {
@@ -259,7 +288,7 @@ def _slot_attention(draw: Draw, variant: str) -> Inputs:
 
 @_maker("short_convolution", "plain", "silu", "one_tap", "no_bias")
 def _short_convolution(draw: Draw, variant: str) -> Inputs:
-    channels, width = 5, 1 if variant == "one_tap" else 4
+    channels, width = draw.size(D=5, W=1 if variant == "one_tap" else 4)
     bias = {} if variant == "no_bias" else {"bias": draw.normal(channels)}
     return Inputs(
         "short_convolution",
@@ -285,7 +314,7 @@ def _short_convolution(draw: Draw, variant: str) -> Inputs:
     "extreme_values",
 )
 def _orthogonal_recurrence(draw: Draw, variant: str) -> Inputs:
-    heads, slots, width = 2, 3, 4
+    heads, slots, width = draw.size(H=2, M=3, D=4)
     shape = (draw.batch, draw.tokens, heads)
     k, v, gamma = draw.normal(*shape, slots), draw.normal(*shape, width), draw.uniform(*shape)
     if variant == "repeated_tokens":
@@ -307,7 +336,9 @@ def _orthogonal_recurrence(draw: Draw, variant: str) -> Inputs:
         sequences["g"] = -draw.uniform(*shape)
     elif variant == "extreme_decay":
         sequences["g"] = draw.decays(*shape)
-    state = torch.linalg.qr(draw.normal(draw.rows, heads, width, slots).double())[0].to(draw.dtype)
+    columns = draw.normal(draw.rows, heads, width, slots).double()
+    state = F.normalize(columns, dim=-2) if slots > width else torch.linalg.qr(columns)[0]
+    state = state.to(draw.dtype)
     return Inputs("orthogonal_recurrence", sequences, state, options=options, needs_state=True)
 
 
@@ -331,7 +362,7 @@ def _directions(draw: Draw, variant: str, *shape: int) -> Tensor:
 
 @_maker("recursive_least_squares", "plain", "no_refresh", "repeated_directions", "extreme_directions")
 def _recursive_least_squares(draw: Draw, variant: str) -> Inputs:
-    heads, width = 2, 4
+    heads, width = draw.size(H=2, K=4)
     shape = (draw.batch, draw.tokens, heads, width)
     first = torch.eye(width, dtype=draw.dtype).expand(draw.rows, heads, width, width) / 0.1
     return Inputs(
@@ -354,7 +385,7 @@ def _recursive_least_squares(draw: Draw, variant: str) -> Inputs:
     "no_normalizer",
 )
 def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = 2, 8, 5
+    heads, key_dim, value_dim = draw.size(H=2, K=8, V=5)
     shape = (draw.batch, draw.tokens, heads)
     k = draw.uniform(*shape, key_dim)
     if variant == "repeated_keys":
@@ -394,7 +425,12 @@ _DEFINED_BY_CHUNKS = ("orthogonal_recurrence",)
 
 def takes_chunk_size(op: str) -> bool:
     """Whether an operation has the option chunk_size, which must not matter."""
-    return op not in _DEFINED_BY_CHUNKS and "chunk_size" in inspect.signature(getattr(kernels, op)).parameters
+    return op not in _DEFINED_BY_CHUNKS and takes(op, "chunk_size")
+
+
+def takes(op: str, option: str) -> bool:
+    """Whether an operation has an option of that name."""
+    return option in inspect.signature(getattr(kernels, op)).parameters
 
 
 # The largest difference that counts as equal, relative to 1 + the largest magnitude of what is expected.
@@ -434,6 +470,12 @@ def assert_accurate(actual: Tensor, peer: Tensor, exact: Tensor, name: str) -> N
 def results(output: Tensor, final_state: Any) -> dict[str, Tensor]:
     """What an operation returned, by name; the parts of a tuple are final_state[0], ..."""
     return {"output": output, **_named("final_state", final_state)}
+
+
+def step_results(inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+    """Output and final state of the one-token form at one token after another, without gradients."""
+    with torch.no_grad():
+        return results(*inputs.take_steps(**options))
 
 
 def gradients(inputs: Inputs, run: Callable[..., tuple[Tensor, Any]] = Inputs.run, **options: Any) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.launch_file import LAUNCHES_VARIABLE, file_of_launches, read_launches
+
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -23,6 +25,33 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, int | None]:
         """What Triton itself is told."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) -> None:
+    """Take an operation's launches from the file that the environment names, if it does, into the table.
+
+    Raises ValueError for a file that does not fit: measured on another kind of GPU, or for other kernels.
+    """
+    file = file_of_launches()
+    if file is None:
+        return
+    held = read_launches(file)
+    here = list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    if held["capability"] != here:
+        raise ValueError(
+            f"{LAUNCHES_VARIABLE}={file} was measured on a GPU of capability {held['capability']}, and this one has "
+            f"{here}: unset it, or measure here with `longseq benchmark tune`"
+        )
+    for row in held["launches"]:
+        if row["op"] != op:
+            continue
+        table = launches.get((row["bytes"], row["width"]), {})
+        if row["kernel"] not in table:
+            raise ValueError(
+                f"{LAUNCHES_VARIABLE}={file} has {row['kernel']} of {row['bytes']} bytes and width {row['width']}, "
+                f"which {op} does not launch: measure again with `longseq benchmark tune`"
+            )
+        table[row["kernel"]] = Launch(**row["launch"])
 
 
 def block_width(width: int) -> int:

@@ -26,14 +26,19 @@ def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def chunk(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr):
-    """The batch row, first token and number of tokens of a chunk; a slot of packed sequences may hold no token."""
+def chunk(
+    slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr = False
+):  # fmt: skip
+    """The batch row, first token and number of tokens of a chunk; a slot of packed sequences may hold no token.
+
+    Read in REVERSE, chunks begin at a sequence's end, and the first token of each is its last.
+    """
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = tl.load(sequence_of + slot).to(tl.int64)
     row, start, end, first = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    start += (slot - first) * CHUNK
-    return row, start, end - start
+    done = (slot - first) * CHUNK
+    return row, end - 1 - done if REVERSE else start + done, end - start - done
 
 
 @triton.jit

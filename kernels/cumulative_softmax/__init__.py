@@ -1,5 +1,7 @@
 """The cumulative softmax: how much of a running softmax average is left at each token."""
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels.checks import check_tensors
@@ -7,7 +9,7 @@ from longseq.kernels.cumulative_softmax.chunk import cumulative_softmax_torch
 from longseq.kernels.cumulative_softmax.reference import (
     NOTHING,
     cumulative_softmax_reference,
-    cumulative_softmax_step,
+    cumulative_softmax_step_torch,
 )
 from longseq.kernels.dispatch import (
     Backend,
@@ -18,6 +20,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
 
@@ -26,6 +29,17 @@ register(
     Backend("torch", cumulative_softmax_torch, unpacking_reasons),
     Backend("reference", cumulative_softmax_reference, loop_reasons),
 )
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _cumulative_softmax_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.cumulative_softmax.triton_step import cumulative_softmax_step_triton
+
+    return cumulative_softmax_step_triton(*args, **kwargs)
+
+
+register_steps("cumulative_softmax", cumulative_softmax_step_torch, _cumulative_softmax_step_triton)
 
 
 def cumulative_softmax(
@@ -58,3 +72,15 @@ def cumulative_softmax(
     )
     run = select("cumulative_softmax", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
     return run(x, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+
+
+def cumulative_softmax_step(x: Tensor, state: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """One token of `cumulative_softmax`: x and state [B, H, M].
+
+    Returns g [B, H, M] in x's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    run = select_step("cumulative_softmax", backend, {"x": (x, "B H M"), "state": (state, "B H M")})
+    return run(x, state)

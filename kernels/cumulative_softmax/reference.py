@@ -10,8 +10,8 @@ from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
 NOTHING = -1e30
 
 
-def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of `cumulative_softmax`: x and state [B, H, M]. Returns g [B, H, M] in x's dtype and the next state."""
+def cumulative_softmax_step_torch(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`cumulative_softmax_step` in torch: differentiable, in the state's precision."""
     logit = x.to(state.dtype)
     # As a difference of the two states g would be lost in their rounding where a token's share is small.
     return functional.logsigmoid(state - logit).to(x.dtype), torch.logaddexp(state, logit)
@@ -25,7 +25,7 @@ def cumulative_softmax_reference(
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
         for logit in sequences[0].unbind(1):
-            g, state = cumulative_softmax_step(logit, state)
+            g, state = cumulative_softmax_step_torch(logit, state)
             outputs.append(g)
         return torch.stack(outputs, dim=1), state
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_tensors
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
-from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step
+from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step_torch
 from longseq.kernels.devices import triton_reasons
 from longseq.kernels.dispatch import (
     Backend,
@@ -17,6 +17,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["delta_rule", "delta_rule_step"]
 
@@ -47,6 +48,15 @@ register(
 )
 
 
+def _delta_rule_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.delta_rule.triton_step import delta_rule_step_triton
+
+    return delta_rule_step_triton(*args, **kwargs)
+
+
+register_steps("delta_rule", delta_rule_step_torch, _delta_rule_step_triton, "K")
+
+
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -60,6 +70,8 @@ def delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    reverse: bool = False,
+    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Replace what a key reads from the state by a new value, at strength beta.
@@ -71,8 +83,11 @@ def delta_rule(
 
     Shapes: q, k, write_key [B, T, H, K]; v, o [B, T, H, V]; beta, g [B, T, H] with g <= 0 (a log); states
     [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V].
-    Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two,
-    changes speed and memory but not the result. Returns (o, final state or None).
+    With `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
+    token and the final state that at the first. Arithmetic and state are float32, or float64 for float64 inputs; o has
+    v's dtype. `chunk_size`, a power of two, changes speed and memory but not the result. `recompute` lets the triton
+    backend keep its inputs alone for the gradient, and run forward again before it; the other backends keep little in
+    any case. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -107,4 +122,41 @@ def delta_rule(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
+        recompute=recompute,
     )
+
+
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    write_key: Tensor | None = None,
+    g: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One token of `delta_rule`: q, k, write_key [B, H, K]; v [B, H, V]; beta, g [B, H]; state [B, H, K, V].
+
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    run = select_step(
+        "delta_rule",
+        backend,
+        {
+            "q": (q, "B H K"),
+            "k": (k, "B H K"),
+            "v": (v, "B H V"),
+            "beta": (beta, "B H"),
+            "write_key": (write_key, "B H K"),
+            "g": (g, "B H"),
+            "state": (state, "B H K V"),
+        },
+    )
+    return run(q, k, v, beta, state, write_key=write_key, g=g, scale=scale)

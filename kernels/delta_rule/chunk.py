@@ -49,8 +49,13 @@ def delta_rule_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward."""
+    """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward.
+
+    `recompute` has no meaning here.
+    """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         arguments: tuple[Any, ...] = (*sequences, state, scale, chunk_size)
@@ -69,6 +74,7 @@ def delta_rule_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 

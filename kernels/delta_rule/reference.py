@@ -6,7 +6,7 @@ from torch import Tensor
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
-def delta_rule_step(
+def delta_rule_step_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -17,10 +17,7 @@ def delta_rule_step(
     g: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One token of `delta_rule`: q, k, write_key [B, H, K]; v [B, H, V]; beta, g [B, H]; state [B, H, K, V].
-
-    Returns o [B, H, V] in v's dtype and the next state.
-    """
+    """`delta_rule_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
     q, k, value, beta = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype)
     if g is not None:
@@ -45,14 +42,16 @@ def delta_rule_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule`, one token at a time. `chunk_size` has no meaning here."""
+    """`delta_rule`, one token at a time. `chunk_size` and `recompute` have no meaning here."""
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
         for t in range(sequences[0].shape[1]):
             q_t, k_t, v_t, beta_t, write_key_t, g_t = token(sequences, t)
-            o_t, state = delta_rule_step(q_t, k_t, v_t, beta_t, state, write_key=write_key_t, g=g_t, scale=scale)
+            o_t, state = delta_rule_step_torch(q_t, k_t, v_t, beta_t, state, write_key=write_key_t, g=g_t, scale=scale)
             outputs.append(o_t)
         return torch.stack(outputs, dim=1), state
 
@@ -65,4 +64,5 @@ def delta_rule_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )

@@ -49,8 +49,8 @@ def retreat(
     g, d_largest, cu_seqlens, inverse, attention, queries, writes, erased, written, decays, d_output, d_final,
     d_states, d_written, d_v, d_attention, d_lower, d_initial,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-    HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence: gradients of the states after each chunk and of U.
@@ -62,6 +62,7 @@ def retreat(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     d_output += row * do_row + head * do_head
 
     unit = unit_scale(d_largest, SCALED)
@@ -71,13 +72,14 @@ def retreat(
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     for back in range(0, chunks):
         m = chunks - 1 - back
-        t = start + m * CHUNK
+        t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
+        live = end - start - m * CHUNK
         place = (slot + m) * H + head
         write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        do = load_tokens(d_output + t * do_token, do_token, end - t, column, V, CHUNK, BLOCK)
+        do = load_tokens(d_output + t * do_token, do_token * NEXT, live, column, V, CHUNK, BLOCK)
         do = (do.to(tl.float32) * unit).to(DTYPE)
 
         after = d_state.to(DTYPE)
@@ -92,13 +94,13 @@ def retreat(
             x = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK)
             dv = tl.dot(tl.trans(x), du, input_precision=PRECISION)
-            store_tokens(d_v + ((row * T + t) * H + head) * V, H * V, end - t, column, dv / unit, V, CHUNK, BLOCK)
+            store_tokens(d_v + ((row * T + t) * H + head) * V, H * V * NEXT, live, column, dv / unit, V, CHUNK, BLOCK)
             store_block(d_written + place * CHUNK * V, 0, column, dv, CHUNK, V, CHUNK, BLOCK)
             d_reading = tl.dot(do, tl.trans(u), input_precision=PRECISION)
             d_erasing = tl.dot(dv.to(DTYPE), tl.trans(u), input_precision=PRECISION)
             gate = tl.zeros((CHUNK,), tl.float32)
             if GATED:
-                gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token, end - t, CHUNK)
+                gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token * NEXT, live, CHUNK)
             _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
         else:
             store_block(d_written + place * CHUNK * V, 0, column, du, CHUNK, V, CHUNK, BLOCK)
@@ -109,15 +111,17 @@ def retreat(
 def differentiate_scores(
     g, d_largest, cu_seqlens, sequence_of, inverse, written, d_output, d_written, d_v, d_attention, d_lower,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of V (in `d_written` also, in place of U's), of Q Wᵀ and of R Wᵀ."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     place = slot * H + head
     d_output += row * do_row + start * do_token + head * do_head
+    do_token *= NEXT
     d_v += ((row * T + start) * H + head) * V
 
     unit = unit_scale(d_largest, SCALED)
@@ -129,13 +133,13 @@ def differentiate_scores(
         u = tl.trans(load_block(written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP))
         do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
         dv = tl.dot(xt, du, input_precision=PRECISION)
-        store_tokens(d_v, H * V, live, e, dv / unit, V, CHUNK, STEP)
+        store_tokens(d_v, H * V * NEXT, live, e, dv / unit, V, CHUNK, STEP)
         store_block(d_written + place * CHUNK * V, 0, e, dv, CHUNK, V, CHUNK, STEP)
         d_reading = tl.dot(do, u, d_reading, input_precision=PRECISION)
         d_erasing = tl.dot(dv.to(u.dtype), u, d_erasing, input_precision=PRECISION)
     gate = tl.zeros((CHUNK,), tl.float32)
     if GATED:
-        gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token, live, CHUNK)
+        gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
     _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
 
 
@@ -146,8 +150,8 @@ def differentiate_inputs(
     scale, T, H, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-    OWN_WRITE_KEY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's."""
@@ -156,7 +160,8 @@ def differentiate_inputs(
     column = block * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     place = slot * H + head
     token = (row * T + start) * H + head
     i = tl.arange(0, CHUNK)
@@ -164,8 +169,13 @@ def differentiate_inputs(
     k += row * k_row + start * k_token + head * k_head
     write_key += row * write_row + start * write_token + head * write_head
     d_output += row * do_row + start * do_token + head * do_head
+    q_token *= NEXT
+    k_token *= NEXT
+    write_token *= NEXT
+    do_token *= NEXT
     if GATED:
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
 
     unit = unit_scale(d_largest, SCALED)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -185,7 +195,8 @@ def differentiate_inputs(
             d_whole += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
     dq *= scale
     dr = -dr
-    strength = load_numbers(beta + row * beta_row + start * beta_token + head * beta_head, beta_token, live, CHUNK)
+    beta += row * beta_row + start * beta_token + head * beta_head
+    strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
@@ -220,12 +231,12 @@ def differentiate_inputs(
         # one side of it are in both sums, with opposite signs.
         read_later = tl.sum(dq * query.to(tl.float32) + dr * read.to(tl.float32), 1) - d_strength * strength
         dg = tl.cumsum(read_later, 0, reverse=True) + d_end / unit
-        tl.store(d_g + part + i * H, dg, mask=i < live)
-    tl.store(d_beta + part + i * H, d_strength, mask=i < live)
-    store_tokens(d_q + token * K, H * K, live, column, dq, K, CHUNK, BLOCK)
+        tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
+    tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
+    store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     dw *= strength[:, None]
     if OWN_WRITE_KEY:
-        store_tokens(d_write_key + token * K, H * K, live, column, dw, K, CHUNK, BLOCK)
+        store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
     else:
         dr += dw
-    store_tokens(d_k + token * K, H * K, live, column, dr, K, CHUNK, BLOCK)
+    store_tokens(d_k + token * K, H * K * NEXT, live, column, dr, K, CHUNK, BLOCK)

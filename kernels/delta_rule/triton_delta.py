@@ -8,7 +8,8 @@ bfloat16. Range is the price: values and gradients are multiplied by a power of 
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, U and the states before each chunk for the backward pass: about
-2 C + 3 K + V + K V / C numbers for each token and head, with C = 64.
+2 C + 3 K + V + K V / C numbers for each token and head, with C = 64 (32 for short sequences). Asked to recompute, it
+keeps its inputs alone, and the backward pass begins with a forward pass.
 """
 
 from typing import NamedTuple
@@ -18,15 +19,23 @@ import triton
 from torch import Tensor
 
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
-from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out
+from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import TRITON_DTYPES, Launch, block_width, count_slots, sequence_of_slots, strides
+from longseq.kernels.triton_launch import (
+    TRITON_DTYPES,
+    Launch,
+    block_width,
+    count_slots,
+    sequence_of_slots,
+    strides,
+    use_measured,
+)
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256. Not measured yet.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1),
-        "advance_short": Launch(64, 0, 4, 1),
+        "read_through": Launch(64, 0, 4, 1),
         "advance": Launch(64, 0, 4, 2),
         "read_out": Launch(64, 64, 4, 2),
         "retreat_short": Launch(64, 0, 4, 1),
@@ -62,10 +71,12 @@ LAUNCHES |= {
     }
     for width in (64, 128, 256)
 }
+use_measured("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
-# Half precision sequences up to here are read out as the state advances, and scored as it retreats.
+# Half precision sequences up to here are read through by one launch, and scored as the state retreats.
 SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
+SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
 
 
 class _Plan(NamedTuple):
@@ -80,12 +91,8 @@ class _Plan(NamedTuple):
     launches: dict[str, Launch]
 
     @property
-    def advance(self) -> str:
-        """The table's name for the kernel `advance`, which does more for short sequences."""
-        return "advance_short" if self.short else "advance"
-
-    @property
     def retreat(self) -> str:
+        """The table's name for the kernel `retreat`, which does more for short sequences."""
         return "retreat_short" if self.short else "retreat"
 
     def options(self, kernel: str) -> dict[str, int | None]:
@@ -99,17 +106,19 @@ class _Plan(NamedTuple):
         return min(self.launches[kernel].step, block_width(width))
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, cu_seqlens: Tensor | None) -> _Plan:
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, cu_seqlens: Tensor | None, half: bool
+) -> _Plan:  # fmt: skip
     """The plan of a call. `v` may be any tensor of v's shape and dtype."""
     batch, tokens, _, key_dim = k.shape
-    half = all(x is None or x.dtype.itemsize == 2 for x in (q, k, v, write_key))
+    half = half or all(x is None or x.dtype.itemsize == 2 for x in (q, k, v, write_key))
     dtype = torch.float16 if half else torch.float32
-    chunk = CHUNKS[dtype.itemsize]
+    width = max(key_dim, v.shape[3])
+    short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
+    chunk = SHORT_CHUNK if short else CHUNKS[dtype.itemsize]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
-    width = max(key_dim, v.shape[3])
     launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
-    short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
     return _Plan(dtype, chunk, slots, sequences, short, block_width(key_dim), launches)
 
 
@@ -146,59 +155,73 @@ def delta_rule(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    reverse: bool,
+    half: bool,
     save: bool,
+    recompute: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
-    backward pass needs, in the order of `_Kept`."""
+    backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. With `half`
+    the products are those of half precision inputs, whatever the inputs are."""
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     write = k if write_key is None else channels_adjacent(write_key)
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(q, k, v, write, cu_seqlens)
+    plan = _plan(q, k, v, write, cu_seqlens, half)
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
     constants = _constants(plan, k, v, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     output, final, kept = _allocate(plan, k, v, g, save)
     largest = _largest(plan, v, initial_state)
-    block = plan.block(plan.advance, value_dim)
+    score_dtype = TRITON_DTYPES[_score_dtype(plan, q, k, write)]
     with torch.cuda.device_of(q):  # Triton launches on the current device
+        if plan.short:
+            read_through[(plan.sequences * heads,)](
+                q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept, output, final,
+                scale, tokens, heads,
+                *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
+                GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
+                SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
+                BLOCK_K=plan.block_k, BLOCK=block_width(value_dim),
+                **constants, **plan.options("read_through"),
+            )  # fmt: skip
+            return output, final, [*kept, largest] if save else []
         prepare[(plan.slots * heads,)](
             q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
             kept.inverse, kept.attention, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, SCORES=TRITON_DTYPES[_score_dtype(plan, q, k, write)],
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=plan.block("prepare", max(key_dim, value_dim)),
+            GATED=g is not None, REVERSE=reverse, SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
+            BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
         )  # fmt: skip
+        block = plan.block("advance", value_dim)
         advance[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
-            initial_state, largest, cu_seqlens, kept.attention, kept.queries, kept.writes, kept.erased, kept.written,
-            kept.decays, kept.states, output, final, tokens, heads,
-            GATED=g is not None, HAS_INITIAL=initial_state is not None, SHORT=plan.short, SAVE=save,
+            initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, kept.states,
+            final, tokens, heads, GATED=g is not None, HAS_INITIAL=initial_state is not None,
             DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
-            **constants, **plan.options(plan.advance),
+            **constants, **plan.options("advance"),
         )  # fmt: skip
-        if not plan.short:
-            block = plan.block("read_out", value_dim)
-            read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
-                largest, cu_seqlens, sequence_of, kept.attention, kept.queries, kept.written, kept.states, output,
-                tokens, heads, BLOCK=block, STEP=plan.step("read_out", key_dim),
-                **constants, **plan.options("read_out"),
-            )  # fmt: skip
+        block = plan.block("read_out", value_dim)
+        read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
+            largest, cu_seqlens, sequence_of, kept.attention, kept.queries, kept.written, kept.states, output,
+            tokens, heads, REVERSE=reverse, BLOCK=block, STEP=plan.step("read_out", key_dim),
+            **constants, **plan.options("read_out"),
+        )  # fmt: skip
     return output, final, [*kept, largest] if save else []
 
 
 @delta_rule.register_fake
-def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, save):
-    plan = _plan(q, k, v, write_key, cu_seqlens)
+def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
+    plan = _plan(q, k, v, write_key, cu_seqlens, half)
     output, final, kept = _allocate(plan, k, v, g, save)
     largest = v.new_empty((0 if plan.dtype == torch.float32 else 1,), dtype=torch.float32)
     return output, final, [*kept, largest] if save else []
 
 
 class _Kept(NamedTuple):
-    """What `prepare` and `advance` leave, by slot and head."""
+    """What `prepare` and `advance`, or `read_through`, leave by slot and head."""
 
     inverse: Tensor  # X
     attention: Tensor  # tril(Q Wᵀ ⊙ D)
@@ -214,22 +237,23 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
     """The output, the final state and the rest, not yet written."""
     heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
 
+    needed = save or not plan.short
+
     def tiles(*shape: int) -> Tensor:
-        return v.new_empty((plan.slots, heads, *shape), dtype=plan.dtype)
+        return v.new_empty((plan.slots if needed else 0, heads, *shape), dtype=plan.dtype)
 
     matrix, keys, values = (plan.chunk, plan.chunk), (plan.chunk, key_dim), (plan.chunk, value_dim)
     state = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    decays = v.new_empty((plan.slots if g is not None else 0, heads), dtype=torch.float32)
-    states = tiles(key_dim, value_dim) if save or not plan.short else v.new_empty((0,), dtype=plan.dtype)
-    kept = tiles(*matrix), tiles(*matrix), tiles(*keys), tiles(*keys), tiles(*keys), tiles(*values), decays, states
-    return v.new_empty(v.shape), state, _Kept(*kept)
+    decays = v.new_empty((plan.slots if needed and g is not None else 0, heads), dtype=torch.float32)
+    kept = tiles(*matrix), tiles(*matrix), tiles(*keys), tiles(*keys), tiles(*keys), tiles(*values)
+    return v.new_empty(v.shape), state, _Kept(*kept, decays, tiles(key_dim, value_dim))
 
 
 def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
     """Of the products of queries and keys: their own, in which they are exact, where they agree."""
     # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
     agree = len({x.dtype for x in tensors}) == 1 and tensors[0].device.type != "cpu"
-    return tensors[0].dtype if agree and plan.dtype == torch.float16 else plan.dtype
+    return tensors[0].dtype if agree and tensors[0].dtype.itemsize == plan.dtype.itemsize else plan.dtype
 
 
 @torch.library.custom_op("longseq::delta_rule_backward", mutates_args=())
@@ -244,13 +268,15 @@ def delta_rule_backward(
     d_output: Tensor,
     d_final: Tensor | None,
     scale: float,
+    reverse: bool,
+    half: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     write = k if write_key is None else channels_adjacent(write_key)
     d_final = None if d_final is None else d_final.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(q, k, d_output, write, cu_seqlens)
+    plan = _plan(q, k, d_output, write, cu_seqlens, half)
     batch, tokens, heads, key_dim = k.shape
     value_dim = d_output.shape[3]
     constants = _constants(plan, k, d_output, cu_seqlens)
@@ -274,7 +300,7 @@ def delta_rule_backward(
             ours.written, ours.decays, d_output, d_final,
             d_states, d_written, d_v, d_attention, d_lower, d_initial,
             scale, tokens, heads, *strides(g), *strides(d_output),
-            GATED=g is not None, HAS_FINAL=d_final is not None, SHORT=plan.short,
+            GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
             DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
             **constants, **plan.options(plan.retreat),
         )  # fmt: skip
@@ -282,7 +308,7 @@ def delta_rule_backward(
             differentiate_scores[(plan.slots * heads,)](
                 g, d_largest, cu_seqlens, sequence_of, ours.inverse, ours.written, d_output, d_written, d_v,
                 d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
-                GATED=g is not None, STEP=plan.step("differentiate_scores", value_dim),
+                GATED=g is not None, REVERSE=reverse, STEP=plan.step("differentiate_scores", value_dim),
                 **{name: value for name, value in constants.items() if name != "K"},
                 **plan.options("differentiate_scores"),
             )  # fmt: skip
@@ -291,7 +317,7 @@ def delta_rule_backward(
             d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
             scale, tokens, heads, batch * tokens,
             *strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output),
-            GATED=g is not None, OWN_WRITE_KEY=write_key is not None,
+            GATED=g is not None, REVERSE=reverse, OWN_WRITE_KEY=write_key is not None,
             BLOCK=block_k, STEP=plan.step("differentiate_inputs", value_dim),
             **constants, **plan.options("differentiate_inputs"),
         )  # fmt: skip
@@ -299,7 +325,7 @@ def delta_rule_backward(
 
 
 @delta_rule_backward.register_fake
-def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale):
+def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
     sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (
         q.new_empty(q.shape),
@@ -324,8 +350,10 @@ def _add_up(parts: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, beta, write_key, g, initial_state, cu_seqlens, ctx.scale, ctx.saved = inputs
-    ctx.save_for_backward(q, k, beta, write_key, g, cu_seqlens, *output[2])
+    q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options = inputs
+    ctx.scale, ctx.reverse, ctx.half, ctx.saved, ctx.recompute = options
+    kept = (v, initial_state) if ctx.recompute else output[2]
+    ctx.save_for_backward(q, k, beta, write_key, g, cu_seqlens, *kept)
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
     ctx.output_like = (v.shape, v.dtype)
     ctx.set_materialize_grads(False)
@@ -333,12 +361,16 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, d_output, d_final, *_):
     q, k, beta, write_key, g, cu_seqlens, *kept = ctx.saved_tensors
-    assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
+    assert ctx.saved or ctx.recompute, "the forward pass ran without keeping what the backward pass needs"
+    if ctx.recompute:
+        v, initial_state = kept
+        arguments = (q, k, v, beta, write_key, g, initial_state, cu_seqlens, ctx.scale, ctx.reverse, ctx.half)
+        kept = delta_rule(*arguments, True, False)[2]
     if d_output is None:
         shape, dtype = ctx.output_like
         d_output = q.new_zeros(shape, dtype=dtype)
     d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale
+        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half
     )
     return (
         d_q,
@@ -348,6 +380,9 @@ def _differentiate(ctx, d_output, d_final, *_):
         None if write_key is None else d_write_key,
         None if g is None else d_g,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
+        None,
+        None,
+        None,
         None,
         None,
         None,
@@ -370,10 +405,18 @@ def delta_rule_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
+    recompute: bool,
+    half: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
+    """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
+
+    With `half` the products are those of half precision inputs, whatever the inputs are.
+    """
     tensors = (q, k, v, beta, write_key, g, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not recompute
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, float(scale), save)
+    o, final, *_ = delta_rule(
+        q, k, v, beta, write_key, g, initial_state, cu_seqlens, float(scale), reverse, half, save, recompute
+    )
     return o, final if output_final_state else None

@@ -1,9 +1,9 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
 `prepare` runs over chunks in parallel and leaves tiles that need no further scaling. After it `advance` walks along
-time. For short sequences it reads the outputs as it goes, with the state on chip; for long ones, where time is what it
-lacks, `read_out` does that afterwards, over chunks in parallel. Values, U and states are handed on in units of
-`largest`, the largest value (see `unit_scale`).
+time, and `read_out` takes the outputs over chunks in parallel. Of short sequences there are enough to leave that to
+`read_through`, one launch that walks along time with everything on chip. Values, U and states are handed on in units
+of `largest`, the largest value (see `unit_scale`).
 """
 
 import triton
@@ -43,24 +43,32 @@ def prepare(
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-    SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: X, tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, X V and e^{b_C}; Q is scaled."""
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
     write_key += row * write_row + start * write_token + head * write_head
-    strength = load_numbers(beta + row * beta_row + start * beta_token + head * beta_head, beta_token, live, CHUNK)
+    beta += row * beta_row + start * beta_token + head * beta_head
+    q_token *= NEXT
+    k_token *= NEXT
+    v_token *= NEXT
+    write_token *= NEXT
+    strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     gate = strength
     since = strength * 0.0 + 1.0
     until = since
     if GATED:
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
         gate = load_numbers(g, g_token, live, CHUNK)
         since = decay_since(gate)
         until = decay_until(g, g_token, live, CHUNK)
@@ -101,20 +109,17 @@ def prepare(
 
 @triton.jit(do_not_specialize=PLAIN)
 def advance(
-    initial, largest, cu_seqlens, attention, queries, writes, erased, written, decays, states, output, final, T, H,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, SHORT: tl.constexpr, SAVE: tl.constexpr,
+    initial, largest, cu_seqlens, writes, erased, written, decays, states, final, T, H,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence: U in place of X V, and the states before each chunk.
-
-    Of SHORT sequences also the outputs, and the states only to SAVE them for the backward pass.
-    """
+    """BLOCK value columns of one head of one sequence: U in place of X V, and the states before each chunk."""
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
 
     unit = unit_scale(largest, SCALED)
     state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
@@ -127,28 +132,19 @@ def advance(
         u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK).to(tl.float32)
 
         before = state.to(DTYPE)
-        if SAVE or not SHORT:
-            store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, BLOCK)
+        store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, BLOCK)
         u = tl.dot(erase, before, u, input_precision=PRECISION).to(DTYPE)
-        if SAVE or not SHORT:
-            store_block(written + place * CHUNK * V, 0, column, u, CHUNK, V, CHUNK, BLOCK)
+        store_block(written + place * CHUNK * V, 0, column, u, CHUNK, V, CHUNK, BLOCK)
         if GATED:
             state *= tl.load(decays + place)
         state = tl.dot(tl.trans(write), u, state, input_precision=PRECISION)
-        if SHORT:
-            t = start + m * CHUNK
-            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-            among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            o = tl.dot(query, before, input_precision=PRECISION)
-            o = tl.dot(among, u, o, input_precision=PRECISION) / unit
-            store_tokens(output + ((row * T + t) * H + head) * V, H * V, end - t, column, o, V, CHUNK, BLOCK)
     store_block(final + (n * H + head) * K * V, 0, column, state / unit, K, V, BLOCK_K, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def read_out(
     largest, cu_seqlens, sequence_of, attention, queries, written, states, output, T, H,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one chunk of one head: the output."""
@@ -157,7 +153,8 @@ def read_out(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
 
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
     for e in range(0, K, STEP):
@@ -167,4 +164,84 @@ def read_out(
     among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK)
     o = tl.dot(among, u, o, input_precision=PRECISION) / unit_scale(largest, SCALED)
-    store_tokens(output + ((row * T + start) * H + head) * V, H * V, live, column, o, V, CHUNK, BLOCK)
+    store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def read_through(
+    q, k, v, beta, write_key, g, initial, largest, cu_seqlens,
+    inverse, attention, queries, writes, erased, written, decays, states, output, final,
+    scale, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    n = (tl.program_id(0) // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
+    q += row * q_row + head * q_head
+    k += row * k_row + head * k_head
+    v += row * v_row + head * v_head
+    write_key += row * write_row + head * write_head
+    beta += row * beta_row + head * beta_head
+    if GATED:
+        g += row * g_row + head * g_head
+
+    unit = unit_scale(largest, SCALED)
+    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    if HAS_INITIAL:
+        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32) * unit
+    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
+        place = (slot + m) * H + head
+        live = end - start - m * CHUNK
+        t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
+        strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
+        gate = strength
+        since = strength * 0.0 + 1.0
+        until = since
+        whole = 1.0
+        if GATED:
+            gate = load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK)
+            since = decay_since(gate)
+            until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
+            whole = tl.exp(tl.sum(gate, 0))
+        # Tiles are loaded once more where they are needed next: to keep them through the inverse takes registers that
+        # are not there, and the cache has them.
+        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
+        x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK)
+        before = state.to(DTYPE)
+        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK).to(tl.float32) * unit
+        known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
+        u = (value - known * since[:, None]).to(DTYPE)
+        u = tl.dot(x.to(DTYPE), u, input_precision=PRECISION).to(DTYPE)
+
+        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
+        among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
+        query = (query.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
+        o = tl.dot(query, before, input_precision=PRECISION)
+        o = tl.dot(among, u, o, input_precision=PRECISION) / unit
+        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
+        write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
+        state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
+        if SAVE:
+            store_block(states + place * K * V, 0, 0, before, K, V, BLOCK_K, BLOCK)
+            store_block(written + place * CHUNK * V, 0, 0, u, CHUNK, V, CHUNK, BLOCK)
+            store_block(inverse + place * CHUNK * CHUNK, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(attention + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
+            store_block(writes + place * CHUNK * K, 0, 0, write, CHUNK, K, CHUNK, BLOCK_K)
+            erase = tl.dot((x * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
+            store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
+            if GATED:
+                tl.store(decays + place, whole)
+    store_block(final + (n * H + head) * K * V, 0, 0, state / unit, K, V, BLOCK_K, BLOCK)

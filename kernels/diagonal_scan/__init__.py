@@ -9,9 +9,9 @@ from longseq.kernels.devices import triton_reasons
 from longseq.kernels.diagonal_scan.chunk import longhorn_scan_chunk, selective_scan_chunk
 from longseq.kernels.diagonal_scan.reference import (
     longhorn_scan_reference,
-    longhorn_scan_step,
+    longhorn_scan_step_torch,
     selective_scan_reference,
-    selective_scan_step,
+    selective_scan_step_torch,
 )
 from longseq.kernels.dispatch import (
     Backend,
@@ -22,6 +22,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
 
@@ -63,6 +64,22 @@ register(
 )
 
 
+def _longhorn_scan_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.diagonal_scan.triton_step import longhorn_scan_step_triton
+
+    return longhorn_scan_step_triton(*args, **kwargs)
+
+
+def _selective_scan_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.diagonal_scan.triton_step import selective_scan_step_triton
+
+    return selective_scan_step_triton(*args, **kwargs)
+
+
+register_steps("longhorn_scan", longhorn_scan_step_torch, _longhorn_scan_step_triton, "N")
+register_steps("selective_scan", selective_scan_step_torch, _selective_scan_step_triton, "N")
+
+
 def longhorn_scan(
     x: Tensor,
     q: Tensor,
@@ -73,6 +90,7 @@ def longhorn_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
+    reverse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Learn x online from the key k: each channel solves a least-squares step in closed form, diagonalised.
@@ -83,9 +101,10 @@ def longhorn_scan(
     With beta >= 0 the decay lies in (0, 1] whatever the keys. Tokens with beta = 0 leave the state as it is.
 
     Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N]. With `cu_seqlens` [N + 1]
-    (0, the end of each packed segment) B is 1 and states have one row for each segment. Arithmetic and state are
-    float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes) changes speed
-    and memory but not the result. Returns (o, final state or None).
+    (0, the end of each packed segment) B is 1 and states have one row for each segment. With `reverse` sequences are
+    read from their last token to their first: the initial state is the one behind the last token and the final state
+    that at the first. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size`
+    (None: chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -115,6 +134,7 @@ def longhorn_scan(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
 
 
@@ -129,6 +149,7 @@ def selective_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
+    reverse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba's state space model with input-dependent step sizes.
@@ -139,8 +160,10 @@ def selective_scan(
 
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
     [B, D, N]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each
-    segment. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None:
-    chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
+    segment. With `reverse` sequences are read from their last token to their first: the initial state is the one behind
+    the last token and the final state that at the first. Arithmetic and state are float32, or float64 for float64
+    inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
+    Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -173,4 +196,54 @@ def selective_scan(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
+
+
+def longhorn_scan_step(
+    x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """One token of `longhorn_scan`: x, beta [B, D]; q, k [B, N]; state [B, D, N].
+
+    Returns o [B, D] in x's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    run = select_step(
+        "longhorn_scan",
+        backend,
+        {
+            "x": (x, "B D"),
+            "q": (q, "B N"),
+            "k": (k, "B N"),
+            "beta": (beta, "B D"),
+            "state": (state, "B D N"),
+        },
+    )
+    return run(x, q, k, beta, state)
+
+
+def selective_scan_step(
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """One token of `selective_scan`: x, delta [B, D]; A [D, N]; B, C [B, N]; state [B, D, N].
+
+    Returns o [B, D] in x's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    run = select_step(
+        "selective_scan",
+        backend,
+        {
+            "x": (x, "B D"),
+            "delta": (delta, "B D"),
+            "A": (A, "D N"),
+            "B": (B, "B N"),
+            "C": (C, "B N"),
+            "state": (state, "B D N"),
+        },
+    )
+    return run(x, delta, A, B, C, state)

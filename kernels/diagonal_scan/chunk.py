@@ -37,6 +37,7 @@ def longhorn_scan_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
 
@@ -57,6 +58,7 @@ def longhorn_scan_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 
@@ -71,6 +73,7 @@ def selective_scan_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
 
@@ -91,6 +94,7 @@ def selective_scan_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 

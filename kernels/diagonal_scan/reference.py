@@ -6,11 +6,8 @@ from torch import Tensor
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
-def longhorn_scan_step(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of `longhorn_scan`: x, beta [B, D]; q, k [B, N]; state [B, D, N].
-
-    Returns o [B, D] in x's dtype and the next state.
-    """
+def longhorn_scan_step_torch(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`longhorn_scan_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
     value, q, k, beta = x.to(dtype), q.to(dtype), k.to(dtype), beta.to(dtype)
     epsilon = beta / (1 + beta * (k * k).sum(-1, keepdim=True))  # [B, D]
@@ -19,13 +16,10 @@ def longhorn_scan_step(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Ten
     return (state * q[:, None]).sum(-1).to(x.dtype), state
 
 
-def selective_scan_step(
+def selective_scan_step_torch(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of `selective_scan`: x, delta [B, D]; A [D, N]; B, C [B, N]; state [B, D, N].
-
-    Returns o [B, D] in x's dtype and the next state.
-    """
+    """`selective_scan_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
     value, delta, A, B, C = x.to(dtype), delta.to(dtype), A.to(dtype), B.to(dtype), C.to(dtype)
     state = (delta[..., None] * A).exp() * state + (delta * value)[..., None] * B[:, None]
@@ -42,6 +36,7 @@ def longhorn_scan_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -49,7 +44,7 @@ def longhorn_scan_reference(
         outputs = []
         for t in range(sequences[0].shape[1]):
             x_t, q_t, k_t, beta_t = token(sequences, t)
-            o_t, state = longhorn_scan_step(x_t, q_t, k_t, beta_t, state)
+            o_t, state = longhorn_scan_step_torch(x_t, q_t, k_t, beta_t, state)
             outputs.append(o_t)
         return torch.stack(outputs, dim=1), state
 
@@ -62,6 +57,7 @@ def longhorn_scan_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )
 
 
@@ -76,6 +72,7 @@ def selective_scan_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -83,7 +80,7 @@ def selective_scan_reference(
         outputs = []
         for t in range(sequences[0].shape[1]):
             x_t, delta_t, B_t, C_t = token(sequences, t)
-            o_t, state = selective_scan_step(x_t, delta_t, A, B_t, C_t, state)
+            o_t, state = selective_scan_step_torch(x_t, delta_t, A, B_t, C_t, state)
             outputs.append(o_t)
         return torch.stack(outputs, dim=1), state
 
@@ -96,4 +93,5 @@ def selective_scan_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )

@@ -29,15 +29,16 @@ assert CHECKPOINT % FORWARD_UNROLL == 0, "a checkpoint is stored between two unr
 
 
 @triton.jit
-def _sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHECKPOINT: tl.constexpr):
-    """The batch row, first token, length and first checkpoint of sequence n."""
+def _sequence(n, T, cu_seqlens, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHECKPOINT: tl.constexpr):
+    """The batch row, the token to read first, length and first checkpoint of sequence n."""
     if PACKED:
         # Reading the borders on the host to check them would wait for the device; held inside the tokens they can at
         # least touch no foreign memory.
         start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
-        return n * 0, start, (end - start).to(tl.int32), start // CHECKPOINT + n
-    return n, n * 0, T, n * tl.cdiv(T, CHECKPOINT)
+        checkpoint = start // CHECKPOINT + n
+        return n * 0, end - 1 if REVERSE else start, (end - start).to(tl.int32), checkpoint
+    return n, n * 0 + T - 1 if REVERSE else n * 0, T, n * tl.cdiv(T, CHECKPOINT)
 
 
 @triton.jit
@@ -71,14 +72,15 @@ def _coefficients(x, rate, key, norm, A, LONGHORN: tl.constexpr):
 def _forward(
     x, rate, key, query, norm, A, initial, cu_seqlens, output, final, checkpoints,
     T, D, N, x_row, x_token, rate_row, rate_token, key_row, key_token, query_row, query_token,
-    HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, LONGHORN: tl.constexpr, SAVE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHECKPOINT: tl.constexpr, UNROLL: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
+    SAVE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHECKPOINT: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // blocks).to(tl.int64)
     d = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_N)
-    row, start, length, checkpoint = _sequence(n, T, cu_seqlens, PACKED, CHECKPOINT)
+    STEP: tl.constexpr = -1 if REVERSE else 1
+    row, start, length, checkpoint = _sequence(n, T, cu_seqlens, PACKED, REVERSE, CHECKPOINT)
     own = (d < D)[:, None] & (e < N)[None, :]
     cell = d[:, None] * N + e[None, :]
 
@@ -96,7 +98,7 @@ def _forward(
         # All loads of a block come before its stores, so that they are in flight together.
         loaded = ()
         for i in tl.static_range(UNROLL):
-            t = start + first + i
+            t = start + STEP * (first + i)
             live = length > first + i
             x_t = tl.load(x + row * x_row + t * x_token + d, mask=_inside(d, D, live), other=0.0).to(tl.float32)
             rate_t = tl.load(rate + row * rate_row + t * rate_token + d, mask=_inside(d, D, live), other=0.0)
@@ -105,7 +107,7 @@ def _forward(
             norm_t = _norm(norm, row * T + t, live, LONGHORN)
             loaded = loaded + ((x_t, rate_t.to(tl.float32), key_t, query_t.to(tl.float32), norm_t),)
         for i in tl.static_range(UNROLL):
-            t = start + first + i
+            t = start + STEP * (first + i)
             x_t, rate_t, key_t, query_t, norm_t = loaded[i]
             decay, inflow = _coefficients(x_t, rate_t, key_t, norm_t, rates, LONGHORN)
             h = decay * h + inflow
@@ -119,7 +121,7 @@ def _backward(
     x, rate, key, query, norm, A, cu_seqlens, checkpoints, d_output, d_final,
     d_x, d_rate, d_key, d_query, d_A, d_initial,
     T, D, N, tokens, x_row, x_token, rate_row, rate_token, key_row, key_token, query_row, query_token,
-    HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, LONGHORN: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHECKPOINT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(D, BLOCK_D)
@@ -127,7 +129,8 @@ def _backward(
     block = tl.program_id(0) % blocks
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_N)
-    row, start, length, checkpoint = _sequence(n, T, cu_seqlens, PACKED, CHECKPOINT)
+    STEP: tl.constexpr = -1 if REVERSE else 1
+    row, start, length, checkpoint = _sequence(n, T, cu_seqlens, PACKED, REVERSE, CHECKPOINT)
     own = (d < D)[:, None] & (e < N)[None, :]
     cell = d[:, None] * N + e[None, :]
     # Gradients of keys and queries are partial sums over this block's channels: [blocks, tokens, N].
@@ -147,7 +150,7 @@ def _backward(
         h = tl.load(checkpoints + (checkpoint + last - back) * D * N + cell, mask=own, other=0.0)
         before = ()
         for i in tl.static_range(CHECKPOINT):
-            t = start + first + i
+            t = start + STEP * (first + i)
             live = length > first + i
             x_t = tl.load(x + row * x_row + t * x_token + d, mask=_inside(d, D, live), other=0.0).to(tl.float32)
             rate_t = tl.load(rate + row * rate_row + t * rate_token + d, mask=_inside(d, D, live), other=0.0).to(
@@ -159,7 +162,7 @@ def _backward(
             before = before + (h,)
             h = decay * h + inflow
         for s in tl.static_range(CHECKPOINT):
-            t = start + first + (CHECKPOINT - 1 - s)
+            t = start + STEP * (first + (CHECKPOINT - 1 - s))
             live = length > first + (CHECKPOINT - 1 - s)
             channel = _inside(d, D, live)
             entry = _inside(e, N, live)
@@ -212,6 +215,7 @@ def diagonal_scan(
     A: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    reverse: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scan; without `A` the rate is Longhorn's beta, with it Mamba's delta.
@@ -230,7 +234,8 @@ def diagonal_scan(
             _forward[(final.shape[0] * triton.cdiv(channels, BLOCK_D),)](
                 x, rate, key, query, _squared_norm(key, A), A, initial_state, cu_seqlens, output, final, checkpoints,
                 length, channels, entries, *_strides(x, rate, key, query),
-                HAS_INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, LONGHORN=A is None, SAVE=save,
+                HAS_INITIAL=initial_state is not None, PACKED=cu_seqlens is not None, REVERSE=reverse,
+                LONGHORN=A is None, SAVE=save,
                 BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(entries), CHECKPOINT=CHECKPOINT, UNROLL=FORWARD_UNROLL,
                 num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -238,7 +243,7 @@ def diagonal_scan(
 
 
 @diagonal_scan.register_fake
-def _(x, rate, key, query, A, initial_state, cu_seqlens, save):
+def _(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save):
     return _allocate(x, key, cu_seqlens, save)
 
 
@@ -253,6 +258,7 @@ def diagonal_scan_backward(
     checkpoints: Tensor,
     d_output: Tensor,
     d_final: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
@@ -274,7 +280,7 @@ def diagonal_scan_backward(
                 x, rate, key, query, _squared_norm(key, A), A, cu_seqlens, checkpoints, d_output, d_final,
                 d_x, d_rate, d_key, d_query, d_A, d_initial,
                 length, channels, entries, batch * length, *_strides(x, rate, key, query),
-                HAS_FINAL=d_final is not None, PACKED=cu_seqlens is not None, LONGHORN=A is None,
+                HAS_FINAL=d_final is not None, PACKED=cu_seqlens is not None, REVERSE=reverse, LONGHORN=A is None,
                 BLOCK_D=BLOCK_D, BLOCK_N=triton.next_power_of_2(entries), CHECKPOINT=CHECKPOINT,
                 num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -283,7 +289,7 @@ def diagonal_scan_backward(
 
 
 @diagonal_scan_backward.register_fake
-def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final):
+def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse):
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = x.new_empty((sequences, x.shape[2], key.shape[2]), dtype=torch.float32)
     d_A = x.new_empty((0, *state.shape[1:]) if A is None else A.shape, dtype=torch.float32)
@@ -291,10 +297,9 @@ def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final):
 
 
 def _setup_context(ctx, inputs, output):
-    x, rate, key, query, A, initial_state, cu_seqlens, save = inputs
+    x, rate, key, query, A, initial_state, cu_seqlens, ctx.reverse, ctx.saved = inputs
     ctx.save_for_backward(x, rate, key, query, A, cu_seqlens, output[2])
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-    ctx.saved = save
     ctx.set_materialize_grads(False)
 
 
@@ -304,7 +309,7 @@ def _differentiate(ctx, d_output, d_final, d_checkpoints):
     if d_output is None:
         d_output = torch.zeros_like(x)
     d_x, d_rate, d_key, d_query, d_A, d_initial = diagonal_scan_backward(
-        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final
+        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, ctx.reverse
     )
     return (
         d_x,
@@ -313,6 +318,7 @@ def _differentiate(ctx, d_output, d_final, d_checkpoints):
         d_query,
         None if A is None else d_A.to(A.dtype),
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
+        None,
         None,
         None,
     )
@@ -358,11 +364,12 @@ def longhorn_scan_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan` as one kernel. `chunk_size` has no meaning here: the state never leaves the chip."""
     save = _needs_gradient(x, q, k, beta, initial_state)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)
-    o, final, _ = diagonal_scan(x, beta, k, q, None, initial_state, cu_seqlens, save)
+    o, final, _ = diagonal_scan(x, beta, k, q, None, initial_state, cu_seqlens, reverse, save)
     return o, final if output_final_state else None
 
 
@@ -377,11 +384,12 @@ def selective_scan_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` as one kernel. `chunk_size` has no meaning here: the state never leaves the chip."""
     save = _needs_gradient(x, delta, A, B, C, initial_state)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)
-    o, final, _ = diagonal_scan(x, delta, B, C, A, initial_state, cu_seqlens, save)
+    o, final, _ = diagonal_scan(x, delta, B, C, A, initial_state, cu_seqlens, reverse, save)
     return o, final if output_final_state else None
 
 

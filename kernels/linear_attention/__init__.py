@@ -1,8 +1,11 @@
 """Linear attention, plain or gated per head, per key channel or per value channel."""
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.devices import triton_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -13,15 +16,45 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
-from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step
+from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["linear_attention", "linear_attention_step"]
 
+TRITON_WIDTH = 512  # of a state's rows and columns
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    wide = [f"{name} = {call.sizes[name]}" for name in ("K", "V") if call.sizes.get(name, 1) > TRITON_WIDTH]
+    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
+    return triton_reasons(call) + reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _linear_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    from longseq.kernels.linear_attention.triton_linear import linear_attention_triton
+
+    return linear_attention_triton(*args, **kwargs)
+
+
+# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
+# for Hopper, but it has not been measured on a GPU yet, nor its gradients compared with float64 there.
 register(
     "linear_attention",
     Backend("torch", linear_attention_chunk, unpacking_reasons),
+    Backend("triton", _linear_attention_triton, _triton_reasons),
     Backend("reference", linear_attention_reference, loop_reasons),
 )
+
+
+def _linear_attention_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.linear_attention.triton_step import linear_attention_step_triton
+
+    return linear_attention_step_triton(*args, **kwargs)
+
+
+register_steps("linear_attention", linear_attention_step_torch, _linear_attention_step_triton, "K")
 
 
 def linear_attention(
@@ -51,7 +84,9 @@ def linear_attention(
     Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two,
     changes speed and memory but not the result. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them.
+    Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them. The
+    values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read
+    them.
 
     Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 9; gates per channel as in Yang et al. 2023, "Gated
     Linear Attention Transformers with Hardware-Efficient Training", eq. 3.
@@ -84,3 +119,36 @@ def linear_attention(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    g: Tensor | None = None,
+    g_value: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One token of `linear_attention`: q, k [B, H, K]; v, g_value [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
+
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    run = select_step(
+        "linear_attention",
+        backend,
+        {
+            "q": (q, "B H K"),
+            "k": (k, "B H K"),
+            "v": (v, "B H V"),
+            "g": (g, "B H" if g is not None and g.dim() == 2 else "B H K"),
+            "g_value": (g_value, "B H V"),
+            "state": (state, "B H K V"),
+        },
+    )
+    return run(q, k, v, state, g=g, g_value=g_value, scale=scale)

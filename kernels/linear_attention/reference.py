@@ -6,7 +6,7 @@ from torch import Tensor
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
-def linear_attention_step(
+def linear_attention_step_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -16,10 +16,7 @@ def linear_attention_step(
     g_value: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_attention`: q, k [B, H, K]; v, g_value [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
-
-    Returns o [B, H, V] in v's dtype and the next state.
-    """
+    """`linear_attention_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
     if g_value is not None:
         state = state * g_value.to(dtype).exp()[..., None, :]
@@ -50,7 +47,7 @@ def linear_attention_reference(
         outputs = []
         for t in range(sequences[0].shape[1]):
             q_t, k_t, v_t, g_t, g_value_t = token(sequences, t)
-            o_t, state = linear_attention_step(q_t, k_t, v_t, state, g=g_t, g_value=g_value_t, scale=scale)
+            o_t, state = linear_attention_step_torch(q_t, k_t, v_t, state, g=g_t, g_value=g_value_t, scale=scale)
             outputs.append(o_t)
         return torch.stack(outputs, dim=1), state
 

@@ -1,8 +1,11 @@
 """The orthogonal state recurrence of Lattice, and TTT's rule as its neighbour."""
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_tensors
+from longseq.kernels.devices import triton_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -13,17 +16,52 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.orthogonal_recurrence.chunk import orthogonal_recurrence_chunk
-from longseq.kernels.orthogonal_recurrence.reference import orthogonal_recurrence_reference, orthogonal_recurrence_step
+from longseq.kernels.orthogonal_recurrence.reference import (
+    orthogonal_recurrence_reference,
+    orthogonal_recurrence_step_torch,
+)
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
 
 OBJECTIVES = ("decode", "encode", "similarity", "ttt")
+TRITON_WIDTH = 128  # of a state's rows and columns: it is held in registers
+TRITON_CHUNK = 64  # tokens
 
+
+def _triton_reasons(call: Call) -> list[str]:
+    wide = [f"{name} = {call.sizes[name]}" for name in ("D", "M") if call.sizes.get(name, 1) > TRITON_WIDTH]
+    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
+    if call.sizes.get("C", 1) > TRITON_CHUNK:
+        reasons.append(f"chunk_size = {call.sizes['C']}, and it goes to {TRITON_CHUNK} (use backend='torch')")
+    return triton_reasons(call) + reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _orthogonal_recurrence_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    from longseq.kernels.orthogonal_recurrence.triton_orthogonal import orthogonal_recurrence_triton
+
+    return orthogonal_recurrence_triton(*args, **kwargs)
+
+
+# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
+# for Hopper, but has not been compared with float64 or measured on a GPU yet.
 register(
     "orthogonal_recurrence",
     Backend("torch", orthogonal_recurrence_chunk, unpacking_reasons),
+    Backend("triton", _orthogonal_recurrence_triton, _triton_reasons),
     Backend("reference", orthogonal_recurrence_reference, loop_reasons),
 )
+
+
+def _orthogonal_recurrence_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.orthogonal_recurrence.triton_step import orthogonal_recurrence_step_triton
+
+    return orthogonal_recurrence_step_triton(*args, **kwargs)
+
+
+register_steps("orthogonal_recurrence", orthogonal_recurrence_step_torch, _orthogonal_recurrence_step_triton, "D")
 
 
 def orthogonal_recurrence(
@@ -70,16 +108,14 @@ def orthogonal_recurrence(
     [B, H, D, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, D, M].
     Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
+    checked by the torch and reference backends; the triton backend does not wait to read them.
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
     (objectives), 14 (N), 16 (g), 18 (threshold) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun
     et al. 2024, "Learning to (Learn at Test Time)", section 2.4.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(
-            f"orthogonal_recurrence: objective is {objective!r}, but must be one of {', '.join(OBJECTIVES)}"
-        )
+    _check_objective("orthogonal_recurrence", objective)
     check_chunk_size("orthogonal_recurrence", chunk_size)
     if threshold is not None and chunk_size > 1:
         raise ValueError(f"orthogonal_recurrence: threshold needs chunk_size=1, the exact form, not {chunk_size}")
@@ -95,7 +131,7 @@ def orthogonal_recurrence(
             "initial_state": (initial_state, "S H D M"),
         },
         cu_seqlens,
-    )
+    ) | {"C": chunk_size}
     if initial_state is None:
         raise ValueError("orthogonal_recurrence: initial_state is None, but must hold the first slots, its columns")
     run = select(
@@ -116,3 +152,46 @@ def orthogonal_recurrence(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
+
+
+def orthogonal_recurrence_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    state: Tensor,
+    *,
+    objective: str = "decode",
+    g: Tensor | None = None,
+    normalize: bool = True,
+    threshold: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One token of the exact `orthogonal_recurrence`: q, k [B, H, M]; v [B, H, D]; gamma, g, threshold [B, H].
+
+    Returns o [B, H, D] in v's dtype and the next state [B, H, D, M], in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    _check_objective("orthogonal_recurrence_step", objective)
+    run = select_step(
+        "orthogonal_recurrence",
+        backend,
+        {
+            "q": (q, "B H M"),
+            "k": (k, "B H M"),
+            "v": (v, "B H D"),
+            "gamma": (gamma, "B H"),
+            "g": (g, "B H"),
+            "threshold": (threshold, "B H"),
+            "state": (state, "B H D M"),
+        },
+    )
+    return run(q, k, v, gamma, state, objective=objective, g=g, normalize=normalize, threshold=threshold, scale=scale)
+
+
+def _check_objective(op: str, objective: str) -> None:
+    if objective not in OBJECTIVES:
+        raise ValueError(f"{op}: objective is {objective!r}, but must be one of {', '.join(OBJECTIVES)}")

@@ -7,7 +7,7 @@ from torch import Tensor
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
-def orthogonal_recurrence_step(
+def orthogonal_recurrence_step_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -20,10 +20,7 @@ def orthogonal_recurrence_step(
     threshold: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One token of the exact `orthogonal_recurrence`: q, k [B, H, M]; v [B, H, D]; gamma, g, threshold [B, H].
-
-    Returns o [B, H, D] in v's dtype and the next state [B, H, D, M].
-    """
+    """`orthogonal_recurrence_step` in torch: differentiable, in the state's precision."""
     unit = has_unit_columns(objective, normalize)
     state = normalise_columns(state) if unit else state
     state = _advance(state, state, k, v, gamma, objective, g, threshold)

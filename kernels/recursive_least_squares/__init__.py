@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
+from longseq.kernels.devices import triton_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -19,16 +20,48 @@ from longseq.kernels.recursive_least_squares.chunk import recursive_least_square
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
     recursive_least_squares_reference,
-    recursive_least_squares_step,
+    recursive_least_squares_step_torch,
 )
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["recursive_least_squares", "recursive_least_squares_step"]
 
+TRITON_WIDTH = 64  # of the matrix that one program holds in registers
+
+
+def inverse_reasons(call: Call) -> list[str]:
+    """The reasons against the Triton form for a matrix A of this call's width K."""
+    reasons = triton_reasons(call)
+    if call.sizes.get("K", 1) > TRITON_WIDTH:
+        reasons.append(f"K = {call.sizes['K']}, and it goes to {TRITON_WIDTH} (use backend='torch')")
+    return reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _recursive_least_squares_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, InverseState | None]:
+    from longseq.kernels.recursive_least_squares.triton_least_squares import recursive_least_squares_triton
+
+    return recursive_least_squares_triton(*args, **kwargs)
+
+
+# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
+# for Hopper, but has neither been compared with float64 nor measured on a GPU yet.
 register(
     "recursive_least_squares",
     Backend("torch", recursive_least_squares_chunk, unpacking_reasons),
+    Backend("triton", _recursive_least_squares_triton, inverse_reasons),
     Backend("reference", recursive_least_squares_reference, loop_reasons),
 )
+
+
+def _recursive_least_squares_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, InverseState]:
+    from longseq.kernels.recursive_least_squares.triton_step import recursive_least_squares_step_triton
+
+    return recursive_least_squares_step_triton(*args, **kwargs)
+
+
+register_steps("recursive_least_squares", recursive_least_squares_step_torch, _recursive_least_squares_step_triton, "K")
 
 
 def recursive_least_squares(
@@ -122,3 +155,30 @@ def mask_tokens(mask: Tensor | None, *sequences: Tensor | None) -> tuple[Tensor,
         return torch.ones_like(first[:, :, 0, 0], dtype=torch.int64), list(sequences)
     absent = ~mask[..., None, None]
     return mask.long(), [None if x is None else x.masked_fill(absent, 0) for x in sequences]
+
+
+def recursive_least_squares_step(
+    x: Tensor,
+    u: Tensor,
+    state: InverseState,
+    *,
+    lambda0: float = 0.1,
+    refresh_period: int | None = 20,
+    refresh: float = 1e-3,
+    backend: str = "auto",
+) -> tuple[Tensor, InverseState]:
+    """One token of `recursive_least_squares`: x, u [B, H, K]; state (A [B, H, K, K], steps [B]).
+
+    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype. `lambda0` has no meaning here: a step
+    brings its state.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    op = "recursive_least_squares_step"
+    check_refresh(op, lambda0, refresh_period, refresh)
+    A, steps = check_parts(op, state, "A", "steps", name="state")
+    layouts = {"x": (x, "B H K"), "u": (u, "B H K"), "state[0]": (A, "B H K K")}
+    run = select_step("recursive_least_squares", backend, layouts)
+    check_steps(op, "state[1]", steps, A)
+    return run(x, u, state, refresh_period=refresh_period, refresh=refresh)

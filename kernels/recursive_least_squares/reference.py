@@ -11,19 +11,15 @@ from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, 
 InverseState = tuple[Tensor, Tensor]
 
 
-def recursive_least_squares_step(
+def recursive_least_squares_step_torch(
     x: Tensor,
     u: Tensor,
     state: InverseState,
     *,
-    lambda0: float = 0.1,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
 ) -> tuple[Tensor, InverseState]:
-    """One token of `recursive_least_squares`: x, u [B, H, K]; state (A [B, H, K, K], steps [B]).
-
-    Returns y [B, H, K] in x's dtype and the next state. `lambda0` has no meaning here: a step brings its state.
-    """
+    """`recursive_least_squares_step` in torch: differentiable, in the state's precision."""
     A, steps = state
     steps = steps + 1
     added = refresh_due(steps, torch.ones_like(steps), refresh_period, refresh, A.dtype)

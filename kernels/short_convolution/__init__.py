@@ -16,7 +16,8 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
-from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step
+from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["short_convolution", "short_convolution_step"]
 
@@ -37,6 +38,15 @@ register(
 )
 
 
+def _short_convolution_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.short_convolution.triton_step import short_convolution_step_triton
+
+    return short_convolution_step_triton(*args, **kwargs)
+
+
+register_steps("short_convolution", short_convolution_step_torch, _short_convolution_step_triton, "W")
+
+
 def short_convolution(
     x: Tensor,
     weight: Tensor,
@@ -47,6 +57,7 @@ def short_convolution(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
+    reverse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve each channel over the last W tokens, the current one included.
@@ -59,15 +70,15 @@ def short_convolution(
     Shapes: x, y [B, T, D]; weight [D, W]; bias [D]; states [B, D, W-1]; `activation` None or "silu". `mask` [B, T] bool
     is True at real tokens: the others are passed over as if they were not there, and their output is zero. With
     `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1, no tap crosses into another segment, and states are
-    [N, D, W-1]. Arithmetic and state are float32, or float64 for float64 inputs; y has x's dtype. Returns (y, final
-    state or None).
+    [N, D, W-1]. With `reverse` the taps see later tokens instead: sequences are read from their last token to their
+    first, the initial state is the one behind the last token and the final state that at the first. Arithmetic and
+    state are float32, or float64 for float64 inputs; y has x's dtype. Returns (y, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
     """
-    if activation not in (None, "silu"):
-        raise ValueError(f"short_convolution: activation is {activation!r}, but must be None or 'silu'")
+    _check_activation("short_convolution", activation)
     if mask is not None and cu_seqlens is not None:
         raise ValueError("short_convolution: mask and cu_seqlens are both given; packed sequences have no padding")
     sizes = check_tensors(
@@ -91,4 +102,35 @@ def short_convolution(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         mask=mask,
+        reverse=reverse,
     )
+
+
+def short_convolution_step(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One token of `short_convolution`: x [B, D]; weight [D, W]; bias [D]; state [B, D, W-1].
+
+    Returns y [B, D] in x's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    _check_activation("short_convolution_step", activation)
+    run = select_step(
+        "short_convolution",
+        backend,
+        {"x": (x, "B D"), "weight": (weight, "D W"), "bias": (bias, "D"), "state": (state, "B D W-1")},
+    )
+    return run(x, weight, state, bias, activation=activation)
+
+
+def _check_activation(op: str, activation: str | None) -> None:
+    if activation not in (None, "silu"):
+        raise ValueError(f"{op}: activation is {activation!r}, but must be None or 'silu'")

@@ -19,6 +19,7 @@ def short_convolution_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` by torch's convolution."""
 
@@ -37,6 +38,7 @@ def short_convolution_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         mask=mask,
+        reverse=reverse,
     )
 
 
@@ -49,11 +51,14 @@ def convolve_windows(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve with real tokens moved next to each other and the state in front of them.
 
     `convolve` takes a window [B, D, W-1 + L] of inputs to the L outputs [B, D, L] that see W of them.
     """
+    if mask is not None and reverse:
+        mask = mask.flip(1)
 
     def dense(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat((state, sequences[0].to(state.dtype).mT), dim=-1)  # [B, D, W-1 + T]
@@ -95,4 +100,5 @@ def convolve_windows(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=packed,
+        reverse=reverse,
     )

@@ -7,13 +7,10 @@ from torch import Tensor
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
 
 
-def short_convolution_step(
+def short_convolution_step_torch(
     x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None = None, *, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One token of `short_convolution`: x [B, D]; weight [D, W]; bias [D]; state [B, D, W-1].
-
-    Returns y [B, D] in x's dtype and the next state.
-    """
+    """`short_convolution_step` in torch: differentiable, in the state's precision."""
     dtype = state.dtype
     window = torch.cat((state, x.to(dtype)[..., None]), dim=-1)  # [B, D, W]
     y = (window * weight.to(dtype)).sum(-1)
@@ -34,14 +31,17 @@ def short_convolution_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution`, one token at a time."""
+    if mask is not None and reverse:
+        mask = mask.flip(1)
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = sequences
         outputs = []
         for t in range(x.shape[1]):
-            y_t, next_state = short_convolution_step(x[:, t], weight, state, bias, activation=activation)
+            y_t, next_state = short_convolution_step_torch(x[:, t], weight, state, bias, activation=activation)
             if mask is not None:
                 real = mask[:, t, None]
                 y_t, next_state = torch.where(real, y_t, 0), torch.where(real[..., None], next_state, state)
@@ -58,4 +58,5 @@ def short_convolution_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )

@@ -1,8 +1,11 @@
 """Attention to a bounded number of slots, each a gated average of keys and of values."""
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
+from longseq.kernels.devices import triton_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -14,15 +17,45 @@ from longseq.kernels.dispatch import (
 )
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
-from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step
+from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step_torch
+from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["ACTIVATIONS", "slot_attention", "slot_attention_step"]
 
+TRITON_WIDTH = 512  # of a state's rows and columns
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    wide = [f"{name} = {call.sizes[name]}" for name in ("K", "V", "M") if call.sizes.get(name, 1) > TRITON_WIDTH]
+    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
+    return triton_reasons(call) + reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _slot_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    from longseq.kernels.slot_attention.triton_slots import slot_attention_triton
+
+    return slot_attention_triton(*args, **kwargs)
+
+
+# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
+# for Hopper, but it has not been measured on a GPU yet, nor its gradients compared with float64 there.
 register(
     "slot_attention",
     Backend("torch", slot_attention_chunk, unpacking_reasons),
+    Backend("triton", _slot_attention_triton, _triton_reasons),
     Backend("reference", slot_attention_reference, loop_reasons),
 )
+
+
+def _slot_attention_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    from longseq.kernels.slot_attention.triton_step import slot_attention_step_triton
+
+    return slot_attention_step_triton(*args, **kwargs)
+
+
+register_steps("slot_attention", slot_attention_step_torch, _slot_attention_step_triton, "M")
 
 
 def slot_attention(
@@ -54,14 +87,14 @@ def slot_attention(
     segment) B is 1 and states have N rows. Arithmetic and states are float32, or float64 for float64 inputs; o has v's
     dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them.
+    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
+    of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read them.
 
     Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
     Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.
     """
     check_chunk_size("slot_attention", chunk_size, power_of_two=True)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"slot_attention: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    _check_activation("slot_attention", activation)
     keys, values = check_parts("slot_attention", initial_state, "keys", "values")
     sizes = check_tensors(
         "slot_attention",
@@ -90,3 +123,45 @@ def slot_attention(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
+
+
+def slot_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    write: Tensor | None = None,
+    scale: float = 1.0,
+    activation: str = "softmax",
+    backend: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One token of `slot_attention`: q, k [B, H, K]; v [B, H, V]; g, write [B, H, M]; state [B, H, M, K] and [..., V].
+
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    _check_activation("slot_attention_step", activation)
+    keys, values = check_parts("slot_attention_step", state, "keys", "values", name="state")
+    run = select_step(
+        "slot_attention",
+        backend,
+        {
+            "q": (q, "B H K"),
+            "k": (k, "B H K"),
+            "v": (v, "B H V"),
+            "g": (g, "B H M"),
+            "write": (write, "B H M"),
+            "state[0]": (keys, "B H M K"),
+            "state[1]": (values, "B H M V"),
+        },
+    )
+    return run(q, k, v, g, state, write=write, scale=scale, activation=activation)
+
+
+def _check_activation(op: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")

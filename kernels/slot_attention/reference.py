@@ -7,7 +7,7 @@ from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, 
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
 
-def slot_attention_step(
+def slot_attention_step_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -18,10 +18,7 @@ def slot_attention_step(
     scale: float = 1.0,
     activation: str = "softmax",
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One token of `slot_attention`: q, k [B, H, K]; v [B, H, V]; g, write [B, H, M]; state [B, H, M, K] and [..., V].
-
-    Returns o [B, H, V] in v's dtype and the next state.
-    """
+    """`slot_attention_step` in torch: differentiable, in the state's precision."""
     keys, values = state
     q, k, value, g = (x.to(keys.dtype) for x in (q, k, v, g))
     decay = g.exp()[..., None]
@@ -53,7 +50,7 @@ def slot_attention_reference(
         outputs = []
         for t in range(sequences[0].shape[1]):
             q_t, k_t, v_t, g_t, write_t = token(sequences, t)
-            o_t, state = slot_attention_step(
+            o_t, state = slot_attention_step_torch(
                 q_t, k_t, v_t, g_t, state, write=write_t, scale=scale, activation=activation
             )
             outputs.append(o_t)

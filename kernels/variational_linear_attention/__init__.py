@@ -1,8 +1,11 @@
 """Variational linear attention: a delta rule whose write direction follows what was written before."""
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
+from longseq.kernels.delta_rule import TRITON_WIDTH
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -12,20 +15,54 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.recursive_least_squares import check_refresh, check_steps, mask_tokens
+from longseq.kernels.recursive_least_squares import check_refresh, check_steps, inverse_reasons, mask_tokens
+from longseq.kernels.steps import register_steps, select_step
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
 from longseq.kernels.variational_linear_attention.reference import (
     VariationalState,
     variational_linear_attention_reference,
-    variational_linear_attention_step,
+    variational_linear_attention_step_torch,
 )
 
 __all__ = ["variational_linear_attention", "variational_linear_attention_step"]
 
+
+def _triton_reasons(call: Call) -> list[str]:
+    reasons = inverse_reasons(call)
+    if call.sizes.get("V", 1) > TRITON_WIDTH:
+        reasons.append(f"V = {call.sizes['V']}, and it goes to {TRITON_WIDTH} (use backend='torch')")
+    return reasons
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _variational_linear_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, VariationalState | None]:
+    from longseq.kernels.variational_linear_attention.triton_variational import variational_linear_attention_triton
+
+    return variational_linear_attention_triton(*args, **kwargs)
+
+
+# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
+# for Hopper, but has neither been compared with float64 nor measured on a GPU yet.
 register(
     "variational_linear_attention",
     Backend("torch", variational_linear_attention_chunk, unpacking_reasons),
+    Backend("triton", _variational_linear_attention_triton, _triton_reasons),
     Backend("reference", variational_linear_attention_reference, loop_reasons),
+)
+
+
+def _variational_linear_attention_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, VariationalState]:
+    from longseq.kernels.variational_linear_attention.triton_step import variational_linear_attention_step_triton
+
+    return variational_linear_attention_step_triton(*args, **kwargs)
+
+
+register_steps(
+    "variational_linear_attention",
+    variational_linear_attention_step_torch,
+    _variational_linear_attention_step_triton,
+    "K",
 )
 
 
@@ -111,4 +148,60 @@ def variational_linear_attention(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+    )
+
+
+def variational_linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None = None,
+    *,
+    state: VariationalState,
+    lambda0: float = 0.1,
+    refresh_period: int | None = 20,
+    refresh: float = 1e-3,
+    eps: float = 1e-4,
+    normalize_key: bool = True,
+    normalize_alpha: bool = True,
+    normalizer: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, VariationalState]:
+    """One token of `variational_linear_attention`: q, k, u [B, H, K]; v [B, H, V]; state (S, A, z, steps).
+
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype. `lambda0` has no meaning here: a step
+    brings its state.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
+    gradient.
+    """
+    op = "variational_linear_attention_step"
+    check_refresh(op, lambda0, refresh_period, refresh)
+    S, A, z, steps = check_parts(op, state, "S", "A", "z", "steps", name="state")
+    run = select_step(
+        "variational_linear_attention",
+        backend,
+        {
+            "q": (q, "B H K"),
+            "k": (k, "B H K"),
+            "v": (v, "B H V"),
+            "u": (u, "B H K"),
+            "state[0]": (S, "B H K V"),
+            "state[1]": (A, "B H K K"),
+            "state[2]": (z, "B H K"),
+        },
+    )
+    check_steps(op, "state[3]", steps, S)
+    return run(
+        q,
+        k,
+        v,
+        u,
+        state=state,
+        refresh_period=refresh_period,
+        refresh=refresh,
+        eps=eps,
+        normalize_key=normalize_key,
+        normalize_alpha=normalize_alpha,
+        normalizer=normalizer,
     )

@@ -63,6 +63,8 @@ def variational_linear_attention_chunk(
             output_final_state=True,
             cu_seqlens=None,
             chunk_size=chunk_size,
+            reverse=False,
+            recompute=False,
         )
         assert inverse is not None
         assert memory is not None

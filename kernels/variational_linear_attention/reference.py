@@ -5,24 +5,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longseq.kernels.delta_rule.reference import delta_rule_step
+from longseq.kernels.delta_rule.reference import delta_rule_step_torch
 from longseq.kernels.orthogonal_recurrence.reference import mend_squares
 from longseq.kernels.recurrence import Sequences, each, run_recurrence, run_segments, token
 from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
-from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step
+from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step_torch
 
 # the memory S [B, H, K, V], A [B, H, K, K], the sum of the keys z [B, H, K], the number of tokens seen [B]
 VariationalState = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def variational_linear_attention_step(
+def variational_linear_attention_step_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     u: Tensor | None = None,
     *,
     state: VariationalState,
-    lambda0: float = 0.1,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
     eps: float = 1e-4,
@@ -30,15 +29,12 @@ def variational_linear_attention_step(
     normalize_alpha: bool = True,
     normalizer: bool = True,
 ) -> tuple[Tensor, VariationalState]:
-    """One token of `variational_linear_attention`: q, k, u [B, H, K]; v [B, H, V]; state (S, A, z, steps).
-
-    Returns o [B, H, V] in v's dtype and the next state. `lambda0` has no meaning here: a step brings its state.
-    """
+    """`variational_linear_attention_step` in torch: differentiable, in the state's precision."""
     S, A, z, steps = state
     query, key, value = q.to(S.dtype), k.to(S.dtype), v.to(S.dtype)
     z = z + key
     read = unit(key) if normalize_key else key
-    alpha, (A, steps) = recursive_least_squares_step(
+    alpha, (A, steps) = recursive_least_squares_step_torch(
         read,
         torch.zeros_like(read) if u is None else u,
         (A, steps),
@@ -46,7 +42,7 @@ def variational_linear_attention_step(
         refresh=refresh,
     )
     write = unit(alpha) if normalize_alpha else alpha
-    o, S = delta_rule_step(query, read, value, torch.ones_like(read[..., 0]), S, write_key=write)
+    o, S = delta_rule_step_torch(query, read, value, torch.ones_like(read[..., 0]), S, write_key=write)
     if normalizer:
         o = o / (z * query).sum(-1, keepdim=True).clamp_min(eps)
     return o.to(v.dtype), (S, A, z, steps)
@@ -77,7 +73,7 @@ def variational_linear_attention_reference(
         outputs = []
         for t in range(sequences[0].shape[1]):
             q_t, k_t, v_t, u_t, count_t = token(sequences, t)
-            o_t, after = variational_linear_attention_step(
+            o_t, after = variational_linear_attention_step_torch(
                 q_t,
                 k_t,
                 v_t,

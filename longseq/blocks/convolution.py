@@ -51,8 +51,12 @@ class ShortConvolution(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token."""
+        """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token.
+
+        With `reverse` the taps see later tokens, and the states are behind the last token and before the first.
+        """
         y, state = short_convolution(
             x,
             self.weight,
@@ -62,6 +66,7 @@ class ShortConvolution(nn.Module):
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             mask=mask,
+            reverse=reverse,
             backend=self.backend,
         )
         assert state is not None

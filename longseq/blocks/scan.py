@@ -18,6 +18,7 @@ MERGES = ("sum", "mean")
 
 # An order reads rows or columns first, from the start or from the end.
 ROWS, ROWS_REVERSED, COLUMNS, COLUMNS_REVERSED = "rows", "rows_reversed", "columns", "columns_reversed"
+REVERSED = {ROWS_REVERSED: ROWS, COLUMNS_REVERSED: COLUMNS}  # and the orders that they reverse
 
 
 def scan_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
@@ -41,12 +42,12 @@ def reorder(x: Tensor, order: str, layout: Layout | None) -> Tensor:
     if order in (COLUMNS, COLUMNS_REVERSED):
         assert layout is not None
         x = _transpose(x, layout, layout.height, layout.width)
-    return x.flip(1) if order in (ROWS_REVERSED, COLUMNS_REVERSED) else x
+    return x.flip(1) if order in REVERSED else x
 
 
 def restore(x: Tensor, order: str, layout: Layout | None) -> Tensor:
     """Undo `reorder`."""
-    x = x.flip(1) if order in (ROWS_REVERSED, COLUMNS_REVERSED) else x
+    x = x.flip(1) if order in REVERSED else x
     if order in (COLUMNS, COLUMNS_REVERSED):
         assert layout is not None
         x = _transpose(x, layout, layout.width, layout.height)
@@ -109,11 +110,16 @@ class Directions(nn.Module):
             )
         first = self.mixers[0]
         if self.share == "none":
-            return self._merge([_read(m, x, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)])
+            return self._merge(
+                [
+                    mixer.project_out(_scan(mixer, mixer.project_in(x), order, layout, mask))
+                    for mixer, order in zip(self.mixers, self.orders, strict=True)
+                ]
+            )
         projected = first.project_in(x)
         if self.share == "all":
             return first.project_out(self._merge(self._read_stacked(projected, layout, mask)))
-        readings = [_read(m.scan, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
+        readings = [_scan(m, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
         return first.project_out(self._merge(readings))
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
@@ -135,7 +141,12 @@ class Directions(nn.Module):
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
 
 
-def _read(scan: Callable[..., Any], x: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
-    """Run `scan` over `x` in `order`; its output comes back in row order."""
+def _scan(mixer: Any, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
+    """Scan projected tokens in `order`; the output comes back in row order."""
+    options = {}
+    if mixer.reads_backwards and order in REVERSED:
+        options["reverse"] = True
+        order = REVERSED[order]
     mask = None if mask is None else reorder(mask, order, layout)
-    return restore(scan(reorder(x, order, layout), mask=mask)[0], order, layout)
+    y, _ = mixer.scan(reorder(projected, order, layout), mask=mask, **options)
+    return restore(y, order, layout)

@@ -30,6 +30,8 @@ class Mixer(nn.Module):
         operations: names of the `longseq.kernels` operations that `scan` calls.
         undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
+        reads_backwards: `scan` takes `reverse=True`, with which it reads from the last token, and from the state behind
+            it, to the first, without turning the tokens round in memory.
         growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
             their number, and its floating-point tensors are float32 (float64 for float64 inputs).
     """
@@ -38,6 +40,7 @@ class Mixer(nn.Module):
     operations: ClassVar[tuple[str, ...]] = ()
     undecayed: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
+    reads_backwards: ClassVar[bool] = False
     growing_state: ClassVar[bool] = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).

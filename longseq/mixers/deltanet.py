@@ -59,12 +59,14 @@ class DeltaNet(Mixer):
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
         negative_eigenvalues: β in (0, 2), which lets a step reverse what a key stores.
+        recompute: the Triton kernels keep less for the gradient, for one more pass (see `delta_rule`).
 
     Source: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024), section 3.3.
     """
 
     paper = "DeltaNet (arXiv:2406.06484), section 3.3"
     operations = ("short_convolution", "delta_rule")
+    reads_backwards = True
 
     def __init__(
         self,
@@ -77,9 +79,11 @@ class DeltaNet(Mixer):
         key_norm: str = "l2",
         negative_eigenvalues: bool = False,
         norm_eps: float = 1e-5,
+        recompute: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
+        self.recompute = recompute
         check_features(feature_map, key_norm)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
         self.feature_map = feature_map
@@ -95,12 +99,18 @@ class DeltaNet(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = (None, None) if state is None else state
         mixed, beta = self._split(projected)
         if self.convolution is not None:
-            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
+            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         q, k, v = self._features(mixed)
         self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
         self.observe("key_write_norm", lambda: token_mean(beta * k.square().sum(-1), mask))
@@ -112,6 +122,8 @@ class DeltaNet(Mixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
+            recompute=self.recompute,
             backend=self.backend,
         )
         assert memory is not None

@@ -50,6 +50,7 @@ class GatedDeltaNet(Mixer):
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
         dt_min, dt_max: range of the first step sizes softplus(dt_bias).
+        recompute: the Triton kernels keep less for the gradient, for one more pass (see `delta_rule`).
 
     Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
     section 3.4; initial decays as in Mamba-2.
@@ -57,6 +58,7 @@ class GatedDeltaNet(Mixer):
 
     paper = "Gated DeltaNet (arXiv:2412.06464), section 3.4"
     operations = ("short_convolution", "delta_rule")
+    reads_backwards = True
     undecayed = ("A_log", "dt_bias")
 
     def __init__(
@@ -74,9 +76,11 @@ class GatedDeltaNet(Mixer):
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         norm_eps: float = 1e-5,
+        recompute: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
+        self.recompute = recompute
         check_features(feature_map, key_norm)
         check_step_range(dt_min, dt_max)
         self.key_width = expand_width(d_model, expand_k, "expand_k")
@@ -109,13 +113,19 @@ class GatedDeltaNet(Mixer):
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = (None, None) if state is None else state
         mixed, beta, g, gate = self._split(projected)
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
         if self.convolution is not None:
-            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
+            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         q, k, v = self._features(mixed)
         self.observe("key_write_norm", lambda: token_mean(beta * k.square().sum(-1), mask))
         real = None if mask is None else mask.unsqueeze(-1)
@@ -128,6 +138,8 @@ class GatedDeltaNet(Mixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
+            recompute=self.recompute,
             backend=self.backend,
         )
         assert memory is not None

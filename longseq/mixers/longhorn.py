@@ -48,7 +48,7 @@ class Longhorn(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None,
+        mask: Tensor | None, reverse: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         beta = at_least_float32(rate).sigmoid()
         self.observe("gate_saturation", lambda: saturation(beta, mask))
@@ -60,6 +60,7 @@ class Longhorn(SelectiveMixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert final is not None

@@ -56,7 +56,7 @@ class LonghornExact(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None,
+        mask: Tensor | None, reverse: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
         strength = self._strength(key, rate)
@@ -70,6 +70,7 @@ class LonghornExact(SelectiveMixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert final is not None

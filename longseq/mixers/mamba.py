@@ -68,7 +68,7 @@ class Mamba(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None,
+        mask: Tensor | None, reverse: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         step = step_size(rate, self.rate_bias)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
@@ -81,6 +81,7 @@ class Mamba(SelectiveMixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert final is not None

@@ -33,6 +33,7 @@ class SelectiveMixer(Mixer):
     """
 
     undecayed: ClassVar[tuple[str, ...]] = ("D",)
+    reads_backwards: ClassVar[bool] = True
     # Of the state, for one token: the decay and the input take two each, the update and the readout two each.
     flops_per_entry: ClassVar[int] = 8
 
@@ -65,7 +66,7 @@ class SelectiveMixer(Mixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None,
+        mask: Tensor | None, reverse: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`."""
         raise NotImplementedError
@@ -75,12 +76,18 @@ class SelectiveMixer(Mixer):
         raise NotImplementedError
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, SelectiveState]:
         convolution, memory = (None, None) if state is None else state
         x, gate = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask)
-        y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask)
+        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask, reverse)
         self.observe("state_norm", lambda: mean_norm(memory))
         return self._gate(y, x, gate), SelectiveState(convolution, memory)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from longseq.kernels import list_ops
 from longseq.kernels.recurrence import each
 from longseq.kernels.testing import (
+    Inputs,
     assert_accurate,
     assert_equal_up_to_rounding,
     gradients,
@@ -17,6 +18,7 @@ from longseq.kernels.testing import (
     list_variants,
     make_inputs,
     results,
+    takes,
     takes_chunk_size,
 )
 
@@ -140,6 +142,19 @@ def test_packed_gradients_equal_the_recurrence(op, backend):
         inputs = make_inputs(op, variant, tokens=sum(lengths), segments=len(lengths))
         expected = gradients(inputs, backend="reference", cu_seqlens=cu_seqlens)
         assert_same(gradients(inputs, backend=backend, cu_seqlens=cu_seqlens), expected)
+
+
+@pytest.mark.parametrize(("op", "backend"), [form for form in BACKENDS if takes(form[0], "reverse")])
+def test_reverse_reads_from_the_end(op, backend):
+    lengths = [0, 17, 1, 0, 22, 0]
+    cu_seqlens = torch.tensor(bounds_of(lengths))
+    for variant in list_variants(op)[:4]:
+        inputs = make_inputs(op, variant, tokens=19)
+        expected = gradients(inputs, run=Inputs.run_turned, backend="reference")
+        assert_same(gradients(inputs, backend=backend, reverse=True), expected)
+        inputs = make_inputs(op, variant, tokens=sum(lengths), segments=len(lengths))
+        expected = gradients(inputs, run=Inputs.run_turned, backend="reference", cu_seqlens=cu_seqlens)
+        assert_same(gradients(inputs, backend=backend, reverse=True, cu_seqlens=cu_seqlens), expected)
 
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)

@@ -5,24 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longseq.kernels import delta_rule, explain, list_ops, longhorn_scan, selective_scan, short_convolution
+from longseq.kernels import (
+    delta_rule,
+    explain,
+    linear_attention,
+    list_ops,
+    longhorn_scan,
+    orthogonal_recurrence,
+    recursive_least_squares,
+    selective_scan,
+    short_convolution,
+    slot_attention,
+    variational_linear_attention,
+)
 from longseq.kernels.dispatch import backends
-from longseq.kernels.testing import assert_accurate, error, gradients, list_variants, make_inputs
+from longseq.kernels.testing import (
+    Inputs,
+    assert_accurate,
+    error,
+    gradients,
+    list_variants,
+    make_inputs,
+    results,
+    takes,
+)
 
 TRITON_OPS = [op for op in list_ops() if any(backend.name == "triton" for backend in backends(op))]
 CASES = [(op, variant) for op in TRITON_OPS for variant in list_variants(op)]
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Triton's interpreter, and memory that is NaN until it is written."""
-    if torch.cuda.is_available():
-        pytest.skip("the kernels run on the GPU here, in the tests below")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def assert_as_accurate_as_torch(inputs, exact, device="cpu", **options):
@@ -50,16 +59,30 @@ def test_packed_segments_are_separate(interpreted, op):
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
+@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 39, 40)], ids=["one_segment", "packed"])
+def test_reading_in_reverse(interpreted, op, bounds):
+    for variant in list_variants(op)[:4]:
+        segments = {} if bounds is None else {"segments": len(bounds) - 1}
+        options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+        inputs = make_inputs(op, variant, tokens=40, **segments)  # more than a chunk of the delta rule's float32 form
+        exact = gradients(inputs, run=Inputs.run_turned, backend="reference", **options)
+        inputs = make_inputs(op, variant, tokens=40, dtype=torch.float32, **segments)
+        assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("form", ["short", "long"])
-def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype):
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype, reverse):
     from longseq.kernels.delta_rule import triton_delta
 
     monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, segments=4, dtype=dtype)
-    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
-    actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
+    run = Inputs.run_turned if reverse else Inputs.run
+    exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
+    actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
     for name, value in exact.items():
         # Products of float16 numbers whatever the dtype, then rounding, where the interpreter cuts bfloat16 off.
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
@@ -69,6 +92,136 @@ def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype):
 def test_delta_rule_over_several_float32_chunks(interpreted, variant):
     exact = gradients(make_inputs("delta_rule", variant, batch=1, tokens=70), backend="reference")
     assert_as_accurate_as_torch(make_inputs("delta_rule", variant, batch=1, tokens=70, dtype=torch.float32), exact)
+
+
+@pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
+def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
+    inputs = make_inputs("delta_rule", variant, tokens=70, batch=1, dtype=torch.float16)
+    expected = gradients(inputs, backend="triton")
+    actual = gradients(inputs, backend="triton", recompute=True)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+    def kept(recompute):
+        tensors = {}
+        leaves = inputs.map(lambda x: x.detach().requires_grad_())
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: tensors.setdefault(x.data_ptr(), x), lambda x: x):
+            leaves.run(backend="triton", recompute=recompute)
+        own = {x.data_ptr() for x in leaves.tensors.values()}
+        return sum(x.numel() for place, x in tensors.items() if place not in own)
+
+    assert kept(True) == 0 < kept(False)
+
+
+# Gates per channel up to 1 are mild, and those up to 3 and 30 need pairs of blocks of 2 tokens, and of 1.
+@pytest.mark.parametrize(
+    ("variant", "strength"),
+    [("plain", 0.0), ("extreme_head_decay", 1.0)]
+    + [(variant, strength) for variant in ("channel_gated", "value_gated") for strength in (1.0, 3.0, 30.0)],
+)
+def test_linear_attention_over_several_chunks(interpreted, variant, strength):
+    bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
+    inputs = make_inputs("linear_attention", variant, tokens=70, segments=4, dtype=torch.float16)
+    gates = {name: strength * x for name, x in inputs.sequences.items() if name.startswith("g")}
+    inputs = inputs.replace(gates)
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
+    actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
+    for name, value in exact.items():
+        assert error(actual[name], value) <= 2e-3, name
+
+
+@pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_channel_decay", "extreme_value_decay"])
+def test_linear_attention_over_several_float32_chunks(interpreted, variant):
+    exact = gradients(make_inputs("linear_attention", variant, batch=1, tokens=70), backend="reference")
+    inputs = make_inputs("linear_attention", variant, batch=1, tokens=70, dtype=torch.float32)
+    assert_as_accurate_as_torch(inputs, exact)
+
+
+@pytest.mark.parametrize("variant", ["channel_gated", "value_gated"])
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
+def test_linear_attention_in_half_precision_takes_values_and_gradients_of_any_size(interpreted, variant, factor):
+    inputs = make_inputs("linear_attention", variant, batch=1, tokens=20, dtype=torch.bfloat16)
+    large = inputs.replace({name: inputs.arguments[name] * factor for name in ("v", "initial_state")})
+    for ours, theirs in zip(large.run(backend="triton"), inputs.run(backend="triton"), strict=True):
+        torch.testing.assert_close(ours.double() / factor, theirs.double())
+
+    def gradients_of(weight):
+        leaves = inputs.map(lambda x: x.detach().requires_grad_())
+        o, _ = leaves.run(backend="triton")
+        grads = torch.autograd.grad(o, list(leaves.tensors.values()), torch.full_like(o, weight))
+        return [grad.double() / weight for grad in grads]
+
+    for ours, theirs in zip(gradients_of(factor), gradients_of(1.0), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_slot_attention_over_several_chunks(interpreted):
+    bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
+    inputs = make_inputs("slot_attention", "write", tokens=70, segments=4, dtype=torch.float16)
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
+    actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
+    for name, value in exact.items():
+        assert error(actual[name], value) <= 2e-3, name
+
+
+LEAST_SQUARES_OPS = ["recursive_least_squares", "variational_linear_attention"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_least_squares_over_several_chunks(interpreted, op, dtype):
+    bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has three chunks
+    inputs = make_inputs(op, tokens=70, segments=4, dtype=dtype, sizes={"H": 1})
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
+    actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
+    for name, value in exact.items():
+        # Rounding, where the interpreter cuts bfloat16 off, and the delta rule's products of float16 numbers.
+        assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("variant", ["plain", "extreme_directions"])
+def test_least_squares_in_segments_of_time(interpreted, monkeypatch, variant):
+    from longseq.kernels.recursive_least_squares import triton_least_squares as kernels
+
+    inputs = make_inputs("recursive_least_squares", variant, batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1})
+    inputs = inputs.replace({name: x.float() for name, x in inputs.tensors.items() if name != "u"})
+    monkeypatch.setattr(kernels, "FEWEST_SEGMENTS", 2)
+    refused = []
+    connect = kernels.connect
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                connect[grid](*args, **kwargs)
+                refused.append(args[7].clone())
+
+            return launch
+
+    monkeypatch.setattr(kernels, "connect", Watched())
+    exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
+    actual = gradients(inputs, backend="triton")
+    assert [bool(whole.any()) for whole in refused] == [variant == "extreme_directions"]
+    for name, value in exact.items():
+        assert error(actual[name], value) <= (1e-3 if name == "gradient of u" else 2e-5), name
+
+
+def test_variational_linear_attention_has_the_precision_of_its_values(interpreted):
+    inputs = make_inputs("variational_linear_attention", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
+    inputs = inputs.replace({"v": inputs.arguments["v"].bfloat16()})
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
+    actual = gradients(inputs, backend="triton")
+    assert actual["output"].dtype == torch.bfloat16
+    for name, value in exact.items():
+        assert error(actual[name], value) <= (8e-3 if actual[name].dtype == torch.bfloat16 else 3e-3), name
+
+
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_least_squares_of_what_is_not_a_number(interpreted, op):
+    inputs = make_inputs(op, tokens=9, dtype=torch.bfloat16)
+    inputs.sequences["u"][0, 5, 0, 0] = torch.nan
+    o, _ = inputs.run(backend="triton")
+    assert o[0, 5:, 0].isnan().all()
+    assert o[1].isfinite().all()
+    assert o[0, :, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e30])
@@ -104,10 +257,10 @@ def test_a_loss_on_the_output_alone(interpreted, op):
 def test_strided_inputs_need_no_copy(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=7, dtype=torch.float32)
     strided = inputs.map(lambda x: torch.stack((x, x), dim=-2).unbind(-2)[1] if x.ndim >= 3 else x)
-    assert not strided.initial_state.is_contiguous()
-    expected, actual = inputs.run(backend="triton"), strided.run(backend="triton")
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert not any(x.is_contiguous() for x in strided.tensors.values() if x.ndim >= 3)
+    expected, actual = results(*inputs.run(backend="triton")), results(*strided.run(backend="triton"))
+    for name, theirs in expected.items():
+        assert torch.equal(actual[name], theirs), name
 
 
 @pytest.mark.parametrize("op", TRITON_OPS)
@@ -116,10 +269,8 @@ def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
     expected = gradients(inputs, backend="triton")
     torch._dynamo.reset()
     compiled = torch.compile(inputs.run, fullgraph=True, backend="aot_eager")
-    o, state = compiled(backend="triton")
-    torch.testing.assert_close(
-        {"output": o, "final_state": state}, {name: expected[name] for name in ("output", "final_state")}
-    )
+    actual = results(*compiled(backend="triton"))
+    torch.testing.assert_close(actual, {name: expected[name] for name in actual})
 
 
 def test_convolution_passes_over_padding(interpreted):
@@ -162,6 +313,19 @@ def test_delta_rules_too_wide_for_the_table_are_refused():
     assert explain("delta_rule", device="cuda", sizes={"K": 256, "V": 256})["triton"] == []
 
 
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_inverses_too_wide_for_registers_are_refused(op):
+    assert explain(op, device="cuda", sizes={"K": 65})["triton"] == ["K = 65, and it goes to 64 (use backend='torch')"]
+    assert explain(op, device="cuda", sizes={"K": 64, "V": 256})["triton"] == []
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "slot_attention"])
+def test_states_of_linear_attention_too_wide_for_the_table_are_refused(op):
+    reasons = explain(op, device="cuda", sizes={"K": 513, "V": 600})["triton"]
+    assert reasons == ["K = 513 and V = 600, and it goes to 512 (use backend='torch')"]
+    assert explain(op, device="cuda", sizes={"K": 512, "V": 512, "M": 512})["triton"] == []
+
+
 def test_states_too_wide_for_registers_are_refused():
     x, narrow, wide = torch.zeros(1, 2, 3), torch.zeros(1, 2, 64), torch.zeros(1, 2, 65)
     sizes = {"N": wide.shape[-1]}
@@ -188,6 +352,23 @@ GPU_SHAPES = [
     ("delta_rule", 1, 16384, 256, 128),
     ("delta_rule", 2, 1000, 512, 256),
     ("delta_rule", 3, 500, 100, 50),
+    ("linear_attention", 2, 197, 384, 64),
+    ("linear_attention", 1, 16384, 256, 128),
+    ("linear_attention", 2, 1000, 512, 256),
+    ("linear_attention", 3, 500, 100, 50),
+    # 16 slots
+    ("slot_attention", 2, 197, 384, 64),
+    ("slot_attention", 1, 4097, 1024, 512),
+    ("slot_attention", 3, 500, 100, 50),
+    ("orthogonal_recurrence", 2, 197, 384, 64),
+    ("orthogonal_recurrence", 1, 500, 256, 128),
+    ("orthogonal_recurrence", 3, 100, 100, 50),
+    ("recursive_least_squares", 2, 197, 384, 64),
+    ("recursive_least_squares", 1, 16384, 128, 64),
+    ("recursive_least_squares", 3, 500, 100, 50),
+    ("variational_linear_attention", 2, 197, 384, 64),
+    ("variational_linear_attention", 1, 16384, 128, 64),
+    ("variational_linear_attention", 3, 500, 100, 50),
 ]
 # (batch, tokens, heads, K, V, with a write key, with gates, segments)
 DELTA_SHAPES = [
@@ -197,6 +378,57 @@ DELTA_SHAPES = [
     (1, 700, 2, 64, 64, True, False, (0, 64, 65, 700)),
     (1, 1100, 2, 256, 128, True, False, None),
     (1, 1100, 2, 96, 256, False, True, None),
+]
+# (batch, tokens, heads, D, M, objective, normalize, with gates, with a threshold, chunk_size, segments)
+ORTHOGONAL_SHAPES = [
+    (2, 300, 3, 64, 64, "decode", True, True, True, 1, None),
+    (2, 300, 3, 64, 32, "encode", False, True, False, 1, None),
+    (1, 400, 2, 16, 16, "similarity", True, True, True, 1, (0, 3, 3, 150, 399, 400)),
+    (70, 70, 6, 32, 64, "ttt", False, True, True, 1, None),
+    (2, 300, 3, 128, 128, "decode", False, True, True, 1, None),
+    (2, 300, 3, 64, 64, "decode", True, True, False, 64, None),
+    (2, 300, 3, 64, 64, "encode", True, False, False, 16, None),
+    (1, 400, 2, 128, 128, "decode", False, True, False, 32, (0, 3, 3, 150, 399, 400)),
+    (1, 400, 2, 128, 128, "similarity", True, True, False, 64, (0, 64, 65, 400)),
+    (2, 300, 3, 100, 50, "ttt", False, True, False, 16, None),
+    (2, 100, 3, 32, 32, "decode", True, True, False, 5, None),
+]
+# (batch, tokens, heads, K, V, gate, its largest size, segments)
+LINEAR_SHAPES = [
+    (2, 300, 3, 64, 32, None, 0.0, None),
+    (2, 1100, 2, 512, 512, None, 0.0, None),
+    (2, 300, 3, 128, 64, "head", 0.1, None),
+    (1, 2000, 2, 64, 64, "head", 30.0, (0, 3, 3, 700, 1999, 2000)),
+    (2, 300, 3, 128, 128, "key", 0.1, None),
+    (2, 300, 3, 128, 128, "key", 3.0, None),
+    (1, 2000, 2, 64, 512, "key", 0.2, (0, 3, 3, 700, 1999, 2000)),
+    (1, 700, 2, 96, 40, "key", 1e4, (0, 64, 65, 700)),
+    (2, 300, 3, 128, 128, "value", 0.1, None),
+    (2, 300, 3, 128, 128, "value", 3.0, None),
+    (1, 2000, 2, 512, 64, "value", 0.2, (0, 3, 3, 700, 1999, 2000)),
+    (1, 700, 2, 40, 96, "value", 1e4, (0, 64, 65, 700)),
+]
+# (batch, tokens, heads, K, V, slots, the largest gate, activation, with write strengths, segments)
+SLOT_SHAPES = [
+    (2, 300, 3, 64, 64, 64, 0.1, "softmax", False, None),
+    (1, 2000, 2, 512, 512, 64, 0.1, "softmax", False, (0, 3, 3, 700, 1999, 2000)),
+    (1, 700, 2, 96, 40, 100, 3.0, "softmax", True, None),
+    (1, 700, 2, 64, 128, 32, 0.1, "relu_squared", False, (0, 64, 65, 700)),
+]
+# (batch, tokens, heads, K, refresh period, size of one in fifty directions, segments)
+INVERSE_SHAPES = [
+    (2, 300, 3, 64, 20, 1.0, None),
+    (1, 5000, 2, 64, 20, 1.0, None),
+    (1, 5000, 2, 64, None, 1.0, None),
+    (1, 5000, 2, 16, 7, 300.0, None),
+    (1, 2000, 2, 32, 20, 1.0, (0, 3, 3, 700, 1999, 2000)),
+    (1, 700, 2, 50, 7, 30.0, (0, 64, 65, 700)),
+]
+# (batch, tokens, heads, K, V, segments)
+VARIATIONAL_SHAPES = [
+    (2, 300, 3, 64, 64, None),
+    (1, 5000, 2, 64, 128, None),
+    (1, 2000, 2, 32, 40, (0, 3, 3, 700, 1999, 2000)),
 ]
 
 
@@ -208,6 +440,23 @@ def gpu_arguments(op, batch, tokens, channels, entries, dtype):
 
     if op == "delta_rule":
         return delta_rule, delta_arguments(normal, batch, tokens, channels // entries, entries, entries)
+    if op == "orthogonal_recurrence":
+        arguments = orthogonal_arguments(normal, batch, tokens, channels // entries, entries, entries)
+        return orthogonal_recurrence, arguments | {
+            "initial_state": normal(batch, channels // entries, entries, entries)
+        }
+    if op in ("linear_attention", "slot_attention"):
+        heads, slots = channels // entries, 16
+        arguments = {name: normal(batch, tokens, heads, entries) for name in ("q", "k", "v")}
+        gate = normal(batch, tokens, heads, entries if op == "linear_attention" else slots)
+        arguments["g"] = torch.nn.functional.logsigmoid(gate) / 16
+        return linear_attention if op == "linear_attention" else slot_attention, arguments
+    if op == "recursive_least_squares":
+        shape = (batch, tokens, channels // entries, entries)
+        return recursive_least_squares, {"x": normal(*shape), "u": normal(*shape) / entries**0.5}
+    if op == "variational_linear_attention":
+        arguments = variational_arguments(normal, batch, tokens, channels // entries, entries, entries)
+        return variational_linear_attention, arguments
     x = normal(batch, tokens, channels)
     if op == "short_convolution":
         return short_convolution, {"x": x, "weight": normal(channels, entries), "bias": normal(channels)}
@@ -233,14 +482,62 @@ def delta_arguments(normal, batch, tokens, heads, key_dim, value_dim):
     }
 
 
+def orthogonal_arguments(normal, batch, tokens, heads, width, slots):
+    # Unit vectors: by longer ones the slots turn so far that the torch form's own errors grow from token to token.
+    q, k, v = (torch.nn.functional.normalize(normal(batch, tokens, heads, n), dim=-1) for n in (slots, slots, width))
+    return {"q": q, "k": k, "v": v, "gamma": normal(batch, tokens, heads).sigmoid()}
+
+
+def variational_arguments(normal, batch, tokens, heads, key_dim, value_dim):
+    keys = (batch, tokens, heads, key_dim)
+    q, k = (torch.nn.functional.elu(normal(*keys)) + 1 for _ in range(2))
+    u = torch.nn.functional.normalize(normal(*keys), dim=-1) / key_dim**0.5
+    return {"q": q, "k": k, "v": normal(batch, tokens, heads, value_dim), "u": u}
+
+
+def inverse_state(normal, rows, heads, width):
+    """A positive definite matrix for each row."""
+    root = normal(rows, heads, width, width).float()
+    eye = torch.eye(width, device=root.device)
+    return (root @ root.mT / width + 0.5 * eye).to(normal().dtype)
+
+
 def gpu_gradients(function, arguments, backend, **options):
     leaves = {name: value.detach().requires_grad_() for name, value in arguments.items()}
     o, state = function(**leaves, **options, output_final_state=True, backend=backend)
     # Random signs: of weights in order, half of a sum over time would cancel the other half, and round off be all.
     generator = torch.Generator(o.device).manual_seed(1)
     weights = torch.randn(o.shape, device=o.device, dtype=torch.float64, generator=generator).to(o.dtype)
-    loss = (o * weights).sum() + state.sum()
-    return {"o": o, "state": state} | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    returned = results(o, state)
+    loss = (o * weights).sum() + sum(x.sum() for name, x in returned.items() if name != "output")
+    return returned | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def slot_attention_from(keys, values, **arguments):
+    """`slot_attention` with the parts of its first state as two arguments."""
+    return slot_attention(**arguments, initial_state=(keys, values))
+
+
+def recursive_least_squares_from(A, **arguments):
+    """`recursive_least_squares` from A and counters that stand at different places in the period of a refresh."""
+    steps = 13 * torch.arange(A.shape[0], device=A.device)
+    return recursive_least_squares(**arguments, initial_state=(A, steps))
+
+
+def variational_linear_attention_from(S, A, z, **arguments):
+    """`variational_linear_attention` with the parts of its first state as arguments of their own."""
+    steps = 13 * torch.arange(A.shape[0], device=A.device)
+    return variational_linear_attention(**arguments, initial_state=(S, A, z, steps))
+
+
+HALF_PRODUCTS = (
+    delta_rule,
+    linear_attention,
+    slot_attention,
+    slot_attention_from,
+    variational_linear_attention,
+    variational_linear_attention_from,
+)
 
 
 def assert_accurate_in_every_run(function, arguments, dtype, **options):
@@ -253,10 +550,10 @@ def assert_accurate_in_every_run(function, arguments, dtype, **options):
     finally:
         torch.use_deterministic_algorithms(False)
     factor = 2
-    if function is delta_rule and dtype != torch.float32:
+    if function in HALF_PRODUCTS and dtype != torch.float32:
         # Its products are those of float16 numbers, while the torch form computes in float32: a state is as good as one
         # rounded to the inputs' precision, and of float16 inputs more is lost than by rounding the results.
-        plain = {name: value.to(dtype) for name, value in plain.items()}
+        plain = {name: value.to(dtype) if value.is_floating_point() else value for name, value in plain.items()}
         factor = 4 if dtype == torch.float16 else 2
     for name, value in exact.items():
         # The last term is that of the hardware's exp and sigmoid, which count in float32 alone.
@@ -296,12 +593,123 @@ def test_delta_rule_on_the_gpu(shape, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", ORTHOGONAL_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:10])))
+def test_orthogonal_recurrence_on_the_gpu(shape, dtype):
+    batch, tokens, heads, width, slots, objective, normalize, gated, shrunk, chunk_size, bounds = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    arguments = orthogonal_arguments(normal, batch, tokens, heads, width, slots)
+    if gated:
+        arguments["g"] = -normal(batch, tokens, heads).exp() * 0.1
+    if shrunk:
+        arguments["threshold"] = normal(batch, tokens, heads).sigmoid() * 0.01
+    segments = batch if bounds is None else len(bounds) - 1
+    arguments["initial_state"] = normal(segments, heads, width, slots)
+    options = {"objective": objective, "normalize": normalize, "chunk_size": chunk_size, "scale": 0.5}
+    if bounds is not None:
+        options["cu_seqlens"] = torch.tensor(bounds, device="cuda")
+    assert_accurate_in_every_run(orthogonal_recurrence, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:7])))
+def test_linear_attention_on_the_gpu(shape, dtype):
+    batch, tokens, heads, key_dim, value_dim, gate, largest, bounds = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    arguments = {
+        name: normal(batch, tokens, heads, width)
+        for name, width in {"q": key_dim, "k": key_dim, "v": value_dim}.items()
+    }
+    if gate is not None:
+        width = {"head": (), "key": (key_dim,), "value": (value_dim,)}[gate]
+        size = torch.rand((batch, tokens, heads, *width), device="cuda", generator=generator)
+        arguments["g_value" if gate == "value" else "g"] = -largest * size
+    segments = batch if bounds is None else len(bounds) - 1
+    arguments["initial_state"] = normal(segments, heads, key_dim, value_dim)
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+    assert_accurate_in_every_run(linear_attention, arguments, dtype, scale=0.5, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SLOT_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:8])))
+def test_slot_attention_on_the_gpu(shape, dtype):
+    batch, tokens, heads, key_dim, value_dim, slots, largest, activation, own_write, bounds = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    arguments = {
+        name: normal(batch, tokens, heads, width)
+        for name, width in {"q": key_dim, "k": key_dim, "v": value_dim}.items()
+    }
+    arguments["g"] = -largest * torch.rand((batch, tokens, heads, slots), device="cuda", generator=generator)
+    if own_write:
+        arguments["write"] = normal(batch, tokens, heads, slots).sigmoid()
+    segments = batch if bounds is None else len(bounds) - 1
+    arguments["keys"] = normal(segments, heads, slots, key_dim)
+    arguments["values"] = normal(segments, heads, slots, value_dim)
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+    options |= {"scale": key_dim**-0.5, "activation": activation}
+    assert_accurate_in_every_run(slot_attention_from, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("shape", INVERSE_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:6])))
+def test_recursive_least_squares_on_the_gpu(shape, dtype):
+    batch, tokens, heads, width, period, size, bounds = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    u = normal(batch, tokens, heads, width) / width**0.5
+    u[:, ::50] *= size
+    segments = batch if bounds is None else len(bounds) - 1
+    arguments = {"x": normal(*u.shape), "u": u, "A": inverse_state(normal, segments, heads, width)}
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+    options |= {"mask": torch.rand((batch, tokens), device="cuda", generator=generator) < 0.9}
+    options |= {"refresh_period": period, "refresh": 0.01}
+    assert_accurate_in_every_run(recursive_least_squares_from, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("shape", VARIATIONAL_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:5])))
+def test_variational_linear_attention_on_the_gpu(shape, dtype):
+    batch, tokens, heads, key_dim, value_dim, bounds = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    arguments = variational_arguments(normal, batch, tokens, heads, key_dim, value_dim)
+    segments = batch if bounds is None else len(bounds) - 1
+    arguments["S"] = normal(segments, heads, key_dim, value_dim)
+    arguments["A"] = inverse_state(normal, segments, heads, key_dim)
+    arguments["z"] = normal(segments, heads, key_dim).sigmoid()
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+    assert_accurate_in_every_run(variational_linear_attention_from, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_holds_the_kernel(op):
     function, arguments = gpu_arguments(op, 2, 64, 128, 4, torch.float32)
 
     def call(**tensors):
-        return function(**tensors)[0]
+        return function(**tensors, backend="triton")[0]
 
     compiled = torch.compile(call, fullgraph=True)
     torch.testing.assert_close(compiled(**arguments), call(**arguments))

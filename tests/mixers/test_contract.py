@@ -194,6 +194,22 @@ def test_padding_leaves_no_trace(name: str, side: str) -> None:
         assert_same(continued[row : row + 1], alone_continued)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
+def test_reading_backwards_is_reading_turned_tokens(name: str) -> None:
+    mixer = make(name)
+    projected = mixer.project_in(make_tokens(2))
+    state = mixer(make_tokens(2, 4))[1]
+    real = torch.ones(2, TOKENS, dtype=torch.bool)
+    real[1, :5] = False
+    for mask in (None, real):
+        y, last = mixer.scan(projected, state, mask=mask, reverse=True)
+        expected, expected_last = mixer.scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
+        for row in range(2):
+            own = slice(None) if mask is None else mask[row]
+            assert_same(y[row, own], expected.flip(1)[row, own])
+        assert_same_state(last, expected_last)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_and_the_state_get_gradients(name: str) -> None:
     mixer = make(name)

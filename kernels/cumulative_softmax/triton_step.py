@@ -1,0 +1,50 @@
+"""One token of the cumulative softmax in one Triton kernel, number by number."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+WARPS = 2
+
+
+@triton.jit
+def _log_of_one_and(x):
+    """log(1 + x) for x in [0, 1], to the last bits of a small x: 2 artanh(x / (2 + x)) by its series."""
+    s = x / (2.0 + x)
+    t = s * s
+    series = 1.0 / 11.0 + t * (1.0 / 13.0 + t * (1.0 / 15.0))
+    series = 1.0 / 5.0 + t * (1.0 / 7.0 + t * (1.0 / 9.0 + t * series))
+    return 2.0 * s * (1.0 + t * (1.0 / 3.0 + t * series))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _step(x, state, output, after, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(x + i, mask=i < count, other=0.0).to(tl.float32)
+    before = tl.load(state + i, mask=i < count, other=0.0)
+    lead = before - logit
+    rest = _log_of_one_and(tl.exp(-tl.abs(lead)))
+    tl.store(output + i, tl.where(lead < 0.0, lead, 0.0) - rest, mask=i < count)
+    tl.store(after + i, tl.where(lead < 0.0, logit, before) + rest, mask=i < count)
+
+
+@torch.library.custom_op("longseq::cumulative_softmax_step", mutates_args=())
+def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns g [B, H, M] in x's dtype and the next state [B, H, M] in float32."""
+    x, state = x.contiguous(), state.contiguous()
+    output, after = torch.empty_like(x), torch.empty_like(state)
+    with torch.cuda.device_of(state):  # Triton launches on the current device
+        _step[(triton.cdiv(x.numel(), BLOCK),)](x, state, output, after, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    return output, after
+
+
+@cumulative_softmax_step.register_fake
+def _(x, state):
+    return x.new_empty(x.shape), state.new_empty(state.shape)
+
+
+def cumulative_softmax_step_triton(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`cumulative_softmax_step` in one Triton kernel."""
+    return cumulative_softmax_step(x, state)

@@ -1,0 +1,93 @@
+"""One token of the delta rule in one Triton kernel: the state is read once and written once.
+
+A program holds all rows of some columns of one head's state, which no other program needs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
+from longseq.kernels.triton_tiles import load_block, store_block
+
+
+@triton.jit
+def write_and_read(memory, read_key, write, value, query):
+    """The state [K, columns] after `value` has replaced what `read_key` reads, and what `query` reads of it then."""
+    found = tl.sum(memory * read_key[:, None], 0)
+    memory += write[:, None] * (value - found)[None, :]
+    return memory, tl.sum(memory * query[:, None], 0)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _step(
+    q, k, v, beta, write_key, g, state, output, after, scale, H,
+    q_row, q_head, k_row, k_head, v_row, v_head, beta_row, beta_head, write_key_row, write_key_head, g_row, g_head,
+    K: tl.constexpr, V: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    n, row, head, block = place(H, V, BLOCK_V)
+    column = block * BLOCK_V
+    memory = load_block(state + n * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
+    query = load_vector(q + row * q_row + head * q_head, 0, K, BLOCK_K)
+    key = load_vector(k + row * k_row + head * k_head, 0, K, BLOCK_K)
+    value = load_vector(v + row * v_row + head * v_head, column, V, BLOCK_V)
+    write = key
+    if OWN_WRITE_KEY:
+        write = load_vector(write_key + row * write_key_row + head * write_key_head, 0, K, BLOCK_K)
+    write *= tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
+    if GATED:
+        memory *= tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
+
+    memory, o = write_and_read(memory, key, write, value, query)
+    store_block(after + n * K * V, 0, column, memory, K, V, BLOCK_K, BLOCK_V)
+    store_vector(output + n * V, column, scale * o, V, BLOCK_V)
+
+
+@torch.library.custom_op("longseq::delta_rule_step", mutates_args=())
+def delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    write_key: Tensor | None,
+    g: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns o [B, H, V] in v's dtype and the next state [B, H, K, V] in float32."""
+    q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
+    write_key = None if write_key is None else channels_adjacent(write_key)
+    batch, heads, key_dim, value_dim = state.shape
+    output, after = v.new_empty(v.shape), torch.empty_like(state)
+    tile = column_tile(key_dim, value_dim)
+    with torch.cuda.device_of(state):  # Triton launches on the current device
+        _step[(batch * heads * triton.cdiv(value_dim, tile.columns),)](
+            q, k, v, beta, write_key, g, state, output, after, scale, heads,
+            *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write_key), *strides(g),
+            K=key_dim, V=value_dim, OWN_WRITE_KEY=write_key is not None, GATED=g is not None,
+            BLOCK_K=tile.rows, BLOCK_V=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return output, after
+
+
+@delta_rule_step.register_fake
+def _(q, k, v, beta, state, write_key, g, scale):
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def delta_rule_step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    write_key: Tensor | None,
+    g: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule_step` in one Triton kernel."""
+    return delta_rule_step(q, k, v, beta, state, write_key, g, float(scale))

@@ -1,0 +1,185 @@
+"""What the kernels of linear attention share: float16 tiles with a unit, sums of gates over ranges of tokens.
+
+A float16 tile holds numbers below 2 in magnitude and counts in a power of two of its own, its unit, which stands beside
+it in memory: 11 bits of any range, for states, which grow with the sequence, and for gradients of any size.
+
+A decay is the exponential of a sum of gates over its own range of tokens. The sums of all tokens of a chunk are one
+product of matrices: that of a matrix of zeros and ones, which says the ranges, with the gates.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.triton_tiles import load_tokens
+
+# exp of this is 0 in float32, so that stronger gates need not be told apart. Infinity times 0 would be NaN.
+STRONGEST = tl.constexpr(-128.0)
+
+
+@triton.jit
+def as_tile(x, SCALED: tl.constexpr):
+    """x in the type of matrix products: float16 in units, or float32."""
+    return x.to(tl.float16 if SCALED else tl.float32)
+
+
+@triton.jit
+def scale_down(x, SCALED: tl.constexpr):
+    """x, in float32, and its unit: the power of two that leaves the largest below 2. Not SCALED, the unit is 1."""
+    unit = 1.0
+    if SCALED:
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+        unit = (exponent << 23).to(tl.float32, bitcast=True)
+        x *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return x, unit
+
+
+@triton.jit
+def in_units(x, SCALED: tl.constexpr):
+    """x, in float32, as a tile, and its unit."""
+    x, unit = scale_down(x, SCALED)
+    return as_tile(x, SCALED), unit
+
+
+@triton.jit
+def load_scaled(
+    base, stride, live, column, WIDTH: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """`load_tokens` as a tile, and its unit."""
+    return in_units(load_tokens(base, stride, live, column, WIDTH, CHUNK, COLUMNS).to(tl.float32), SCALED)
+
+
+@triton.jit
+def to_tf32(x, SCALED: tl.constexpr):
+    """x rounded to the 11 bits of TF32, which matrix products would cut off; not SCALED, x itself."""
+    if SCALED:
+        x = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def decay(tile, part):
+    """A tile of which `part` is left."""
+    return (tile.to(tl.float32) * part).to(tile.dtype)
+
+
+@triton.jit
+def load_unit(units, place, SCALED: tl.constexpr):
+    """The unit of one tile."""
+    unit = 1.0
+    if SCALED:
+        unit = tl.load(units + place)
+    return unit
+
+
+@triton.jit
+def store_unit(units, place, unit, SCALED: tl.constexpr):
+    if SCALED:
+        tl.store(units + place, unit)
+
+
+@triton.jit
+def load_column_units(
+    units, column,
+    STRIDE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Of each column, [COLUMNS], the unit of its tile, for tiles of TILE columns with units STRIDE apart."""
+    unit = tl.full((COLUMNS,), 1.0, tl.float32)
+    if SCALED:
+        e = column + tl.arange(0, COLUMNS)
+        unit = tl.load(units + e // TILE * STRIDE, mask=e < WIDTH, other=0.0)
+    return unit
+
+
+@triton.jit
+def load_matrix(
+    base, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLUMNS] of a matrix [HEIGHT, WIDTH] with strides ROW and COLUMN, zero outside."""
+    i = row + tl.arange(0, ROWS)
+    e = column + tl.arange(0, COLUMNS)
+    place = base + i[:, None] * ROW + e[None, :] * COLUMN
+    if HEIGHT % ROWS == 0 and WIDTH % COLUMNS == 0:
+        return tl.load(place)
+    return tl.load(place, mask=(i < HEIGHT)[:, None] & (e < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(
+    base, row, column, x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    i = row + tl.arange(0, ROWS)
+    e = column + tl.arange(0, COLUMNS)
+    place = base + i[:, None] * ROW + e[None, :] * COLUMN
+    tl.store(place, x, mask=(i < HEIGHT)[:, None] & (e < WIDTH)[None, :])
+
+
+@triton.jit
+def load_channels(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of a chunk as columns, [COLUMNS, CHUNK], in float32."""
+    i = tl.arange(0, CHUNK)
+    e = column + tl.arange(0, COLUMNS)
+    mask = (e < WIDTH)[:, None] & (i < live)[None, :]
+    return tl.load(base + e[:, None] + i[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _halve(x, SCALED: tl.constexpr):
+    """x as a sum of two tiles, high + low * unit, to 22 bits; of SCALED tiles x is below 2^15."""
+    if SCALED:
+        high = x.to(tl.float16)
+        low = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
+        unit = 1.0 / 2048.0
+    else:
+        # The 13 bits that TF32 has no room for, so that the rest is not rounded.
+        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        low = x - high
+        unit = 1.0
+    return high, low, unit
+
+
+@triton.jit
+def add_ranges(ranges, x, SCALED: tl.constexpr):
+    """Sums of rows of x, [CHUNK, N], over ranges [CHUNK, CHUNK]."""
+    high, low, unit = _halve(x, SCALED)
+    ranges = as_tile(ranges, SCALED)
+    return tl.dot(ranges, high, tl.dot(ranges, low, input_precision="tf32") * unit, input_precision="tf32")
+
+
+@triton.jit
+def add_ranges_across(x, ranges, SCALED: tl.constexpr):
+    """`add_ranges` of columns of x, [N, CHUNK], over ranges that stand in columns."""
+    high, low, unit = _halve(x, SCALED)
+    ranges = as_tile(ranges, SCALED)
+    return tl.dot(high, ranges, tl.dot(low, ranges, input_precision="tf32") * unit, input_precision="tf32")
+
+
+@triton.jit
+def pair_ranges(i, t, level):
+    """In pairs of blocks of 2^level tokens: from the second block's start to i, or after i to the first block's end."""
+    second = (i >> level) % 2 == 1
+    return ((i >> level) == (t >> level)) & ((second & (t <= i)) | ((i >> level) % 2 == 0) & (t > i))
+
+
+@triton.jit
+def block_ranges(i, t, level):
+    """From the start of i's block of 2^level tokens to i; none for blocks of one token."""
+    return ((i >> level) == (t >> level)) & (t <= i) & (level > 0)
+
+
+@triton.jit
+def are_paired(i, j, level):
+    """Whether i lies in the second and j in the first block of a pair of blocks of 2^level tokens."""
+    return ((i >> level) % 2 == 1) & ((i >> level) == (j >> level) + 1)
+
+
+@triton.jit
+def mild_level(gate, LIMIT: tl.constexpr, LEVELS: tl.constexpr):
+    """LEVELS for a chunk over which decays are e^-LIMIT at most, else the largest level with blocks of at most e^-8."""
+    total = -tl.min(tl.sum(gate, 0), 0)
+    strongest = -tl.min(tl.min(gate, 1), 0)
+    fitting = tl.floor(tl.log2(8.0 / tl.maximum(strongest, 1e-6)))
+    fitting = tl.minimum(tl.maximum(fitting, 0.0), 1.0 * LEVELS).to(tl.int32)
+    return tl.where(total <= LIMIT, LEVELS, fitting)

@@ -1,0 +1,531 @@
+"""The kernels of linear attention. The formulas are those of chunk.py; P, e^b and S are named as there.
+
+    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} of a gate per channel
+    score           P or its gradients, tril(X Yᵀ) decayed
+    walk            along time: the states before each chunk, or from the last chunk to the first, their gradients
+    read            (e^b Q) S + P V: the outputs, and gradients of what has no gate on its columns
+    differentiate   the same where the gate is on the columns that are read, with its transpose and the gate's gradient
+
+Of a gate per channel, X and Y are the two tensors that share its columns: queries and keys, or, of a gate per value
+channel, gradients of outputs and values. The two cases are each other's transposes, so that what is forward in one is
+backward in the other, by the same kernels.
+
+Where the decay over a chunk is mild, both sides of a pair of tokens are decayed from the middle of its exponents, the
+earlier one by an exponent above zero: numbers of the range of float32, of which TF32 keeps as many bits as float16.
+Where it is not, tokens meet by levels (`score_by_level`, BY_LEVEL): blocks of 2^level tokens are paired, and two tokens
+of a pair of blocks are decayed from the one to the border between them and from there to the other, down to blocks
+within which decays are mild. Each of the two forms passes over the chunks of the other.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.linear_attention.triton_gates import (
+    STRONGEST,
+    add_ranges,
+    add_ranges_across,
+    are_paired,
+    as_tile,
+    block_ranges,
+    decay,
+    in_units,
+    load_channels,
+    load_column_units,
+    load_matrix,
+    load_scaled,
+    load_unit,
+    mild_level,
+    pair_ranges,
+    scale_down,
+    store_matrix,
+    store_unit,
+    to_tf32,
+)
+from longseq.kernels.triton_tiles import (
+    chunk,
+    decay_between,
+    decay_since,
+    decay_until,
+    load_numbers,
+    load_tokens,
+    sequence,
+    store_block,
+    store_tokens,
+)
+
+# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+SIZES = ["T", "H", "tokens"]
+
+
+@triton.jit
+def _load_gates(g, stride, live, column, W: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.maximum(load_tokens(g, stride, live, column, W, CHUNK, BLOCK).to(tl.float32), STRONGEST)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def decay_channels(
+    x, y, g, cu_seqlens, sequence_of, reads, read_units, writes, write_units, whole, levels,
+    T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
+    W: tl.constexpr, READS: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE columns of one chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild level, and if it READS, e^b X."""
+    tiles: tl.constexpr = (W + TILE - 1) // TILE
+    tile = tl.program_id(0) % tiles
+    column = tile * TILE
+    head = (tl.program_id(0) // tiles % H).to(tl.int64)
+    slot = (tl.program_id(0) // tiles // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    token = (row * T + start) * H + head
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+
+    gate = _load_gates(g + row * g_row + start * g_token + head * g_head, g_token, live, column, W, CHUNK, TILE)
+    e = column + tl.arange(0, TILE)
+    tl.store(whole + place * W + e, tl.exp(tl.sum(gate, 0)), mask=e < W)
+    tl.store(levels + place * tiles + tile, mild_level(gate, LIMIT, LEVELS))
+    y += row * y_row + start * y_token + head * y_head
+    ys, unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, TILE)
+    ys = decay(ys, tl.exp(add_ranges(i < j, gate, SCALED)))
+    store_tokens(writes + token * W, H * W, live, column, ys, W, CHUNK, TILE)
+    store_unit(write_units, place * tiles + tile, unit, SCALED)
+    if READS:
+        x += row * x_row + start * x_token + head * x_head
+        xs, unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, TILE)
+        xs = decay(xs, tl.exp(add_ranges(i >= j, gate, SCALED)))
+        store_tokens(reads + token * W, H * W, live, column, xs, W, CHUNK, TILE)
+        store_unit(read_units, place * tiles + tile, unit, SCALED)
+
+
+@triton.jit
+def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of all tiles of a chunk: the lowest one down to which blocks of tokens are halved."""
+    tile = tl.arange(0, BLOCK)
+    return tl.min(tl.load(levels + tile, mask=tile < (W + TILE - 1) // TILE, other=LEVELS), 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def score(
+    x, y, g, cu_seqlens, sequence_of, levels, scores, score_units,
+    T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
+    W: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: tril(X Yᵀ), decayed. With a gate per channel, where its decays are mild."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    if GATE == "channel":
+        if _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES) < LEVELS:
+            return
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    x += row * x_row + start * x_token + head * x_head
+    y += row * y_row + start * y_token + head * y_head
+    if GATE != "none":
+        g += row * g_row + start * g_token + head * g_head
+
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for column in range(0, W, BLOCK):
+        if GATE == "channel":
+            gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
+            exponent = tl.cumsum(gate, 0) - 0.5 * tl.sum(gate, 0)[None, :]
+            xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+            ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+            xs, x_unit = scale_down(xs, SCALED)
+            ys, y_unit = scale_down(ys, SCALED)
+            xs = to_tf32(xs * tl.exp(exponent), SCALED)
+            ys = to_tf32(ys * tl.exp(-exponent), SCALED)
+        else:
+            xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
+            ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+        products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit)
+    if GATE == "head":
+        products *= decay_between(load_numbers(g, g_token, live, CHUNK), CHUNK)
+    _store_scores(scores, score_units, products, place, SCALED, CHUNK)
+
+
+@triton.jit
+def _store_scores(scores, units, products, place, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    i = tl.arange(0, CHUNK)
+    products, unit = in_units(tl.where(i[:, None] >= i[None, :], products, 0.0), SCALED)
+    store_block(scores + place * CHUNK * CHUNK, 0, 0, products, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_unit(units, place, unit, SCALED)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def score_by_level(
+    x, y, g, cu_seqlens, sequence_of, levels, scores, score_units,
+    T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
+    W: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: tril(X Yᵀ), decayed by channel, where decays are not mild."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    mild = _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES)
+    if mild == LEVELS:
+        return
+    x += row * x_row + start * x_token + head * x_head
+    y += row * y_row + start * y_token + head * y_head
+    g += row * g_row + start * g_token + head * g_head
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    sums = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for column in range(0, W, BLOCK):
+        gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
+        gate_across = tl.maximum(load_channels(g, g_token, live, column, W, CHUNK, BLOCK), STRONGEST)
+        xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
+        ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK), SCALED)
+        unit = x_unit * y_unit
+        for level in range(mild, LEVELS):
+            since = tl.exp(add_ranges(pair_ranges(i, j, level), gate, SCALED))
+            until = tl.exp(add_ranges_across(gate_across, pair_ranges(j, i, level), SCALED))
+            products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
+            sums += tl.where(are_paired(i, j, level), products * unit, 0.0)
+        since = tl.exp(add_ranges(block_ranges(i, j, mild), gate, SCALED))
+        until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild), SCALED))
+        products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
+        sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * unit, 0.0)
+    _store_scores(scores, score_units, sums, place, SCALED, CHUNK)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def walk(
+    a, a_units, b, b_units, g, whole, cu_seqlens, first, states, state_units, last,
+    scale, T, H, a_row, a_token, a_head, b_row, b_token, b_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
+):  # fmt: skip
+    """One tile of the state of one head of one sequence, S <- e^{b_C} S + scale Aᵀ B: before every chunk, and the last.
+
+    BACKWARD from the last chunk to the first one. `first` and `last` have the strides ROW and COLUMN.
+    """
+    tiles_k: tl.constexpr = (K + TILE_K - 1) // TILE_K
+    tiles_v: tl.constexpr = (V + TILE_V - 1) // TILE_V
+    tile = tl.program_id(0) % (tiles_k * tiles_v)
+    tile_k = tile // tiles_v
+    tile_v = tile % tiles_v
+    row_of_tile = tile_k * TILE_K
+    column = tile_v * TILE_V
+    head = (tl.program_id(0) // (tiles_k * tiles_v) % H).to(tl.int64)
+    n = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    a += row * a_row + head * a_head
+    b += row * b_row + head * b_head
+    if GATE == "head":
+        g += row * g_row + head * g_head
+
+    state = tl.zeros((TILE_K, TILE_V), tl.float32)
+    if HAS_FIRST:
+        own = first + (n * H + head) * K * V
+        state = load_matrix(own, row_of_tile, column, K, V, ROW, COLUMN, TILE_K, TILE_V).to(tl.float32)
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    for m in range(0, chunks):
+        index = m
+        if BACKWARD:
+            index = chunks - 1 - m
+        t = start + index * CHUNK
+        place = (slot + index) * H + head
+        if GATE == "key" and SCALED:
+            x = load_tokens(a + t * a_token, a_token, end - t, row_of_tile, K, CHUNK, TILE_K)
+            x_unit = load_unit(a_units, place * tiles_k + tile_k, SCALED)
+        else:
+            x = load_tokens(a + t * a_token, a_token, end - t, row_of_tile, K, CHUNK, TILE_K).to(tl.float32)
+            if GATE == "head":
+                if BACKWARD:
+                    x *= decay_since(load_numbers(g + t * g_token, g_token, end - t, CHUNK))[:, None]
+                else:
+                    x *= decay_until(g + t * g_token, g_token, end - t, CHUNK)[:, None]
+            x, x_unit = in_units(x, SCALED)
+        if GATE == "value" and SCALED:
+            y = load_tokens(b + t * b_token, b_token, end - t, column, V, CHUNK, TILE_V)
+            y_unit = load_unit(b_units, place * tiles_v + tile_v, SCALED)
+        else:
+            y, y_unit = load_scaled(b + t * b_token, b_token, end - t, column, V, SCALED, CHUNK, TILE_V)
+
+        before, unit = in_units(state, SCALED)
+        store_block(states + place * K * V, row_of_tile, column, before, K, V, TILE_K, TILE_V)
+        store_unit(state_units, place * (tiles_k * tiles_v) + tile, unit, SCALED)
+        update = tl.dot(tl.trans(x), y, input_precision=PRECISION)
+        if GATE == "head":
+            state *= tl.exp(tl.sum(load_numbers(g + t * g_token, g_token, end - t, CHUNK), 0))
+        if GATE == "key":
+            e = row_of_tile + tl.arange(0, TILE_K)
+            state *= tl.load(whole + place * K + e, mask=e < K, other=0.0)[:, None]
+        if GATE == "value":
+            e = column + tl.arange(0, TILE_V)
+            state *= tl.load(whole + place * V + e, mask=e < V, other=0.0)[None, :]
+        state += update * (x_unit * y_unit * scale)
+    store_matrix(last + (n * H + head) * K * V, row_of_tile, column, state, K, V, ROW, COLUMN, TILE_K, TILE_V)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def read(
+    x, x_units, y, g, cu_seqlens, sequence_of, scores, score_units, states, state_units, output,
+    scale, T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
+    E: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
+    GATE: tl.constexpr, DECAYED: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of scale (X S + P Y) of one chunk of one head, or TRANSPOSED, of X S + scale Pᵀ Y.
+
+    X [CHUNK, E] is DECAYED, unless the gate is one of the head; the states [E, W] have the strides ROW and COLUMN, and
+    tiles of [STEP, TILE], whose units have the strides UNIT_ROW and UNIT_COLUMN.
+    """
+    blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    x += row * x_row + start * x_token + head * x_head
+    y += row * y_row + start * y_token + head * y_head
+    states += place * E * W
+    state_units += place * TILES
+
+    o = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for step in range(0, (E + STEP - 1) // STEP):
+        e = step * STEP
+        if DECAYED and SCALED:
+            xs = load_tokens(x, x_token, live, e, E, CHUNK, STEP)
+            x_unit = load_unit(x_units, place * ((E + STEP - 1) // STEP) + step, SCALED)
+        else:
+            xs, x_unit = load_scaled(x, x_token, live, e, E, SCALED, CHUNK, STEP)
+        state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
+        unit = load_column_units(state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
+        o += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)[None, :]
+    if GATE == "head":
+        g += row * g_row + start * g_token + head * g_head
+        if TRANSPOSED:
+            o *= decay_until(g, g_token, live, CHUNK)[:, None]
+        else:
+            o *= decay_since(load_numbers(g, g_token, live, CHUNK))[:, None]
+    if not TRANSPOSED:
+        o *= scale
+    ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+    among = scores + place * CHUNK * CHUNK
+    if TRANSPOSED:
+        among = load_matrix(among, 0, 0, CHUNK, CHUNK, 1, CHUNK, CHUNK, CHUNK)
+    else:
+        among = load_matrix(among, 0, 0, CHUNK, CHUNK, CHUNK, 1, CHUNK, CHUNK)
+    unit = load_unit(score_units, place, SCALED) * y_unit * scale
+    o += tl.dot(among, ys, input_precision=PRECISION) * unit
+    store_tokens(output + ((row * T + start) * H + head) * W, H * W, live, column, o, W, CHUNK, BLOCK)
+
+
+@triton.jit
+def _load_earlier(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """P without its diagonal."""
+    i = tl.arange(0, CHUNK)
+    among = load_matrix(scores, 0, 0, CHUNK, CHUNK, CHUNK, 1, CHUNK, CHUNK)
+    return tl.where(i[:, None] > i[None, :], among, as_tile(tl.zeros((CHUNK, CHUNK), tl.float32), SCALED))
+
+
+@triton.jit
+def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """Pᵀ without its diagonal."""
+    i = tl.arange(0, CHUNK)
+    among = load_matrix(scores, 0, 0, CHUNK, CHUNK, 1, CHUNK, CHUNK, CHUNK)
+    return tl.where(i[:, None] < i[None, :], among, as_tile(tl.zeros((CHUNK, CHUNK), tl.float32), SCALED))
+
+
+@triton.jit
+def _add_up(ranges, x, SCALED: tl.constexpr):
+    """`add_ranges` of x of any size."""
+    x, unit = scale_down(x, SCALED)
+    return add_ranges(ranges, x, SCALED) * unit
+
+
+@triton.jit
+def _sums(
+    scores, x, y, x_token, y_token, live, column, W: tl.constexpr, WRITES: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ_{j<i} p_ij y_j and Σ_{j>i} p_ji x_j for scores p."""
+    ys, unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+    read = tl.dot(_load_earlier(scores, SCALED, CHUNK), ys, input_precision=PRECISION) * unit
+    written = tl.zeros_like(read)
+    if WRITES:
+        xs, unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
+        written = tl.dot(_load_later(scores, SCALED, CHUNK), xs, input_precision=PRECISION) * unit
+    return read, written
+
+
+@triton.jit
+def _sums_from_middle(
+    scores, x, y, x_token, y_token, live, column, late, early, W: tl.constexpr, WRITES: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ_{j<i} p_ij y_jc late_ic early_jc and Σ_{j>i} p_ji x_jc late_jc early_ic for scores p and BLOCK columns c."""
+    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    ys, unit = scale_down(ys, SCALED)
+    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
+    read = tl.dot(among, to_tf32(ys * early, SCALED), input_precision=PRECISION) * (late * unit)
+    written = tl.zeros_like(read)
+    if WRITES:
+        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        xs, unit = scale_down(xs, SCALED)
+        among = _load_later(scores, SCALED, CHUNK).to(tl.float32)
+        written = tl.dot(among, to_tf32(xs * late, SCALED), input_precision=PRECISION) * (early * unit)
+    return read, written
+
+
+@triton.jit
+def _sums_by_level(
+    scores, x, y, g, x_token, y_token, g_token, live, column, mild,
+    W: tl.constexpr, WRITES: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} and Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p and BLOCK columns c."""
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
+    ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+    none = as_tile(tl.zeros((CHUNK, CHUNK), tl.float32), SCALED)
+    among = _load_earlier(scores, SCALED, CHUNK)
+    read = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for level in range(mild, LEVELS):
+        part = tl.exp(add_ranges(pair_ranges(i, j, level), gate, SCALED))
+        pairs = tl.where(are_paired(i, j, level), among, none)
+        read += tl.dot(pairs, decay(ys, part), input_precision=PRECISION) * part
+    since = add_ranges(block_ranges(i, j, mild), gate, SCALED)
+    pairs = tl.where((i >> mild) == (j >> mild), among, none)
+    read += tl.dot(pairs, decay(ys, tl.exp(-since)), input_precision=PRECISION) * tl.exp(since)
+    written = tl.zeros((CHUNK, BLOCK), tl.float32)
+    if WRITES:
+        xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
+        among = _load_later(scores, SCALED, CHUNK)
+        for level in range(mild, LEVELS):
+            part = tl.exp(add_ranges(pair_ranges(i, j, level), gate, SCALED))
+            pairs = tl.where(are_paired(j, i, level), among, none)
+            written += tl.dot(pairs, decay(xs, part), input_precision=PRECISION) * part
+        pairs = tl.where((i >> mild) == (j >> mild), among, none)
+        written += tl.dot(pairs, decay(xs, tl.exp(since)), input_precision=PRECISION) * tl.exp(-since)
+        written *= x_unit
+    return read * y_unit, written
+
+
+@triton.jit(do_not_specialize=SIZES)
+def differentiate(
+    x, y, a, b, g, cu_seqlens, sequence_of, levels, scores, score_units, states, state_units,
+    d_states, d_state_units, d_x, d_y, d_g, scale, T, H, tokens,
+    x_row, x_token, x_head, y_row, y_token, y_head, a_row, a_token, a_head, b_row, b_token, b_head,
+    g_row, g_token, g_head,
+    W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
+    GATE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
+    PACKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of one chunk of one head: what each x takes from the tokens before, and each y from those after.
+
+        d_x = scale (e^b ⊙ A S + (P ⊙ decay) Y);   d_y = e^{b_C - b} ⊙ B dS + scale (P ⊙ decay)ᵀ X
+
+    for states [E, W] that lie and have units as `read` says. These are gradients of x and y where A and B are those of
+    outputs and values. The READS are left in d_x; if WRITES, the rest in d_y and, with a gate, in d_g: a gradient for
+    each channel, or this block's part of the head's.
+    """
+    blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) % blocks
+    column = block * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    place = slot * H + head
+    if GATE == "channel":
+        level = tl.load(levels + place * ((W + TILE - 1) // TILE) + column // TILE)
+        if (level < LEVELS) != BY_LEVEL:
+            return
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    token = (row * T + start) * H + head
+    x += row * x_row + start * x_token + head * x_head
+    y += row * y_row + start * y_token + head * y_head
+    a += row * a_row + start * a_token + head * a_head
+    b += row * b_row + start * b_token + head * b_head
+    states += place * E * W
+    state_units += place * TILES
+    if WRITES:
+        d_states += place * E * W
+        d_state_units += place * TILES
+    scores += place * CHUNK * CHUNK
+    i = tl.arange(0, CHUNK)
+    j = i[None, :]
+
+    read = tl.zeros((CHUNK, BLOCK), tl.float32)
+    written = tl.zeros((CHUNK, BLOCK), tl.float32)
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, (E + STEP - 1) // STEP):
+        e = step * STEP
+        xs, x_unit = load_scaled(a, a_token, live, e, E, SCALED, CHUNK, STEP)
+        state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
+        unit = load_column_units(state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
+        read += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)[None, :]
+        if WRITES:
+            ys, y_unit = load_scaled(b, b_token, live, e, E, SCALED, CHUNK, STEP)
+            after = load_matrix(d_states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
+            d_unit = load_column_units(d_state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
+            written += tl.dot(ys, after, input_precision=PRECISION) * (y_unit * d_unit)[None, :]
+            if GATE != "none":
+                kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * unit * d_unit
+
+    unit = load_unit(score_units, place, SCALED) * scale
+    itself = (tl.load(scores + i * (CHUNK + 1)).to(tl.float32) * unit)[:, None]
+    read *= scale
+    if GATE == "head":
+        g += row * g_row + start * g_token + head * g_head
+        own = load_numbers(g, g_token, live, CHUNK)
+        read *= decay_since(own)[:, None]
+        written *= decay_until(g, g_token, live, CHUNK)[:, None]
+        kept *= tl.exp(tl.sum(own, 0))
+    if GATE == "channel":
+        g += row * g_row + start * g_token + head * g_head
+        gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
+        since = add_ranges(i[:, None] >= j, gate, SCALED)
+        kept *= tl.exp(tl.sum(gate, 0))
+        if BY_LEVEL:
+            read *= tl.exp(since)
+            if WRITES:
+                written *= tl.exp(add_ranges(i[:, None] < j, gate, SCALED))
+            from_earlier, from_later = _sums_by_level(
+                scores, x, y, g, x_token, y_token, g_token, live, column, level,
+                W, WRITES, SCALED, PRECISION, CHUNK, LEVELS, BLOCK,
+            )  # fmt: skip
+        else:
+            middle = 0.5 * tl.sum(gate, 0)[None, :]
+            late = tl.exp(since - middle)
+            early = tl.exp(middle - since)
+            read *= late * tl.exp(middle)
+            written *= early * tl.exp(middle)
+            from_earlier, from_later = _sums_from_middle(
+                scores, x, y, x_token, y_token, live, column, late, early, W, WRITES, SCALED, PRECISION, CHUNK, BLOCK
+            )
+    else:
+        from_earlier, from_later = _sums(
+            scores, x, y, x_token, y_token, live, column, W, WRITES, SCALED, PRECISION, CHUNK, BLOCK
+        )
+    read += from_earlier * unit
+    from_later *= unit
+    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    if READS:
+        store_tokens(d_x + token * W, H * W, live, column, read + itself * ys, W, CHUNK, BLOCK)
+    if WRITES:
+        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        d_y += token * W
+        store_tokens(d_y, H * W, live, column, written + from_later + itself * xs, W, CHUNK, BLOCK)
+        # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
+        # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here.
+        later = xs * read - ys * from_later
+        earlier = ys * written
+        if GATE == "channel":
+            dg = kept[None, :] + _add_up(i[:, None] > j, earlier, SCALED)
+            dg += _add_up(i[:, None] <= j, later, SCALED)
+            store_tokens(d_g + token * W, H * W, live, column, dg, W, CHUNK, BLOCK)
+        if GATE == "head":
+            before = tl.sum(earlier, 1)
+            dg = tl.cumsum(tl.sum(later, 1), 0, reverse=True) + tl.cumsum(before, 0) - before + tl.sum(kept, 0)
+            tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H, dg, mask=i < live)

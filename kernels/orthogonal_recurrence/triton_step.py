@@ -1,0 +1,160 @@
+"""One token of the exact orthogonal recurrence in one Triton kernel: the state is written once.
+
+A program holds one head's state. One too large for it is taken in blocks of whole columns, and for the objectives that
+decode, whose sum over all columns comes before the first update, read twice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
+from longseq.kernels.triton_steps import (
+    UNSPECIALISED,
+    column_tile,
+    load_vector,
+    place,
+    reciprocal_root,
+    store_vector,
+    strides,
+)
+from longseq.kernels.triton_tiles import load_block, store_block
+
+# Not measured yet. Numbers of a state that a program holds at a time.
+STATE = 16384
+
+
+@triton.jit
+def _decode(
+    state, k, M: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """What the key decodes, [BLOCK_D]: from columns of unit length with UNIT, else from the columns as they are."""
+    decoded = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, M, BLOCK_M):
+        slots = load_block(state, 0, first, D, M, BLOCK_D, BLOCK_M)
+        key = load_vector(k, first, M, BLOCK_M)
+        if UNIT:
+            key *= reciprocal_root(tl.sum(slots * slots, 0))
+        decoded += tl.sum(slots * key[None, :], 1)
+    return decoded
+
+
+@triton.jit
+def _advance(slots, h, key, strength, decay, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr):
+    """Columns of the state after a token, before the threshold and N."""
+    if OBJECTIVE == "ttt":
+        after = decay * slots + h[:, None] * (strength * key)[None, :]
+    else:
+        r = reciprocal_root(tl.sum(slots * slots, 0))
+        directions = slots * r[None, :]
+        along = tl.sum(directions * h[:, None], 0)
+        if OBJECTIVE == "encode":
+            key -= along
+        after = (h[:, None] - directions * along[None, :]) * (strength * key)[None, :]
+        if UNIT:
+            after += decay * directions
+        else:
+            after = decay * slots + after * r[None, :]
+    return after
+
+
+@triton.jit
+def _shrink(slots, limit):
+    """Each number nearer to zero by `limit`, down to zero."""
+    kept = tl.abs(slots) - limit
+    kept = tl.where(kept < 0.0, 0.0, kept)
+    return tl.where(slots < 0.0, -kept, tl.where(slots == 0.0, 0.0, kept))
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _step(
+    q, k, v, gamma, g, threshold, state, output, after, scale, H,
+    q_row, q_head, k_row, k_head, v_row, v_head, gamma_row, gamma_head, g_row, g_head, threshold_row, threshold_head,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    SHRUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    n, row, head, _ = place(H, 1, 1)
+    state += n * D * M
+    after += n * D * M
+    q += row * q_row + head * q_head
+    k += row * k_row + head * k_head
+    h = load_vector(v + row * v_row + head * v_head, 0, D, BLOCK_D)
+    strength = tl.load(gamma + row * gamma_row + head * gamma_head).to(tl.float32)
+    decay = 1.0
+    if GATED:
+        decay = tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
+    limit = 0.0
+    if SHRUNK:
+        limit = strength * tl.load(threshold + row * threshold_row + head * threshold_head).to(tl.float32)
+
+    if OBJECTIVE == "decode":
+        h -= _decode(state, k, M, D, True, BLOCK_D, BLOCK_M)
+    if OBJECTIVE == "ttt":
+        decoded = _decode(state, k, M, D, False, BLOCK_D, BLOCK_M)
+        r = reciprocal_root(tl.sum(decoded * decoded, 0))
+        direction = decoded * r
+        h = (h - direction * tl.sum(direction * h, 0)) * r
+    o = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, M, BLOCK_M):
+        slots = load_block(state, 0, first, D, M, BLOCK_D, BLOCK_M)
+        slots = _advance(slots, h, load_vector(k, first, M, BLOCK_M), strength, decay, OBJECTIVE, UNIT)
+        if SHRUNK:
+            slots = _shrink(slots, limit)
+        if UNIT:
+            slots *= reciprocal_root(tl.sum(slots * slots, 0))[None, :]
+        o += tl.sum(slots * load_vector(q, first, M, BLOCK_M)[None, :], 1)
+        store_block(after, 0, first, slots, D, M, BLOCK_D, BLOCK_M)
+    store_vector(output + n * D, 0, scale * o, D, BLOCK_D)
+
+
+@torch.library.custom_op("longseq::orthogonal_recurrence_step", mutates_args=())
+def orthogonal_recurrence_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    state: Tensor,
+    g: Tensor | None,
+    threshold: Tensor | None,
+    objective: str,
+    unit: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns o [B, H, D] in v's dtype and the next state [B, H, D, M] in float32; `unit` keeps columns at length 1."""
+    q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
+    batch, heads, width, slots = state.shape
+    output, after = v.new_empty(v.shape), torch.empty_like(state)
+    tile = column_tile(width, slots, STATE)
+    with torch.cuda.device_of(state):  # Triton launches on the current device
+        _step[(batch * heads,)](
+            q, k, v, gamma, g, threshold, state, output, after, scale, heads,
+            *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold),
+            D=width, M=slots, OBJECTIVE=objective, UNIT=unit, GATED=g is not None, SHRUNK=threshold is not None,
+            BLOCK_D=tile.rows, BLOCK_M=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return output, after
+
+
+@orthogonal_recurrence_step.register_fake
+def _(q, k, v, gamma, state, g, threshold, objective, unit, scale):
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def orthogonal_recurrence_step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    state: Tensor,
+    *,
+    objective: str,
+    g: Tensor | None,
+    normalize: bool,
+    threshold: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`orthogonal_recurrence_step` in one Triton kernel."""
+    unit = has_unit_columns(objective, normalize)
+    return orthogonal_recurrence_step(q, k, v, gamma, state, g, threshold, objective, unit, float(scale))

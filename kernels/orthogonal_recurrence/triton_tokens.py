@@ -1,0 +1,399 @@
+"""The exact orthogonal recurrence in Triton, one token at a time. The formulas are those of chunk.py, `_token`.
+
+One program holds the state of one head of one sequence in registers and walks along time. What a token costs is the
+chain of sums that wait for each other: forward, of "decode", φ k (along rows), φᵀ h and the squared norms (along
+columns); one less of the other objectives. The output hangs off the chain. Columns lie adjacent in memory, so Triton
+gives a thread four of them in every eighth row, and a row lies inside one warp: a sum along it takes four shuffles, one
+along columns a shuffle and a trip through shared memory. At 64 x 64 with four warps the compiled loop has 570
+instructions and 8 barriers a token. With a warp on each scheduler that is about 600 cycles of issue and 400 of waiting
+for sums, 0.6 µs or 1.2 ms for 2,048 tokens, as long as each head has a multiprocessor to itself. Backward there are 350
+instructions for finding the state again and 700 for walking back, with eight warps: 1.7 µs by the same count. None of
+this is measured yet.
+
+Two things keep the chain short. The state is not divided by its norms but handed on with their reciprocals r (φ = S r),
+which are factors of vectors. What a token reads from memory is loaded while the token before it is computed.
+
+Backward, the states of EVERY tokens at a time are found again from the one before them, left in memory that is the
+program's own (written and read soon after each other, so mostly in the cache), and walked back.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block
+
+UNSPECIALISED = [*PLAIN, "sequences", "gamma_row", "gamma_token", "gamma_head"]
+UNSPECIALISED += ["threshold_row", "threshold_token", "threshold_head"]
+
+
+@triton.jit
+def _load_vector(base, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A vector of one token in float32; zeros of a token that is not live."""
+    i = tl.arange(0, BLOCK)
+    return tl.load(base + i, mask=i < tl.where(live, WIDTH, 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_vector(base, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(base + i, x, mask=i < WIDTH)
+
+
+@triton.jit
+def _load_numbers(gamma, g, threshold, live, GATED: tl.constexpr, SHRUNK: tl.constexpr):
+    """Of one token: its strength, decay and threshold."""
+    strength = tl.load(gamma, mask=live, other=0.0).to(tl.float32)
+    decay = tl.full((), 1.0, tl.float32)
+    if GATED:
+        decay = tl.exp(tl.load(g, mask=live, other=0.0).to(tl.float32))
+    limit = tl.full((), 0.0, tl.float32)
+    if SHRUNK:
+        limit = tl.load(threshold, mask=live, other=0.0).to(tl.float32)
+    return strength, decay, limit
+
+
+@triton.jit
+def reciprocal_root(squares):
+    """The hardware's reciprocal length for a squared one; 1 for a zero vector's, which has no direction."""
+    return tl.rsqrt(tl.where(squares <= 1e-24, 1.0, squares))
+
+
+@triton.jit
+def _reciprocal_lengths(state, OBJECTIVE: tl.constexpr):
+    """Of the columns; ones for TTT, which reads the state itself."""
+    if OBJECTIVE == "ttt":
+        return tl.full((state.shape[1],), 1.0, tl.float32)
+    return reciprocal_root(tl.sum(state * state, 0))
+
+
+@triton.jit
+def _decoded(state, k, v):
+    """The direction of what TTT decodes, its reciprocal length, and how much of the value lies along it."""
+    z = tl.sum(state * k[None, :], 1)
+    r = reciprocal_root(tl.sum(z * z, 0))
+    return z * r, r, tl.sum(z * v, 0) * r
+
+
+@triton.jit
+def _written(state, r, k, v, strength, OBJECTIVE: tl.constexpr):
+    """h, c and a of one token that sees the slots φ = state ⊙ r."""
+    c = strength * k
+    a = tl.zeros_like(k)
+    h = v
+    if OBJECTIVE == "ttt":
+        direction, shrinkage, along = _decoded(state, k, v)
+        h = (v - direction * along) * shrinkage
+    else:
+        if OBJECTIVE == "decode":
+            h = v - tl.sum(state * (k * r)[None, :], 1)
+        a = tl.sum(state * h[:, None], 0) * r
+        if OBJECTIVE == "encode":
+            c = strength * (k - a)
+    return h, c, a
+
+
+@triton.jit
+def _updated(state, r, h, c, a, decay, shrink, UNIT: tl.constexpr, SHRUNK: tl.constexpr):
+    """The state after one token, before N; with N the one before it is state ⊙ r."""
+    if UNIT:
+        state = state * (r * (decay - c * a))[None, :] + h[:, None] * c[None, :]
+    else:
+        state = state * (decay - c * r * a * r)[None, :] + h[:, None] * (c * r)[None, :]
+    if SHRUNK:
+        kept = tl.abs(state) - shrink
+        kept = tl.where(kept < 0.0, 0.0, kept)
+        state = tl.where(state < 0.0, -kept, tl.where(state == 0.0, 0.0, kept))
+    return state
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def advance_tokens(
+    q, k, v, gamma, g, threshold, initial, cu_seqlens, states, output, final, scale, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, threshold_row, threshold_token, threshold_head,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    SHRUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, EVERY: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence: its outputs and final state, and to SAVE them the states before every EVERY tokens."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    n = (tl.program_id(0) // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
+    q += row * q_row + start * q_token + head * q_head
+    k += row * k_row + start * k_token + head * k_head
+    v += row * v_row + start * v_token + head * v_head
+    gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    if GATED:
+        g += row * g_row + start * g_token + head * g_head
+    if SHRUNK:
+        threshold += row * threshold_row + start * threshold_token + head * threshold_head
+    output += ((row * T + start) * H + head) * D
+
+    state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
+    r = _reciprocal_lengths(state, OBJECTIVE)
+    length = (end - start).to(tl.int32)
+    live = length > 0
+    query = _load_vector(q, live, M, BLOCK_M)
+    key = _load_vector(k, live, M, BLOCK_M)
+    value = _load_vector(v, live, D, BLOCK_D)
+    strength, decay, limit = _load_numbers(gamma, g, threshold, live, GATED, SHRUNK)
+    for t in range(0, length):
+        live = t + 1 < length
+        q += q_token
+        k += k_token
+        v += v_token
+        gamma += gamma_token
+        if GATED:
+            g += g_token
+        if SHRUNK:
+            threshold += threshold_token
+        next_query = _load_vector(q, live, M, BLOCK_M)
+        next_key = _load_vector(k, live, M, BLOCK_M)
+        next_value = _load_vector(v, live, D, BLOCK_D)
+        next_strength, next_decay, next_limit = _load_numbers(gamma, g, threshold, live, GATED, SHRUNK)
+        if SAVE:
+            if t % EVERY == 0:
+                before = state
+                if UNIT:
+                    before = state * r[None, :]
+                place = (slot + t // EVERY) * H + head
+                store_block(states + place * D * M, 0, 0, before, D, M, BLOCK_D, BLOCK_M)
+
+        h, c, a = _written(state, r, key, value, strength, OBJECTIVE)
+        state = _updated(state, r, h, c, a, decay, strength * limit, UNIT, SHRUNK)
+        r = _reciprocal_lengths(state, OBJECTIVE)
+        read = query * scale
+        if UNIT:
+            read *= r
+        _store_vector(output, tl.sum(state * read[None, :], 1), D, BLOCK_D)
+        output += H * D
+        query = next_query
+        key = next_key
+        value = next_value
+        strength = next_strength
+        decay = next_decay
+        limit = next_limit
+    if UNIT:
+        # The state of an empty segment is not looked at, so not normalised either.
+        state *= tl.where(length > 0, r, 1.0)[None, :]
+    store_block(final + (n * H + head) * D * M, 0, 0, state, D, M, BLOCK_D, BLOCK_M)
+
+
+@triton.jit
+def _recompute_segment(
+    k, v, gamma, g, threshold, states, before, directions, answers, lengths, count,
+    k_token, v_token, gamma_token, g_token, threshold_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    SHRUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """From a checkpoint at `states`: of each token the state before it, h, a and r; returns the state after the last.
+
+    r is what the token's update was divided by: the lengths that N found after it, or without N those before it.
+    """
+    state = load_block(states, 0, 0, D, M, BLOCK_D, BLOCK_M)
+    r = tl.zeros((BLOCK_M,), tl.float32) + 1.0
+    if not UNIT:
+        r = _reciprocal_lengths(state, OBJECTIVE)
+    key = _load_vector(k, count > 0, M, BLOCK_M)
+    value = _load_vector(v, count > 0, D, BLOCK_D)
+    strength, decay, limit = _load_numbers(gamma, g, threshold, count > 0, GATED, SHRUNK)
+    for t in range(0, count):
+        live = t + 1 < count
+        k += k_token
+        v += v_token
+        gamma += gamma_token
+        if GATED:
+            g += g_token
+        if SHRUNK:
+            threshold += threshold_token
+        next_key = _load_vector(k, live, M, BLOCK_M)
+        next_value = _load_vector(v, live, D, BLOCK_D)
+        next_strength, next_decay, next_limit = _load_numbers(gamma, g, threshold, live, GATED, SHRUNK)
+
+        slots = state
+        if UNIT:
+            slots = state * r[None, :]
+        store_block(before + t * D * M, 0, 0, slots, D, M, BLOCK_D, BLOCK_M)
+        h, c, a = _written(state, r, key, value, strength, OBJECTIVE)
+        if not UNIT:
+            _store_vector(lengths + t * M, r, M, BLOCK_M)
+        state = _updated(state, r, h, c, a, decay, strength * limit, UNIT, SHRUNK)
+        r = _reciprocal_lengths(state, OBJECTIVE)
+        if UNIT:
+            _store_vector(lengths + t * M, r, M, BLOCK_M)
+        _store_vector(directions + t * D, h, D, BLOCK_D)
+        _store_vector(answers + t * M, a, M, BLOCK_M)
+        key = next_key
+        value = next_value
+        strength = next_strength
+        decay = next_decay
+        limit = next_limit
+    if UNIT:
+        state *= r[None, :]
+    return state
+
+
+@triton.jit
+def _differentiate_token(
+    before, after, d_state, r, q, k, v, d_output, h, a, strength, decay,
+    OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, SHRUNK: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the state before a token, of q, k, v, its strength, its decay and its shrinkage."""
+    d_q = tl.sum(after * d_output[:, None], 0)
+    d_state += d_output[:, None] * q[None, :]
+    if UNIT:
+        along = tl.sum(after * d_state, 0)
+        d_state = (d_state - after * along[None, :]) * r[None, :]
+    d_shrink = 0.0
+    if SHRUNK:
+        d_state = tl.where(after == 0.0, 0.0, d_state)
+        d_shrink = tl.sum(tl.sum(tl.where(after > 0.0, -d_state, d_state), 1), 0)
+
+    source = k
+    if OBJECTIVE == "encode":
+        source = k - a
+    written = strength * source
+    present = a
+    slots = before
+    if not UNIT:
+        written *= r
+        present *= r
+        slots = before * r[None, :]
+    d_keep = tl.sum(before * d_state, 0)
+    d_c = tl.sum(h[:, None] * d_state, 0) - d_keep * present
+    d_a = -d_keep * written
+    d_decay = tl.sum(d_keep, 0)
+    if not UNIT:
+        d_c *= r
+        d_a *= r
+    d_lengths = d_c * written + d_a * present
+    d_k = strength * d_c
+    d_strength = tl.sum(source * d_c, 0)
+    d_before = d_state * (decay - written * present)[None, :]
+    if OBJECTIVE == "ttt":
+        d_h = tl.sum(d_state * written[None, :], 1)
+        direction, shrinkage, along = _decoded(before, k, v)
+        d_v = d_h * shrinkage
+        d_along = -tl.sum(d_v * direction, 0)
+        d_direction = d_along * v - along * d_v
+        d_v += d_along * direction
+        d_length = -(tl.sum(d_h * h, 0) + tl.sum(d_direction * direction, 0)) * shrinkage
+        d_z = d_direction * shrinkage + direction * d_length
+        d_k += tl.sum(before * d_z[:, None], 0)
+        d_before += d_z[:, None] * k[None, :]
+    else:
+        if OBJECTIVE == "encode":
+            d_a -= d_k
+        d_v = tl.sum(d_state * written[None, :] + slots * d_a[None, :], 1)
+        across = d_a * a
+        into_slots = d_a
+        erased = k
+        if not UNIT:
+            into_slots *= r
+            erased *= r
+        d_before += h[:, None] * into_slots[None, :]
+        if OBJECTIVE == "decode":
+            onto = tl.sum(slots * d_v[:, None], 0)
+            d_k -= onto
+            across -= onto * k
+            d_before -= d_v[:, None] * erased[None, :]
+        if not UNIT:
+            d_before -= slots * (d_lengths + across * r)[None, :]
+    return d_before, d_q, d_k, d_v, d_strength, d_decay, d_shrink
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def retreat_tokens(
+    q, k, v, gamma, g, threshold, initial, cu_seqlens, states, d_output, d_final, scratch,
+    d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial, scale, T, H, sequences,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, threshold_row, threshold_token, threshold_head,
+    do_row, do_token, do_head,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    SHRUNK: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, EVERY: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Heads of sequences, one after the other: gradients of all inputs. `scratch` has EVERY tokens for each program."""
+    before = scratch + tl.program_id(0).to(tl.int64) * EVERY * (D * M + D + 2 * M)
+    directions = before + EVERY * D * M
+    answers = directions + EVERY * D
+    lengths = answers + EVERY * M
+    for turn in range(0, tl.cdiv(sequences * H - tl.program_id(0), tl.num_programs(0))):
+        work = tl.program_id(0) + turn * tl.num_programs(0)
+        head = (work % H).to(tl.int64)
+        n = (work // H).to(tl.int64)
+        row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
+        q_0 = q + row * q_row + start * q_token + head * q_head
+        k_0 = k + row * k_row + start * k_token + head * k_head
+        v_0 = v + row * v_row + start * v_token + head * v_head
+        gamma_0 = gamma + row * gamma_row + start * gamma_token + head * gamma_head
+        g_0 = gamma_0
+        if GATED:
+            g_0 = g + row * g_row + start * g_token + head * g_head
+        threshold_0 = gamma_0
+        if SHRUNK:
+            threshold_0 = threshold + row * threshold_row + start * threshold_token + head * threshold_head
+        d_output_0 = d_output + row * do_row + start * do_token + head * do_head
+        place_0 = (row * T + start) * H + head
+
+        d_state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+        if HAS_FINAL:
+            d_state = load_block(d_final + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
+        segments = tl.cdiv((end - start).to(tl.int32), EVERY)
+        for back in range(0, segments):
+            m = segments - 1 - back
+            first = m.to(tl.int64) * EVERY
+            count = tl.minimum(end - start - first, EVERY).to(tl.int32)
+            after = _recompute_segment(
+                k_0 + first * k_token, v_0 + first * v_token, gamma_0 + first * gamma_token, g_0 + first * g_token,
+                threshold_0 + first * threshold_token, states + ((slot + m) * H + head) * D * M,
+                before, directions, answers, lengths, count, k_token, v_token, gamma_token, g_token, threshold_token,
+                D, M, OBJECTIVE, UNIT, GATED, SHRUNK, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
+            tl.debug_barrier()  # what one thread of the program wrote above, another one reads below
+            last = first + count - 1
+            live = count > 0
+            query = _load_vector(q_0 + last * q_token, live, M, BLOCK_M)
+            d_read = _load_vector(d_output_0 + last * do_token, live, D, BLOCK_D)
+            for i in range(0, count):
+                t = count - 1 - i
+                token = first + t
+                slots = load_block(before + t * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M)
+                next_query = _load_vector(q_0 + (token - 1) * q_token, t > 0, M, BLOCK_M)
+                next_d_read = _load_vector(d_output_0 + (token - 1) * do_token, t > 0, D, BLOCK_D)
+                key = _load_vector(k_0 + token * k_token, live, M, BLOCK_M)
+                value = _load_vector(v_0 + token * v_token, live, D, BLOCK_D)
+                h = _load_vector(directions + t * D, live, D, BLOCK_D)
+                a = _load_vector(answers + t * M, live, M, BLOCK_M)
+                r = _load_vector(lengths + t * M, live, M, BLOCK_M)
+                strength, decay, limit = _load_numbers(
+                    gamma_0 + token * gamma_token, g_0 + token * g_token, threshold_0 + token * threshold_token,
+                    live, GATED, SHRUNK,
+                )  # fmt: skip
+
+                d_state, dq, dk, dv, d_strength, d_decay, d_shrink = _differentiate_token(
+                    slots, after, d_state, r, query * scale, key, value, d_read, h, a, strength, decay,
+                    OBJECTIVE, UNIT, SHRUNK,
+                )  # fmt: skip
+                place = place_0 + token * H
+                _store_vector(d_q + place * M, dq * scale, M, BLOCK_M)
+                _store_vector(d_k + place * M, dk, M, BLOCK_M)
+                _store_vector(d_v + place * D, dv, D, BLOCK_D)
+                if GATED:
+                    tl.store(d_g + place, d_decay * decay)
+                if SHRUNK:
+                    d_strength += d_shrink * limit
+                    tl.store(d_threshold + place, d_shrink * strength)
+                tl.store(d_gamma + place, d_strength)
+                after = slots
+                query = next_query
+                d_read = next_d_read
+            tl.debug_barrier()  # and is overwritten next
+
+        if UNIT:
+            state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
+            r = _reciprocal_lengths(state, OBJECTIVE)
+            state *= r[None, :]
+            along = tl.sum(state * d_state, 0)
+            d_state = tl.where(segments > 0, (d_state - state * along[None, :]) * r[None, :], d_state)
+        store_block(d_initial + (n * H + head) * D * M, 0, 0, d_state, D, M, BLOCK_D, BLOCK_M)

@@ -1,0 +1,197 @@
+"""Recursive least squares backward in Triton. The formulas are those of triton_least_squares.py, with its names.
+
+`linearize` and `differentiate_directions` run over chunks in parallel; between them `retreat` walks from the last chunk
+to the first.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.recursive_least_squares.triton_forward import (
+    WALK,
+    identity,
+    load_transposed,
+    multiply,
+    product,
+    refreshed_before,
+    refreshed_since,
+    respond,
+)
+from longseq.kernels.triton_tiles import (
+    PLAIN,
+    chunk,
+    load_block,
+    load_tokens,
+    sequence,
+    store_block,
+    store_tokens,
+)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def linearize(
+    x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
+    transitions, read, d_read, weights, d_weights, solved, d_x,
+    T, H, x_row, x_token, x_head, u_row, u_token, u_head, do_row, do_token, do_head,
+    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: Φ, x̃, β̃, a, b, Nᵀ and the gradient of x."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    x += row * x_row + start * x_token + head * x_head
+    u += row * u_row + start * u_token + head * u_head
+    d_output += row * do_row + start * do_token + head * do_head
+
+    before = tl.zeros((CHUNK,), tl.float32)
+    since = before
+    if REFRESHED:
+        before = refreshed_before(added + row * T + start, live, CHUNK)
+        since = refreshed_since(added + row * T + start, live, CHUNK)
+    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    state = load_block(states + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
+    factor = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    columns = load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
+
+    value = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    among, left, _ = respond(value, columns, factor, rows, state, before, since, False, PRECISION, CHUNK)
+    store_block(weights + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(read + place * CHUNK * K, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+    value = load_tokens(d_output, do_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    among, left, dx = respond(value, columns, factor, rows, state, before, since, REFRESHED, PRECISION, CHUNK)
+    store_block(d_weights + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(d_read + place * CHUNK * K, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+    store_tokens(d_x + ((row * T + start) * H + head) * K, H * K, live, 0, dx, K, CHUNK, BLOCK)
+
+    columns = multiply(columns, factor, PRECISION=PRECISION)
+    store_block(solved + place * CHUNK * K, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
+    transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
+    store_block(transitions + place * K * K, 0, 0, transition, K, K, BLOCK, BLOCK)
+
+
+@triton.jit
+def _pull_back(d_state, transition, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Φᵀ D Φ, with Φ at `transition`."""
+    half = product(d_state, load_block(transition, 0, 0, K, K, BLOCK, BLOCK))
+    return product(load_transposed(transition, K, K, BLOCK, BLOCK), half)
+
+
+@triton.jit
+def _gain(read, d_read, place, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """What A before a chunk gains by its outputs: β̃ᵀ x̃."""
+    left = load_block(read + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK)
+    return product(load_transposed(d_read + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), left)
+
+
+@triton.jit(do_not_specialize=WALK)
+def accumulate(
+    transitions, read, d_read, segment_transitions, segment_gains, segments, span, T, H,
+    K: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One segment, but the first, of one head of one sequence: D before it from none after it, and its Φ's product.
+
+    The former from every even program, the latter from every odd one.
+    """
+    segment = tl.program_id(0) // 2 % (segments - 1) + 1
+    head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
+    n = (tl.program_id(0) // 2 // (segments - 1) // H).to(tl.int64)
+    _, start, end, slot = sequence(n, T, None, PACKED, CHUNK)
+    begin = segment * span
+    stop = tl.minimum(begin + span, tl.cdiv((end - start).to(tl.int32), CHUNK))
+    square = ((n * H + head) * segments + segment) * K * K
+    if tl.program_id(0) % 2 == 0:
+        d_state = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for m in range(begin, stop):
+            place = (slot + begin + stop - 1 - m) * H + head
+            d_state = _pull_back(d_state, transitions + place * K * K, K, BLOCK)
+            d_state += _gain(read, d_read, place, K, CHUNK, BLOCK)
+        store_block(segment_gains + square, 0, 0, d_state, K, K, BLOCK, BLOCK)
+    else:
+        passed = identity(BLOCK)
+        for m in range(begin, stop):
+            place = (slot + begin + stop - 1 - m) * H + head
+            passed = product(passed, load_block(transitions + place * K * K, 0, 0, K, K, BLOCK, BLOCK))
+        store_block(segment_transitions + square, 0, 0, passed, K, K, BLOCK, BLOCK)
+
+
+@triton.jit(do_not_specialize=WALK)
+def retreat(
+    cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
+    segments, span, T, H,
+    K: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, SEGMENTED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One segment of one head of one sequence: D after each chunk, whose symmetric part is A's gradient, and the first.
+
+    Each program first finds D after its segment, from what `accumulate` left of the later ones.
+    """
+    segment = tl.program_id(0) % segments
+    head = (tl.program_id(0) // segments % H).to(tl.int64)
+    n = (tl.program_id(0) // segments // H).to(tl.int64)
+    _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    d_state = tl.zeros((BLOCK, BLOCK), tl.float32)
+    if HAS_FINAL:
+        d_state = load_block(d_final + (n * H + head) * K * K, 0, 0, K, K, BLOCK, BLOCK).to(tl.float32)
+    if SEGMENTED:
+        for back in range(0, segments - 1 - segment):
+            place = ((n * H + head) * segments + segments - 1 - back) * K * K
+            d_state = _pull_back(d_state, segment_transitions + place, K, BLOCK)
+            d_state += load_block(segment_gains + place, 0, 0, K, K, BLOCK, BLOCK)
+    begin = segment * span
+    stop = tl.minimum(begin + span, tl.cdiv((end - start).to(tl.int32), CHUNK))
+    for m in range(begin, stop):
+        place = (slot + begin + stop - 1 - m) * H + head
+        store_block(d_states + place * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
+        d_state = _pull_back(d_state, transitions + place * K * K, K, BLOCK)
+        d_state += _gain(read, d_read, place, K, CHUNK, BLOCK)
+    if segment == 0:
+        store_block(d_initial + (n * H + head) * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_directions(
+    u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
+    T, H, u_row, u_token, u_head,
+    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: the gradient of u."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    matrix = place * CHUNK * CHUNK
+    tokens = place * CHUNK * K
+    square = place * K * K
+
+    # 2 N D, of D's symmetric part
+    d_state = load_block(d_states + square, 0, 0, K, K, BLOCK, BLOCK)
+    d_state += load_transposed(d_states + square, K, K, BLOCK, BLOCK)
+    later = load_transposed(solved + tokens, K, CHUNK, BLOCK, CHUNK)
+    later = multiply(later, d_state, PRECISION=PRECISION)
+    pairs = multiply(later, load_block(solved + tokens, 0, 0, K, CHUNK, BLOCK, CHUNK), PRECISION=PRECISION)
+    rows = load_tokens(
+        u + row * u_row + start * u_token + head * u_head, u_token, live, 0, K, CHUNK, BLOCK
+    ).to(tl.float32)  # fmt: skip
+    du = later - multiply(pairs, rows, PRECISION=PRECISION)
+    seen = load_transposed(weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_seen = load_transposed(d_weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
+    left = load_block(d_read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK)
+    du = multiply(seen, left, du, PRECISION=PRECISION)
+    left = load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK)
+    du = multiply(d_seen, left, du, PRECISION=PRECISION)
+    state = load_block(states + square, 0, 0, K, K, BLOCK, BLOCK)
+    total = multiply(du, state, PRECISION=PRECISION)
+    if REFRESHED:
+        i = tl.arange(0, CHUNK)
+        before = refreshed_before(added + row * T + start, live, CHUNK)
+        among = load_block(d_weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
+        among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        pairs = multiply(d_seen, among, pairs, PRECISION=PRECISION)
+        pairs = tl.where(i[:, None] > i[None, :], pairs * (before[:, None] - before[None, :]), 0.0)
+        total += before[:, None] * du
+        total = multiply(pairs, rows, total, PRECISION=PRECISION)
+    store_tokens(d_u + ((row * T + start) * H + head) * K, H * K, live, 0, -total, K, CHUNK, BLOCK)

@@ -1,0 +1,326 @@
+"""Recursive least squares in Triton: its two custom operations, their launches and the constants that those use.
+
+A refresh need not end a chunk. With e_t what refreshes have added to the diagonal since the chunk began, before token t
+(ē_t: with what is added after it), A the matrix before the chunk and min(e_i, e_j) = e_j for j <= i,
+
+    P = U A + e ⊙ U        B = I + U A Uᵀ + min(e_i, e_j) ⊙ U Uᵀ = L Lᵀ        Y = L^{-1} P
+    A_t = A + ē_t I - Σ_{s<=t} Y_s Y_sᵀ
+
+as the conditional covariance of a random walk that moves at each refresh and is observed along u_t at each token. So
+chunks are plain runs of tokens, and a token that does not count is one with u = 0. With G the gradient of y, D that of
+A after the chunk, and
+
+    a = tril(X Yᵀ) L^{-1}   x̃ = X - a U   (likewise b and β̃ for G)      N = L^{-T} Y      Φ = I - Nᵀ U
+
+    y = x̃ A + ē ⊙ X - a (e ⊙ U)                        dX = β̃ A + ē ⊙ G - b (e ⊙ U)
+    V = aᵀ β̃ + bᵀ x̃ + 2 N D Φ                          S = aᵀ b + bᵀ a + 2 N D Nᵀ
+    dU = -(V A + e ⊙ V + (tril(S) ⊙ (e_i - e_j)) U)     dA = sym(β̃ᵀ x̃ + Φᵀ D Φ)
+
+Only A and L (forward) and D (backward) walk along time; the rest runs over chunks in parallel. A walk takes as long as
+its chain of dependent steps. A token costs the elimination one, with a trip through shared memory, and a chunk four
+products (of D two), whatever their size: chunks are as long as registers allow, and a long sequence of few heads is cut
+into segments that walk side by side. For that `summarize` finds each segment's map of A, a linear fractional one,
+
+    A -> E + F (A^{-1} + J)^{-1} Fᵀ,   J = Rᵀ R
+
+by the walk from A = 0, which ends in E, with F <- Φ F and J <- J + Fᵀ Wᵀ W F, W = L^{-1} U. `connect` follows A through
+the maps, which is to absorb the rows of R as tokens, and each segment walks again from its own A. J adds up squares:
+where directions were so long that its rounding would be seen in A, `connect` says so, and the first segment's program
+walks alone. The map of D is linear, the product of the Φ and what D gains. Packed sequences are not cut, and neither
+are float32 ones, of which more is expected than the rounding of J allows.
+
+A is the inverse of a growing sum, so that the walks multiply in three TF32 products for each of float32. Of what does
+not add up from chunk to chunk one TF32 product is as good for bfloat16. Matrices that are needed transposed go through
+memory (see delta_rule/triton_backward.py).
+
+No sum depends on the order in which programs run. The forward pass keeps A before each chunk, L^{-1} and Y: K K / C + C
++ K numbers for each token and head. The backward pass takes 2 K K / C + 2 C + 3 K more while it runs.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.recursive_least_squares.reference import InverseState, refresh_due, symmetric
+from longseq.kernels.recursive_least_squares.triton_backward import (
+    accumulate,
+    differentiate_directions,
+    linearize,
+    retreat,
+)
+from longseq.kernels.recursive_least_squares.triton_forward import advance, connect, read_out, summarize
+from longseq.kernels.triton_launch import (
+    Launch,
+    block_width,
+    count_slots,
+    sequence_of_slots,
+    strides,
+    use_measured,
+)
+
+# By the bytes of u's numbers (2 also if they are rounded to 11 bits) and the width, K rounded up to 64. Not measured
+# yet.
+LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
+    (2, 64): {
+        "advance": Launch(64, 0, 4, 1),
+        "summarize": Launch(64, 0, 8, 1),
+        "connect": Launch(64, 0, 4, 1),
+        "read_out": Launch(64, 0, 4, 1),
+        "linearize": Launch(64, 0, 8, 1),
+        "accumulate": Launch(64, 0, 4, 2),
+        "retreat": Launch(64, 0, 4, 3),
+        "differentiate_directions": Launch(64, 0, 8, 1),
+    },
+    (4, 64): {
+        "advance": Launch(64, 0, 4, 1),
+        "read_out": Launch(64, 0, 8, 1),
+        "linearize": Launch(64, 0, 8, 1),
+        "retreat": Launch(64, 0, 4, 3),
+        "differentiate_directions": Launch(64, 0, 8, 1),
+    },
+}
+use_measured("recursive_least_squares", LAUNCHES)
+CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
+SUMMARY_CHUNK = 16  # where segments are summarized and connected: more would not fit into registers
+PROGRAMS = 256  # of half precision sequences, that walk along time side by side at most
+FEWEST_SEGMENTS = 4  # fewer would not win back that two thirds of the work is done twice
+LIMIT = 1000.0  # of J A in size, by which float32's rounding of J is multiplied where segments are connected
+
+
+class _Plan(NamedTuple):
+    """What both passes derive from a call's shapes."""
+
+    half: bool  # u has no more bits than TF32, or is rounded to them
+    chunk: int
+    slots: int  # chunks of all sequences, at most
+    sequences: int
+    launches: dict[str, Launch]
+    constants: dict[str, object]  # the compile-time arguments that every kernel takes
+
+    def options(self, kernel: str) -> dict[str, int | None]:
+        return self.launches[kernel].options
+
+
+def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
+    """The plan of a call."""
+    batch, tokens, _, width = u.shape
+    size = 2 if u.dtype.itemsize == 2 or precision == "tf32" else 4
+    chunk = CHUNKS[size]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    constants: dict[str, object] = {"K": width, "PACKED": cu_seqlens is not None, "CHUNK": chunk}
+    constants["BLOCK"] = block_width(width)
+    slots = count_slots(batch, tokens, chunk, cu_seqlens)
+    return _Plan(size == 2, chunk, slots, sequences, LAUNCHES[size, 64], constants)
+
+
+def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """Into how many segments the walks along time are cut, and the chunks of each."""
+    chunks = triton.cdiv(u.shape[1], plan.chunk)
+    if not plan.half or cu_seqlens is not None:
+        return 1, chunks
+    segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks))
+    if segments < FEWEST_SEGMENTS:
+        return 1, chunks
+    span = triton.cdiv(chunks, segments)
+    return triton.cdiv(chunks, span), span
+
+
+@torch.library.custom_op("longseq::recursive_least_squares", mutates_args=())
+def recursive_least_squares(
+    x: Tensor,
+    u: Tensor,
+    added: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lambda0: float,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns y in x's dtype, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
+    chunk, L^{-1} and Y. `added` [B, T] in float32 is what a refresh adds to the diagonal after each token."""
+    x, u = channels_adjacent(x), channels_adjacent(u)
+    added = None if added is None else added.contiguous()
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    plan = _plan(u, cu_seqlens, precision)
+    tokens, heads, width = u.shape[1:]
+    segments, span = _cut(plan, u, cu_seqlens)
+    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
+    output, final, states, inverse, written = _allocate(plan, x, u)
+    walk = {"REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
+    segment_starts, whole = None, None
+    with torch.cuda.device_of(u):  # Triton launches on the current device
+        if segments > 1:
+            squares = (plan.sequences, heads, segments, width, width)
+            transports, offsets, roots, segment_starts = (final.new_empty(squares) for _ in range(4))
+            gains = final.new_empty(squares[:3])
+            whole = final.new_empty(squares[:2], dtype=torch.int32)
+            # what is not written yet serves as scratch memory
+            summarize[(plan.sequences * heads * (segments - 1),)](
+                u, added, written, transports, offsets, roots, gains,
+                segments, span * plan.chunk // SUMMARY_CHUNK, tokens, heads, *strides(u),
+                **walk | {"CHUNK": SUMMARY_CHUNK}, **plan.options("summarize"),
+            )  # fmt: skip
+            connect[(plan.sequences * heads,)](
+                initial_state, transports, offsets, roots, gains, written, segment_starts, whole,
+                1.0 / lambda0, segments, K=width, HAS_INITIAL=initial_state is not None, LIMIT=LIMIT,
+                CHUNK=SUMMARY_CHUNK, BLOCK=plan.constants["BLOCK"], **plan.options("connect"),
+            )  # fmt: skip
+        advance[(plan.sequences * heads * segments,)](
+            u, added, initial_state, cu_seqlens, segment_starts, whole, states, inverse, written, final,
+            1.0 / lambda0, segments, span, tokens, heads, *strides(u),
+            HAS_INITIAL=initial_state is not None, SEGMENTED=segments > 1, **walk, **plan.options("advance"),
+        )  # fmt: skip
+        read_out[(plan.slots * heads,)](
+            x, u, added, cu_seqlens, sequence_of, states, inverse, written, output,
+            tokens, heads, *strides(x), *strides(u),
+            REFRESHED=added is not None, PRECISION=precision, **plan.constants, **plan.options("read_out"),
+        )  # fmt: skip
+    return output, final, states, inverse, written
+
+
+@recursive_least_squares.register_fake
+def _(x, u, added, initial_state, cu_seqlens, lambda0, precision):
+    return _allocate(_plan(u, cu_seqlens, precision), x, u)
+
+
+def _allocate(plan: _Plan, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of the forward pass, not yet written."""
+    heads, width = u.shape[2:]
+    final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
+    states = u.new_empty((plan.slots, heads, width, width), dtype=torch.float32)
+    inverse = u.new_empty((plan.slots, heads, plan.chunk, plan.chunk), dtype=torch.float32)
+    written = u.new_empty((plan.slots, heads, plan.chunk, width), dtype=torch.float32)
+    return x.new_empty(x.shape), final, states, inverse, written
+
+
+@torch.library.custom_op("longseq::recursive_least_squares_backward", mutates_args=())
+def recursive_least_squares_backward(
+    x: Tensor,
+    u: Tensor,
+    added: Tensor | None,
+    cu_seqlens: Tensor | None,
+    states: Tensor,
+    inverse: Tensor,
+    written: Tensor,
+    d_output: Tensor,
+    d_final: Tensor | None,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of u and of the first A (in float32)."""
+    x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
+    added = None if added is None else added.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    plan = _plan(u, cu_seqlens, precision)
+    tokens, heads, width = u.shape[1:]
+    segments, span = _cut(plan, u, cu_seqlens)
+    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
+    transitions, d_states = torch.empty_like(states), torch.empty_like(states)
+    weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
+    read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
+    d_initial = states.new_empty((plan.sequences, heads, width, width))
+    d_x, d_u = x.new_empty(x.shape), u.new_empty(u.shape)
+    with torch.cuda.device_of(u):
+        linearize[(plan.slots * heads,)](
+            x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
+            transitions, read, d_read, weights, d_weights, solved, d_x,
+            tokens, heads, *strides(x), *strides(u), *strides(d_output),
+            REFRESHED=added is not None, PRECISION=precision, **plan.constants, **plan.options("linearize"),
+        )  # fmt: skip
+        segment_transitions, segment_gains = None, None
+        if segments > 1:
+            squares = (plan.sequences, heads, segments, width, width)
+            segment_transitions, segment_gains = states.new_empty(squares), states.new_empty(squares)
+            accumulate[(2 * plan.sequences * heads * (segments - 1),)](
+                transitions, read, d_read, segment_transitions, segment_gains, segments, span, tokens, heads,
+                **plan.constants, **plan.options("accumulate"),
+            )  # fmt: skip
+        retreat[(plan.sequences * heads * segments,)](
+            cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
+            segments, span, tokens, heads, HAS_FINAL=d_final is not None, SEGMENTED=segments > 1,
+            **plan.constants, **plan.options("retreat"),
+        )  # fmt: skip
+        differentiate_directions[(plan.slots * heads,)](
+            u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
+            tokens, heads, *strides(u),
+            REFRESHED=added is not None, PRECISION=precision,
+            **plan.constants, **plan.options("differentiate_directions"),
+        )  # fmt: skip
+    if cu_seqlens is None:
+        return d_x, d_u, symmetric(d_initial)
+    empty = (cu_seqlens.diff() == 0)[:, None, None, None]  # of no token the state is what was given
+    return d_x, d_u, torch.where(empty, d_initial, symmetric(d_initial))
+
+
+@recursive_least_squares_backward.register_fake
+def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, precision):
+    sequences = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty(x.shape), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
+
+
+def _setup_context(ctx, inputs, output):
+    x, u, added, initial_state, cu_seqlens, _, ctx.precision = inputs
+    _, _, *kept = output
+    ctx.save_for_backward(x, u, added, cu_seqlens, *kept)
+    ctx.initial_dtype = None if initial_state is None else initial_state.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_final, *_):
+    x, u, added, cu_seqlens, *kept = ctx.saved_tensors
+    d_output = x.new_zeros(x.shape) if d_output is None else d_output
+    d_x, d_u, d_initial = recursive_least_squares_backward(
+        x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.precision
+    )
+    d_initial = None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype)
+    return d_x, d_u, None, d_initial, None, None, None
+
+
+recursive_least_squares.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def recursive_least_squares_triton(
+    x: Tensor,
+    u: Tensor,
+    *,
+    count: Tensor,
+    lambda0: float,
+    refresh_period: int | None,
+    refresh: float,
+    initial_state: InverseState | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    precision: str | None = None,
+) -> tuple[Tensor, InverseState | None]:
+    """`recursive_least_squares` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
+
+    `precision` is that of the products by which nothing is handed from chunk to chunk: "tf32x3", or "tf32" where 11
+    bits are enough, also of u. By default that is the case for bfloat16.
+    """
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(u.device)
+    if precision is None:
+        precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
+    A, steps = (None, None) if initial_state is None else initial_state
+    seen, final_steps = count_steps(count, steps, cu_seqlens)
+    added = refresh_due(seen, count, refresh_period, refresh, torch.float32) if refresh_period else None
+    y, final, *_ = recursive_least_squares(x, u, added, A, cu_seqlens, float(lambda0), precision)
+    return y, (final, final_steps) if output_final_state else None
+
+
+def count_steps(count: Tensor, steps: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How many tokens count up to each one [B, T] and in all [B or segments], with the `steps` before them."""
+    seen = count.cumsum(1)
+    if cu_seqlens is None:
+        seen = seen if steps is None else seen + steps[:, None]
+        return seen, seen[:, -1].clone()
+    tokens = count.shape[1]
+    bounds = cu_seqlens.clamp(0, tokens)
+    before = torch.nn.functional.pad(seen[0], (1, 0))[bounds]
+    first = -before[:-1] if steps is None else steps - before[:-1]
+    segment = torch.searchsorted(bounds, torch.arange(tokens, device=bounds.device, dtype=bounds.dtype), right=True) - 1
+    return seen + first[segment.clamp(0, first.shape[0] - 1)], first + before[1:]

@@ -1,0 +1,135 @@
+"""One token of recursive least squares in Triton: one kernel where a program holds all of A, else two.
+
+The update needs A u before any of A changes. A program of one that goes beyond MATRIX numbers holds some rows of it,
+and a kernel before the update leaves A u in memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
+from longseq.kernels.triton_tiles import load_block, store_block
+
+# Not measured yet. Numbers of A that a program holds where it holds all of them, and else.
+MATRIX = 16384
+ROWS = 8192
+
+
+@triton.jit
+def _symmetric_rows(A, first, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows of the symmetric part of A [K, K], [BLOCK, BLOCK_K] from `first` on."""
+    rows = load_block(A, first, 0, K, K, BLOCK, BLOCK_K)
+    if BLOCK == BLOCK_K:
+        return (rows + tl.trans(rows)) * 0.5
+    i = first + tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, BLOCK_K)[None, :]
+    return (rows + tl.load(A + j * K + i, mask=(i < K) & (j < K), other=0.0)) * 0.5
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _project(
+    u, A, projected, H, u_row, u_head, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """A u, [B, H, K] in float32."""
+    n, row, head, block = place(H, K, BLOCK)
+    rows = _symmetric_rows(A + n * K * K, block * BLOCK, K, BLOCK, BLOCK_K)
+    direction = load_vector(u + row * u_row + head * u_head, 0, K, BLOCK_K)
+    store_vector(projected + n * K, block * BLOCK, tl.sum(rows * direction[None, :], 1), K, BLOCK)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALISED, "refresh_period"])
+def _update(
+    x, u, A, projected, steps, output, A_after, steps_after, refresh, refresh_period, H, x_row, x_head, u_row, u_head,
+    K: tl.constexpr, UPDATED: tl.constexpr, REFRESHED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n, row, head, block = place(H, K, BLOCK)
+    first = block * BLOCK
+    rows = _symmetric_rows(A + n * K * K, first, K, BLOCK, BLOCK_K)
+    key = load_vector(x + row * x_row + head * x_head, 0, K, BLOCK_K)
+    seen = tl.load(steps + row) + 1
+    if UPDATED:
+        direction = load_vector(u + row * u_row + head * u_head, 0, K, BLOCK_K)
+        if BLOCK == BLOCK_K:
+            own = tl.sum(rows * direction[None, :], 1)
+            column = own
+        else:
+            own = load_vector(projected + n * K, first, K, BLOCK)
+            column = load_vector(projected + n * K, 0, K, BLOCK_K)
+        # the outer product before the division, which keeps A symmetric to the last bit
+        rows -= own[:, None] * column[None, :] / (1.0 + tl.sum(column * direction, 0))
+    if REFRESHED:
+        added = tl.where(seen % refresh_period == 0, refresh, 0.0)
+        i = first + tl.arange(0, BLOCK)
+        rows += tl.where(i[:, None] == tl.arange(0, BLOCK_K)[None, :], added, 0.0)
+    if UNIT:
+        key *= reciprocal_root(tl.sum(key * key, 0))
+
+    store_block(A_after + n * K * K, first, 0, rows, K, K, BLOCK, BLOCK_K)
+    store_vector(output + n * K, first, tl.sum(rows * key[None, :], 1), K, BLOCK)
+    if (head == 0) & (block == 0):
+        tl.store(steps_after + row, seen)
+
+
+def update_inverse(
+    x: Tensor,
+    u: Tensor | None,
+    A: Tensor,
+    steps: Tensor,
+    refresh_period: int,
+    refresh: float,
+    *,
+    unit: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, H, K] in `dtype`, the next A in float32 and the next steps.
+
+    Without `u` A stays as it is; a `refresh_period` of 0 is none; `unit` takes x at unit length.
+    """
+    x, A, steps = channels_adjacent(x), A.contiguous(), steps.contiguous()
+    u = None if u is None else channels_adjacent(u)
+    batch, heads, width, _ = A.shape
+    y, A_after, steps_after = x.new_empty(x.shape, dtype=dtype), torch.empty_like(A), torch.empty_like(steps)
+    block_k = triton.next_power_of_2(width)
+    block = block_k if block_k * block_k <= MATRIX else ROWS // block_k
+    grid = (batch * heads * triton.cdiv(width, block),)
+    constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, "num_warps": 8 if block_k > 64 else 4}
+    projected = None
+    with torch.cuda.device_of(A):  # Triton launches on the current device
+        if u is not None and block < block_k:
+            projected = torch.empty_like(A[..., 0])
+            _project[grid](u, A, projected, heads, *strides(u), **constants)
+        _update[grid](
+            x, u, A, projected, steps, y, A_after, steps_after, refresh, refresh_period, heads,
+            *strides(x), *strides(u), UPDATED=u is not None, REFRESHED=refresh_period > 0, UNIT=unit, **constants,
+        )  # fmt: skip
+    return y, A_after, steps_after
+
+
+@torch.library.custom_op("longseq::recursive_least_squares_step", mutates_args=())
+def recursive_least_squares_step(
+    x: Tensor, u: Tensor, A: Tensor, steps: Tensor, refresh_period: int, refresh: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y [B, H, K] in x's dtype, the next A [B, H, K, K] in float32 and the next steps [B]."""
+    return update_inverse(x, u, A, steps, refresh_period, refresh, unit=False, dtype=x.dtype)
+
+
+@recursive_least_squares_step.register_fake
+def _(x, u, A, steps, refresh_period, refresh):
+    return x.new_empty(x.shape), A.new_empty(A.shape), steps.new_empty(steps.shape)
+
+
+def recursive_least_squares_step_triton(
+    x: Tensor,
+    u: Tensor,
+    state: tuple[Tensor, Tensor],
+    *,
+    refresh_period: int | None,
+    refresh: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """`recursive_least_squares_step` in Triton kernels."""
+    y, A, steps = recursive_least_squares_step(x, u, *state, refresh_period or 0, float(refresh))
+    return y, (A, steps)

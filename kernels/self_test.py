@@ -1,0 +1,378 @@
+"""Triton kernels prove themselves on a GPU before their first use: small cases against float64, once.
+
+A wrong kernel trains a wrong model without a sign of it, and which kernels are wrong depends on GPU and compiler. So
+the first call of an operation's kernels on a GPU runs the cases of `TRIALS` in the call's precision, at its widths
+rounded up to powers of two, which are what kernels are compiled for: outputs, final states and all gradients against
+the torch form in float64 on the CPU. Kernels that fail, or do not compile, are refused: a warning says so, and
+`backend="auto"` takes the torch form. The verdict holds for one kind of GPU, one Triton, one torch and one state of
+these sources and tables, and is kept as a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that
+processes that write at once cannot harm each other; without a folder to write to it is kept in the process alone.
+
+LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.launch_file import file_of_launches
+
+SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
+CACHE_VARIABLE = "LONGSEQ_CACHE_DIR"
+
+
+class Case(NamedTuple):
+    """A call: its variant of longseq.kernels.testing.make_inputs, its tokens and its options."""
+
+    variant: str
+    tokens: int
+    options: Mapping[str, Any] = {}
+
+
+class Trial(NamedTuple):
+    """What an operation's kernels are tried with."""
+
+    widths: dict[str, int]  # the dimensions that kernels are compiled for; sizes where a call does not tell them
+    cases: tuple[Case, ...]
+    channels: int | None = None  # D, where it is not a width: more than one program's block
+
+
+REVERSED = {"reverse": True}
+# Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones, both
+# directions. One-token kernels are tried with the variants of their operation.
+TRIALS: dict[str, Trial] = {
+    "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
+    "delta_rule": Trial(
+        {"K": 64, "V": 64}, (Case("plain", 1100), Case("gated_write_key", 130), Case("gated", 130, REVERSED))
+    ),
+    "linear_attention": Trial(
+        {"K": 64, "V": 64},
+        (
+            Case("plain", 130),
+            Case("head_gated", 130),
+            *(Case(variant, 130) for variant in ("channel_gated", "value_gated")),
+            *(
+                Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")
+            ),  # kernels of their own
+        ),
+    ),
+    "longhorn_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
+    "orthogonal_recurrence": Trial(
+        {"D": 64, "M": 64, "C": 1},
+        (Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
+    ),
+    "recursive_least_squares": Trial({"K": 64}, (Case("plain", 130), Case("plain", 600))),
+    "selective_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
+    "short_convolution": Trial({"W": 4}, (Case("silu", 70), Case("plain", 70, REVERSED)), channels=70),
+    "slot_attention": Trial({"K": 64, "V": 64, "M": 64}, (Case("plain", 130), Case("write", 130))),
+    "variational_linear_attention": Trial({"K": 64, "V": 64}, (Case("plain", 600),)),
+}
+
+
+class KnownBad(NamedTuple):
+    """Kernels that must not run: of `op`, on GPUs of this capability (None: all), from one Triton to before another."""
+
+    op: str
+    capability: tuple[int, int] | None
+    first: tuple[int, ...]
+    fixed: tuple[int, ...] | None
+    why: str
+
+
+# Empty: the kernels are written around the compiler's known errors (see delta_rule/triton_backward.py), and none of
+# them has been seen wrong with a combination of GPU and Triton.
+KNOWN_BAD: tuple[KnownBad, ...] = ()
+
+# By operation, precision, device and widths: None, or why the kernels are refused.
+_VERDICTS: dict[tuple[object, ...], str | None] = {}
+_LOCK = threading.Lock()
+_THREAD = threading.local()
+
+
+def failures(op: str, device: torch.device, dtype: torch.dtype, sizes: Mapping[str, int]) -> list[str]:
+    """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
+    if not is_tested(device.type):
+        return []
+    widths = [_round_up(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
+    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, *widths)
+    return [] if failure is None else [failure]
+
+
+def find_trial(op: str) -> Trial:
+    """The trial of an operation or of its one-token form."""
+    return TRIALS[op.removesuffix("_step")]
+
+
+def is_tested(device_type: str) -> bool:
+    """Whether kernels must prove themselves on such devices."""
+    return device_type == "cuda"
+
+
+def _round_up(size: int) -> int:
+    """The next power of two, found by comparisons alone: torch.compile may hold a size as a symbol."""
+    power = 1
+    while power < size:
+        power *= 2
+    return power
+
+
+def longseq_self_test_verdict(
+    op: str, dtype: torch.dtype, device_type: str, index: int | None, *widths: int
+) -> str | None:
+    """Why the kernels are refused, or None. Tests them unless this process or an earlier one has."""
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        index = torch.cuda.current_device() if index is None else index
+    device = torch.device(device_type) if index is None else torch.device(device_type, index)
+    key = (op, dtype, device, *widths)
+    if key in _VERDICTS:
+        return _VERDICTS[key]
+    if getattr(_THREAD, "is_testing", False):
+        return None  # the call under test
+    with _LOCK:
+        if key in _VERDICTS:
+            return _VERDICTS[key]
+        test = _Test(op, dtype, device, dict(zip(find_trial(op).widths, widths, strict=True)))
+        failure, is_final = _judge(test)
+        if is_final:
+            _VERDICTS[key] = failure
+    if failure is not None:
+        warnings.warn(f"longseq refuses the Triton kernels of {op}, and backend='auto' runs torch: {failure}")
+    return failure
+
+
+# What torch.compile traces calls the function as it is and takes its result for a constant of the graph, as with
+# @torch.compiler.assume_constant_result, which would import the compiler together with this module. The result becomes
+# a global of the traced module by the function's name, which must therefore be nobody else's.
+longseq_self_test_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Test(NamedTuple):
+    """One verdict's subject."""
+
+    op: str
+    dtype: torch.dtype
+    device: torch.device
+    widths: dict[str, int]
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What decides, apart from our own sources, what the kernels compute."""
+        import triton
+
+        gpu, capability = f"{self.device.type}, emulated", None
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_name(self.device)
+            capability = list(torch.cuda.get_device_capability(self.device))
+        return {"gpu": gpu, "capability": capability, "triton": triton.__version__, "torch": str(torch.__version__)}
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Everything that a verdict depends on."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"op": self.op, "dtype": dtype, "widths": self.widths, **self.place, "sources": _hash_sources()}
+
+
+def _judge(test: _Test) -> tuple[str | None, bool]:
+    """The failure of the kernels or None, and whether that is final."""
+    if bad := _find_known_bad(test):
+        return bad, True
+    if os.environ.get(SELF_TEST_VARIABLE) == "0":
+        return None, True
+    record = test.record
+    file = _file_of(record)
+    found = _read(file, record)
+    if found is None:
+        if obstacle := _find_obstacle(test.device):
+            return obstacle, False
+        error = _run_in_own_thread(test)
+        found = {**record, "error": error}
+        _write(file, found)
+    if found["error"] is None:
+        return None, True
+    return f"their self-test failed {_describe(record)}: {found['error']} (to test again, delete {file})", True
+
+
+def _describe(place: Mapping[str, Any]) -> str:
+    capability = "" if place["capability"] is None else " (capability {}.{})".format(*place["capability"])
+    return f"on {place['gpu']}{capability} with Triton {place['triton']} and torch {place['torch']}"
+
+
+def _find_known_bad(test: _Test) -> str | None:
+    place = test.place
+    version = tuple(int(part) for part in re.findall(r"\d+", place["triton"])[:3])
+    capability = place["capability"] and tuple(place["capability"])
+    for bad in KNOWN_BAD:
+        elsewhere = bad.op != test.op or bad.capability not in (None, capability)
+        if not elsewhere and bad.first <= version and (bad.fixed is None or version < bad.fixed):
+            remedy = "" if bad.fixed is None else f" (Triton {'.'.join(map(str, bad.fixed))} is right)"
+            return f"known to be wrong {_describe(place)}: {bad.why}{remedy}"
+    return None
+
+
+def _find_obstacle(device: torch.device) -> str | None:
+    """Why no test can run at this moment."""
+    when = ""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        when = "while a CUDA graph is captured"
+    elif torch._C._current_graph_task_id() != -1:
+        # The test's own backward pass would wait for the thread that waits for the test.
+        when = "inside a backward pass"
+    return f"their self-test has not run, and cannot {when}: call the operation once before" if when else None
+
+
+def _run_in_own_thread(test: _Test) -> str | None:
+    """The error of the kernels or None.
+
+    In a thread of its own, where autocast, gradients, inference mode, the stream and the modes of whoever traces are
+    what they are in a new process. Generators of random numbers are the test's own.
+    """
+    outcome: list[str | torch.OutOfMemoryError | None] = []
+
+    def run() -> None:
+        _THREAD.is_testing = True
+        try:
+            outcome.append(_find_error(test))
+        except torch.OutOfMemoryError as error:
+            outcome.append(error)  # says nothing about the kernels
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            outcome.append(text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}")
+
+    thread = threading.Thread(target=run, name="longseq self-test", daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], torch.OutOfMemoryError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _find_error(test: _Test) -> str | None:
+    """Compare every case with float64, and two runs with each other."""
+    trial = find_trial(test.op)
+    if test.device.type == "cuda":
+        torch.cuda.set_device(test.device)  # of this thread
+        torch.cuda.synchronize()  # an earlier error on the device is not the kernels'
+    if test.op.endswith("_step"):
+        variants = dict.fromkeys(case.variant for case in trial.cases)
+        # The precision of a step's call is that of its state; the token may have another one.
+        errors = (
+            _find_step_error(test, variant, dtype) for variant in variants for dtype in (test.dtype, torch.bfloat16)
+        )
+    else:
+        errors = (_find_case_error(test, case) for case in trial.cases)
+    return next((error for error in errors if error is not None), None)
+
+
+def _make(test: _Test, variant: str, tokens: int, dtype: torch.dtype) -> Any:
+    """A case's inputs, with float32 states as models keep them."""
+    from longseq.kernels.testing import make_inputs
+
+    op, trial = test.op.removesuffix("_step"), find_trial(test.op)
+    sizes = test.widths if trial.channels is None else {**test.widths, "D": trial.channels}
+    inputs = make_inputs(op, variant, batch=1, tokens=tokens, dtype=dtype, sizes=sizes)
+    states = {name: x for name, x in inputs.tensors.items() if name.startswith("initial_state")}
+    return inputs.replace({name: x.float() for name, x in states.items()})
+
+
+def _find_case_error(test: _Test, case: Case) -> str | None:
+    from longseq.kernels.testing import gradients
+
+    inputs = _make(test, case.variant, case.tokens, test.dtype)
+    options = {**case.options, **({"chunk_size": test.widths["C"]} if "C" in test.widths else {})}
+
+    def run(inputs: Any, backend: str) -> dict[str, Tensor]:
+        return gradients(inputs, backend=backend, **options)
+
+    return _compare(run, inputs, test, test.dtype, " ".join([case.variant, *case.options]))
+
+
+def _find_step_error(test: _Test, variant: str, dtype: torch.dtype) -> str | None:
+    from longseq.kernels.testing import results
+
+    def run(inputs: Any, backend: str) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return results(*inputs.take_steps(backend=backend))
+
+    return _compare(run, _make(test, variant, 3, dtype), test, dtype, f"{variant} in {dtype}")
+
+
+def _compare(run: Any, inputs: Any, test: _Test, dtype: torch.dtype, case: str) -> str | None:
+    exact, plain = run(inputs.map(Tensor.double), "torch"), run(inputs, "torch")
+    there = inputs.replace({name: x.to(test.device) for name, x in inputs.arguments.items()})
+    first, second = run(there, "triton"), run(there, "triton")
+    for name, value in exact.items():
+        error, limit = _distance(first[name].cpu(), value), 8 * _distance(plain[name], value) + _tolerance(dtype)
+        if not error <= limit:  # NaN is no error that is small enough
+            return f"{name} of the case {case!r} is off by {error:.1e}, allowed {limit:.1e} of the largest"
+        if not torch.equal(first[name], second[name]):
+            return f"{name} of the case {case!r} differs from run to run"
+    return None
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    # float32 products are three of TF32 each, and exp is the hardware's; one of TF32 is off by 1e-3.
+    return 8 * torch.finfo(dtype).eps + 1e-4
+
+
+def _distance(actual: Tensor, exact: Tensor) -> float:
+    """The largest difference relative to the largest magnitude, of which one that is all but zero counts as 0.01."""
+    if not exact.is_floating_point():
+        return 0.0 if torch.equal(actual, exact) else float("inf")
+    actual, exact = actual.detach().double(), exact.detach().double()
+    return ((actual - exact).abs().max() / exact.abs().max().clamp_min(0.01)).item()
+
+
+def _hash_sources() -> str:
+    """A digest of this folder and of the measured launches: stricter than a version, which a change need not raise."""
+    folder = Path(__file__).parent
+    files = sorted(folder.rglob("*.py"))
+    launches = file_of_launches()
+    digest = hashlib.sha256()
+    for file in files if launches is None else [*files, launches]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _file_of(record: Mapping[str, Any]) -> Path:
+    cache = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "longseq"
+    widths = "-".join(f"{name}{size}" for name, size in record["widths"].items())
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(cache) / "self_test" / f"{record['op']}-{record['dtype']}-{widths}-{digest}.json"
+
+
+def _read(file: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The verdict in a file; None where there is none or another thing, which the next verdict replaces."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    error = found.get("error", 0) if isinstance(found, dict) else 0
+    if not (error is None or isinstance(error, str)) or {**record, "error": error} != found:
+        return None
+    return found
+
+
+def _write(file: Path, found: Mapping[str, Any]) -> None:
+    """Write a verdict in one piece, whoever else writes it; where nothing can be written, it lives in the process."""
+    part = ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
+        with open(handle, "w") as stream:
+            json.dump(found, stream, indent=2)
+        os.replace(part, file)
+    except OSError:
+        if part:
+            Path(part).unlink(missing_ok=True)

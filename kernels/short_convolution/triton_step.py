@@ -1,0 +1,70 @@
+"""One token of the short convolution in one Triton kernel: the last inputs are read once and written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
+
+# Not measured yet. Numbers of last inputs that a program of one warp holds.
+NUMBERS = 256
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _step(
+    x, weight, bias, state, output, after, x_row,
+    D: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    blocks = (D + BLOCK_D - 1) // BLOCK_D
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    first = (tl.program_id(0) % blocks) * BLOCK_D
+    d = first + tl.arange(0, BLOCK_D)
+    j = tl.arange(0, BLOCK_W)[None, :]
+    own = (d < D)[:, None]
+    place = (row * D + d[:, None]) * (WIDTH - 1) + j
+    current = load_vector(x + row * x_row, first, D, BLOCK_D)
+    taps = tl.load(weight + d[:, None] * WIDTH + j, mask=own & (j < WIDTH), other=0.0).to(tl.float32)
+    window = tl.load(state + place, mask=own & (j < WIDTH - 1), other=0.0)
+    window = tl.where(j == WIDTH - 1, current[:, None], window)
+
+    y = tl.sum(window * taps, 1)
+    if HAS_BIAS:
+        y += load_vector(bias, first, D, BLOCK_D)
+    if SILU:
+        y *= tl.sigmoid(y)
+    store_vector(output + row * D, first, y, D, BLOCK_D)
+    tl.store(after + place - 1, window, mask=own & (j > 0) & (j < WIDTH))
+
+
+@torch.library.custom_op("longseq::short_convolution_step", mutates_args=())
+def short_convolution_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns y [B, D] in x's dtype and the next state [B, D, W-1] in float32."""
+    x, weight, state = channels_adjacent(x), weight.contiguous(), state.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    channels, width = weight.shape
+    output, after = x.new_empty(x.shape), torch.empty_like(state)
+    tile = row_tile(channels, width, NUMBERS)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _step[(x.shape[0] * triton.cdiv(channels, tile.rows),)](
+            x, weight, bias, state, output, after, x.stride(0),
+            D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=silu,
+            BLOCK_D=tile.rows, BLOCK_W=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return output, after
+
+
+@short_convolution_step.register_fake
+def _(x, weight, bias, state, silu):
+    return x.new_empty(x.shape), state.new_empty(state.shape)
+
+
+def short_convolution_step_triton(
+    x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, *, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """`short_convolution_step` in one Triton kernel."""
+    return short_convolution_step(x, weight, bias, state, activation == "silu")

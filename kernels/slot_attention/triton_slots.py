@@ -1,0 +1,44 @@
+"""Slot attention as two passes of gated linear attention in Triton, as in chunk.py.
+
+Write strengths, scores and the weights that the activation makes of them are float32 in between, whatever the inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.linear_attention.triton_linear import run_linear_attention
+from longseq.kernels.precision import without_autocast
+from longseq.kernels.slot_attention.activations import ACTIVATIONS
+
+
+def slot_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    write: Tensor | None,
+    scale: float,
+    activation: str,
+    initial_state: tuple[Tensor, Tensor] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """`slot_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
+    keys, values = (None, None) if initial_state is None else initial_state
+    precise = any(x.dtype.itemsize > 2 for x in (q, k, v))
+    with without_autocast(q):
+        if write is None:
+            write = -torch.expm1(g.float())
+        scores, keys = run_linear_attention(
+            *(q, k, write, None, g, keys, cu_seqlens, scale),
+            precise=precise,
+            transposed=True,
+            output_dtype=torch.float32,
+        )
+        weights = ACTIVATIONS[activation](scores)
+        o, values = run_linear_attention(
+            weights, write, v, g, None, values, cu_seqlens, 1.0, precise=precise, output_dtype=v.dtype
+        )
+    return o, (keys, values) if output_final_state else None

@@ -1,0 +1,269 @@
+"""The normaliser of variational linear attention in Triton: o_t / max(n_t, eps), n_t = z_tᵀ q_t, z_t = z_{t-1} + k_t.
+
+All kernels run over chunks in parallel. One leaves the sums of its chunk, and the next one adds up those of the chunks
+before it, always in one order: little to read next to the chunk itself. With G the gradient of the quotient and Z that
+of the last z,
+
+    do_t = G_t / max(n_t, eps)        dn_t = -(o_tᵀ G_t) / n_t², 0 where n_t < eps
+    dq_t = dn_t z_t                   dk_t = dz_t = Σ_{s>=t} dn_s q_s + Z
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import block_width, count_slots, sequence_of_slots, strides
+from longseq.kernels.triton_tiles import PLAIN, load_numbers, load_tokens, sequence, store_tokens
+
+CHUNK = 64  # tokens
+STEP = 32  # sums of chunks that are added up at a time
+
+
+@triton.jit
+def _place(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr):
+    """The sequence of a chunk, its batch row, first token, number of tokens, and the first slot of the sequence."""
+    n = slot // tl.cdiv(T, CHUNK)
+    if PACKED:
+        n = tl.load(sequence_of + slot).to(tl.int64)
+    row, start, end, first = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    start += (slot - first) * CHUNK
+    return n, row, start, end - start, first
+
+
+@triton.jit
+def _add_up(sums, begin, end, H, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum over the slots from `begin` to before `end` of one head's sums."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in range(begin, end, STEP):
+        part = load_tokens(sums + slot * H * K, H * K, end - slot, 0, K, STEP, BLOCK)
+        total += tl.sum(part, 0)
+    return total
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def sum_keys(
+    k, cu_seqlens, sequence_of, sums, T, H, k_row, k_token, k_head,
+    K: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of the keys of one chunk of one head."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
+    e = tl.arange(0, BLOCK)
+    tl.store(sums + (slot * H + head) * K + e, tl.sum(key.to(tl.float32), 0), mask=e < K)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def divide(
+    values, q, k, initial, cu_seqlens, sequence_of, sums, output, products, final,
+    eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, k_row, k_token, k_head,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: the quotients and n; of the last chunk of a sequence also the last z."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    e = tl.arange(0, BLOCK)
+    before = _add_up(sums + head * K, first, slot, H, K, STEP, BLOCK)
+    if HAS_INITIAL:
+        before += tl.load(initial + (n * H + head) * K + e, mask=e < K, other=0.0).to(tl.float32)
+    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
+    key = key.to(tl.float32)
+    if (live <= CHUNK) & ((live > 0) | (slot == first)):
+        tl.store(final + (n * H + head) * K + e, before + tl.sum(key, 0), mask=e < K)
+    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
+    weight = tl.sum((before[None, :] + tl.cumsum(key, 0)) * query.to(tl.float32), 1)
+    i = tl.arange(0, CHUNK)
+    tl.store(products + (row * T + start + i) * H + head, weight, mask=i < live)
+    value = load_tokens(values + row * o_row + start * o_token + head * o_head, o_token, live, 0, V, CHUNK, BLOCK_V)
+    value /= tl.where(weight < eps, eps, weight)[:, None]
+    store_tokens(output + ((row * T + start) * H + head) * V, H * V, live, 0, value, V, CHUNK, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_values(
+    values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, sums,
+    eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, do_row, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: the gradients of o and n, and the sum of dn q."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    token = (row * T + start) * H + head
+    value = load_tokens(values + row * o_row + start * o_token + head * o_head, o_token, live, 0, V, CHUNK, BLOCK_V)
+    d_output += row * do_row + start * do_token + head * do_head
+    gradient = load_tokens(d_output, do_token, live, 0, V, CHUNK, BLOCK_V).to(tl.float32)
+    weight = load_numbers(products + token, H, live, CHUNK)
+    small = weight < eps
+    weight = tl.where(small, eps, weight)
+    # the quotient first: n² could be out of range where it is not
+    d_weight = tl.where(small, 0.0, -tl.sum(value / weight[:, None] * gradient, 1) / weight)
+    i = tl.arange(0, CHUNK)
+    tl.store(d_products + token + i * H, d_weight, mask=i < live)
+    gradient /= weight[:, None]
+    store_tokens(d_values + token * V, H * V, live, 0, gradient, V, CHUNK, BLOCK_V)
+    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
+    e = tl.arange(0, BLOCK)
+    total = tl.sum(query.to(tl.float32) * d_weight[:, None], 0)
+    tl.store(sums + (slot * H + head) * K + e, total, mask=e < K)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_keys(
+    q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_q, d_k, d_initial,
+    T, H, q_row, q_token, q_head, k_row, k_token, k_head,
+    K: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: the gradients of q and k; of the first chunk of a sequence also that of the first z."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    token = (row * T + start) * H + head
+    state = (n * H + head) * K
+    e = tl.arange(0, BLOCK)
+    before = _add_up(sums + head * K, first, slot, H, K, STEP, BLOCK)
+    if HAS_INITIAL:
+        before += tl.load(initial + state + e, mask=e < K, other=0.0).to(tl.float32)
+    weight = load_numbers(d_products + token, H, live, CHUNK)
+    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
+    dq = (before[None, :] + tl.cumsum(key.to(tl.float32), 0)) * weight[:, None]
+    store_tokens(d_q + token * K, H * K, live, 0, dq, K, CHUNK, BLOCK)
+
+    after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
+    if HAS_FINAL:
+        after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
+    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
+    query = query.to(tl.float32) * weight[:, None]
+    dk = after[None, :] + tl.cumsum(query, 0, reverse=True)
+    store_tokens(d_k + token * K, H * K, live, 0, dk, K, CHUNK, BLOCK)
+    if slot == first:
+        tl.store(d_initial + state + e, after + tl.sum(query, 0), mask=e < K)
+
+
+def _constants(k: Tensor, cu_seqlens: Tensor | None, value_dim: int = 0) -> dict[str, object]:
+    """The compile-time arguments and options of a kernel, of values too if it has any."""
+    key_dim = k.shape[3]
+    constants: dict[str, object] = {"K": key_dim, "PACKED": cu_seqlens is not None, "CHUNK": CHUNK}
+    constants["BLOCK"] = block_width(key_dim)
+    if value_dim:
+        constants |= {"V": value_dim, "BLOCK_V": block_width(value_dim)}
+    return constants | {"num_warps": 4 if max(key_dim, value_dim) <= 64 else 8}
+
+
+@torch.library.custom_op("longseq::divide_by_keys", mutates_args=())
+def divide_by_keys(
+    values: Tensor,
+    q: Tensor,
+    k: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the quotients [B, T, H, V] in `dtype`, the last z [B or segments, H, K] in float32, and for the backward
+    pass n [B, T, H] and the sums of the keys of each chunk. `values` are o [B, T, H, V] in float32."""
+    values, q, k = channels_adjacent(values), channels_adjacent(q), channels_adjacent(k)
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    batch, tokens, heads = k.shape[:3]
+    slots = count_slots(batch, tokens, CHUNK, cu_seqlens)
+    sequence_of = sequence_of_slots(slots, CHUNK, tokens, cu_seqlens)
+    output, final, products, sums = _allocate(values, k, cu_seqlens, dtype)
+    with torch.cuda.device_of(k):  # Triton launches on the current device
+        sum_keys[(slots * heads,)](
+            k, cu_seqlens, sequence_of, sums, tokens, heads, *strides(k), **_constants(k, cu_seqlens)
+        )
+        divide[(slots * heads,)](
+            values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final,
+            eps, tokens, heads, *strides(values), *strides(q), *strides(k),
+            HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, values.shape[3]),
+        )  # fmt: skip
+    return output, final, products, sums
+
+
+@divide_by_keys.register_fake
+def _(values, q, k, initial_state, cu_seqlens, eps, dtype):
+    return _allocate(values, k, cu_seqlens, dtype)
+
+
+def _allocate(
+    values: Tensor, k: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of the forward pass, not yet written."""
+    products = k.new_empty(k.shape[:3], dtype=torch.float32)
+    slots = count_slots(k.shape[0], k.shape[1], CHUNK, cu_seqlens)
+    sums = k.new_empty((slots, *k.shape[2:]), dtype=torch.float32)
+    return values.new_empty(values.shape, dtype=dtype), _state(k, cu_seqlens), products, sums
+
+
+def _state(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return k.new_empty((sequences, *k.shape[2:]), dtype=torch.float32)
+
+
+@torch.library.custom_op("longseq::divide_by_keys_backward", mutates_args=())
+def divide_by_keys_backward(
+    values: Tensor,
+    q: Tensor,
+    k: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    products: Tensor,
+    sums: Tensor,
+    d_output: Tensor,
+    d_final: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the values, q, k and the first z (in float32)."""
+    values, q, k, d_output = (channels_adjacent(x) for x in (values, q, k, d_output))
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    tokens, heads = k.shape[1:3]
+    sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
+    d_values, d_q, d_k = values.new_empty(values.shape), q.new_empty(q.shape), k.new_empty(k.shape)
+    d_products, d_sums, d_initial = torch.empty_like(products), torch.empty_like(sums), _state(k, cu_seqlens)
+    with torch.cuda.device_of(k):
+        differentiate_values[(sums.shape[0] * heads,)](
+            values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums,
+            eps, tokens, heads, *strides(values), *strides(q), *strides(d_output),
+            **_constants(k, cu_seqlens, values.shape[3]),
+        )  # fmt: skip
+        differentiate_keys[(sums.shape[0] * heads,)](
+            q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_q, d_k, d_initial,
+            tokens, heads, *strides(q), *strides(k),
+            HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, STEP=STEP,
+            **_constants(k, cu_seqlens),
+        )  # fmt: skip
+    return d_values, d_q, d_k, d_initial
+
+
+@divide_by_keys_backward.register_fake
+def _(values, q, k, initial_state, cu_seqlens, products, sums, d_output, d_final, eps):
+    return values.new_empty(values.shape), q.new_empty(q.shape), k.new_empty(k.shape), _state(k, cu_seqlens)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.eps, ctx.dtype = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_final, *_):
+    values, q, k, initial_state, cu_seqlens, products, sums = ctx.saved_tensors
+    d_output = values.new_zeros(values.shape, dtype=ctx.dtype) if d_output is None else d_output
+    d_values, d_q, d_k, d_initial = divide_by_keys_backward(
+        values, q, k, initial_state, cu_seqlens, products, sums, d_output, d_final, ctx.eps
+    )
+    d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
+    return d_values, d_q, d_k, d_initial, None, None, None
+
+
+divide_by_keys.register_autograd(_differentiate, setup_context=_setup_context)

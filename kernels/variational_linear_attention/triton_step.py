@@ -1,0 +1,113 @@
+"""One token of variational linear attention in Triton: the inverse's step, whose y is the write key, and the memory's.
+
+Two launches, because every column of the memory needs the whole of A k̂, and a column needs no other column.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.delta_rule.triton_step import write_and_read
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.recursive_least_squares.triton_step import update_inverse
+from longseq.kernels.triton_steps import (
+    UNSPECIALISED,
+    column_tile,
+    load_vector,
+    place,
+    reciprocal_root,
+    store_vector,
+    strides,
+)
+from longseq.kernels.triton_tiles import load_block, store_block
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _step(
+    q, k, v, alpha, memory, sums, output, memory_after, sums_after, eps, H,
+    q_row, q_head, k_row, k_head, v_row, v_head,
+    K: tl.constexpr, V: tl.constexpr, UNIT_KEY: tl.constexpr, UNIT_ALPHA: tl.constexpr, NORMALIZER: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    n, row, head, block = place(H, V, BLOCK_V)
+    column = block * BLOCK_V
+    state = load_block(memory + n * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
+    query = load_vector(q + row * q_row + head * q_head, 0, K, BLOCK_K)
+    key = load_vector(k + row * k_row + head * k_head, 0, K, BLOCK_K)
+    value = load_vector(v + row * v_row + head * v_head, column, V, BLOCK_V)
+    write = load_vector(alpha + n * K, 0, K, BLOCK_K)
+    z = load_vector(sums + n * K, 0, K, BLOCK_K) + key
+    if UNIT_KEY:
+        key *= reciprocal_root(tl.sum(key * key, 0))
+    if UNIT_ALPHA:
+        write *= reciprocal_root(tl.sum(write * write, 0))
+
+    state, o = write_and_read(state, key, write, value, query)
+    if NORMALIZER:
+        weight = tl.sum(z * query, 0)
+        o = o / tl.where(weight < eps, eps, weight)
+    store_block(memory_after + n * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
+    store_vector(output + n * V, column, o, V, BLOCK_V)
+    if block == 0:
+        store_vector(sums_after + n * K, 0, z, K, BLOCK_K)
+
+
+@torch.library.custom_op("longseq::variational_linear_attention_step", mutates_args=())
+def variational_linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    S: Tensor,
+    A: Tensor,
+    z: Tensor,
+    steps: Tensor,
+    refresh_period: int,
+    refresh: float,
+    eps: float,
+    normalize_key: bool,
+    normalize_alpha: bool,
+    normalizer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns o [B, H, V] in v's dtype and the next S, A, z (in float32) and steps."""
+    q, k, v, S, z = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), S.contiguous(), z.contiguous()
+    alpha, A_after, steps_after = update_inverse(
+        k, u, A, steps, refresh_period, refresh, unit=normalize_key, dtype=torch.float32
+    )
+    batch, heads, key_dim, value_dim = S.shape
+    output, S_after, z_after = v.new_empty(v.shape), torch.empty_like(S), torch.empty_like(z)
+    tile = column_tile(key_dim, value_dim)
+    with torch.cuda.device_of(S):  # Triton launches on the current device
+        _step[(batch * heads * triton.cdiv(value_dim, tile.columns),)](
+            q, k, v, alpha, S, z, output, S_after, z_after, eps, heads, *strides(q), *strides(k), *strides(v),
+            K=key_dim, V=value_dim, UNIT_KEY=normalize_key, UNIT_ALPHA=normalize_alpha, NORMALIZER=normalizer,
+            BLOCK_K=tile.rows, BLOCK_V=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return output, S_after, A_after, z_after, steps_after
+
+
+@variational_linear_attention_step.register_fake
+def _(q, k, v, u, S, A, z, steps, refresh_period, refresh, eps, normalize_key, normalize_alpha, normalizer):
+    return v.new_empty(v.shape), *(x.new_empty(x.shape) for x in (S, A, z, steps))
+
+
+def variational_linear_attention_step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    *,
+    state: tuple[Tensor, Tensor, Tensor, Tensor],
+    refresh_period: int | None,
+    refresh: float,
+    eps: float,
+    normalize_key: bool,
+    normalize_alpha: bool,
+    normalizer: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`variational_linear_attention_step` in Triton kernels."""
+    period = 0 if u is None else refresh_period or 0
+    constants = float(refresh), float(eps), normalize_key, normalize_alpha, normalizer
+    o, *after = variational_linear_attention_step(q, k, v, u, *state, period, *constants)
+    return o, tuple(after)

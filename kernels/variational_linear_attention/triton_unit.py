@@ -1,0 +1,106 @@
+"""Vectors divided by their length in Triton: `unit` of reference.py, in one pass over memory for each direction.
+
+With y = x / ‖x‖ and G the gradient of y, that of x is (G - y yᵀ G) / ‖x‖; of a vector without a direction it is G.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import block_width, strides
+
+ROWS = 64  # of a program
+WARPS = 4
+
+
+@triton.jit
+def _places(row_count, T, H, row, token, head, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of a program's vectors in a tensor [B, T, H, WIDTH] of these strides, and which of them are there."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, BLOCK)
+    places = r // H // T * row + r // H % T * token + r % H * head
+    return places[:, None] + e[None, :], (r < row_count)[:, None] & (e < WIDTH)[None, :]
+
+
+@triton.jit
+def _squared_length(x):
+    """‖x‖², but 1 for a vector that has no direction."""
+    squares = tl.sum(x * x, 1)
+    return tl.where(squares <= 1e-24, 1.0, squares)
+
+
+@triton.jit(do_not_specialize=["row_count", "T", "H"])
+def _normalize(
+    x, y, row_count, T, H, x_row, x_token, x_head, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    place, mask = _places(row_count, T, H, x_row, x_token, x_head, WIDTH, ROWS, BLOCK)
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    place, mask = _places(row_count, T, H, T * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
+    tl.store(y + place, value / tl.sqrt(_squared_length(value))[:, None], mask=mask)
+
+
+@triton.jit(do_not_specialize=["row_count", "T", "H"])
+def _differentiate_normalize(
+    x, d_y, d_x, row_count, T, H, x_row, x_token, x_head, dy_row, dy_token, dy_head,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place, mask = _places(row_count, T, H, x_row, x_token, x_head, WIDTH, ROWS, BLOCK)
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    place, mask = _places(row_count, T, H, dy_row, dy_token, dy_head, WIDTH, ROWS, BLOCK)
+    gradient = tl.load(d_y + place, mask=mask, other=0.0)
+    squares = tl.sum(value * value, 1)
+    length = tl.sqrt(_squared_length(value))
+    value /= length[:, None]
+    along = tl.where(squares <= 1e-24, 0.0, tl.sum(value * gradient, 1))
+    place, mask = _places(row_count, T, H, T * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
+    tl.store(d_x + place, (gradient - value * along[:, None]) / length[:, None], mask=mask)
+
+
+@torch.library.custom_op("longseq::unit", mutates_args=())
+def unit(x: Tensor) -> Tensor:
+    """x [B, T, H, K] divided by its length, in float32; a zero vector stays zero."""
+    x = channels_adjacent(x)
+    batch, tokens, heads, width = x.shape
+    y = x.new_empty(x.shape, dtype=torch.float32)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _normalize[(triton.cdiv(batch * tokens * heads, ROWS),)](
+            x, y, batch * tokens * heads, tokens, heads, *strides(x),
+            WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
+        )  # fmt: skip
+    return y
+
+
+@unit.register_fake
+def _(x):
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("longseq::unit_backward", mutates_args=())
+def unit_backward(x: Tensor, d_y: Tensor) -> Tensor:
+    x, d_y = channels_adjacent(x), channels_adjacent(d_y)
+    batch, tokens, heads, width = x.shape
+    d_x = x.new_empty(x.shape)
+    with torch.cuda.device_of(x):
+        _differentiate_normalize[(triton.cdiv(batch * tokens * heads, ROWS),)](
+            x, d_y, d_x, batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y),
+            WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
+        )  # fmt: skip
+    return d_x
+
+
+@unit_backward.register_fake
+def _(x, d_y):
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, d_y):
+    return unit_backward(*ctx.saved_tensors, d_y)
+
+
+unit.register_autograd(_differentiate, setup_context=_setup_context)

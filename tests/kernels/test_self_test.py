@@ -1,0 +1,407 @@
+"""The self-test of Triton kernels: what it refuses, what it remembers, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from longseq import kernels
+from longseq.kernels import dispatch, explain, list_ops, self_test, short_convolution
+from longseq.kernels.short_convolution.chunk import short_convolution_chunk
+from longseq.kernels.short_convolution.reference import short_convolution_step_torch
+from longseq.kernels.testing import list_variants, make_inputs, takes
+
+OP = "short_convolution"
+TRITON_OPS = [op for op in list_ops() if any(backend.name == "triton" for backend in dispatch.backends(op))]
+
+
+def wrong_output(*args, **kwargs):
+    y, state = short_convolution_chunk(*args, **kwargs)
+    return 1.1 * y, state
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.1 * grad
+
+
+def wrong_gradient(x, weight, *args, **kwargs):
+    return short_convolution_chunk(x, WrongGradient.apply(weight), *args, **kwargs)
+
+
+def nan_state(*args, **kwargs):
+    y, state = short_convolution_chunk(*args, **kwargs)
+    return y, state * torch.nan
+
+
+def does_not_compile(*args, **kwargs):
+    raise RuntimeError("at 12:4:\n  unsupported\n  layout")
+
+
+def make_changing():
+    runs = iter(range(1000))
+
+    def changing(*args, **kwargs):
+        y, state = short_convolution_chunk(*args, **kwargs)
+        return y + 1e-6 * next(runs), state
+
+    return changing
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    """Replaces the convolution's Triton form by a function; verdicts start anew, in a folder of the test's own."""
+    monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)
+    monkeypatch.setattr(self_test, "_VERDICTS", {})
+    monkeypatch.setattr(self_test, "is_tested", lambda device_type: True)
+    monkeypatch.setattr(self_test, "TRIALS", {OP: self_test.Trial({"W": 4}, (self_test.Case("plain", 5),))})
+
+    def replace(function):
+        plain = dispatch.Backend("torch", short_convolution_chunk)
+        monkeypatch.setitem(dispatch._BACKENDS, OP, (dispatch.Backend("triton", function), plain))
+
+    return replace
+
+
+@pytest.fixture
+def tests_run(monkeypatch):
+    """A list that grows with every test that runs."""
+    runs, find_error = [], self_test._find_error
+
+    def count(test):
+        runs.append(test)
+        return find_error(test)
+
+    monkeypatch.setattr(self_test, "_find_error", count)
+    return runs
+
+
+def run(**options):
+    return make_inputs(OP, tokens=6, dtype=torch.float32).run(**options)
+
+
+def verdict_files(folder):
+    return sorted(folder.glob("self_test/*.json"))
+
+
+def test_a_right_kernel_runs_and_is_tested_once(kernel, tests_run, tmp_path):
+    calls = []
+
+    def right(*args, **kwargs):
+        calls.append(args)
+        return short_convolution_chunk(*args, **kwargs)
+
+    kernel(right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        of_test = len(calls) - 1
+        run()
+    assert len(tests_run) == 1
+    assert of_test == 2
+    assert len(calls) == of_test + 2
+    (file,) = verdict_files(tmp_path)
+    found = json.loads(file.read_text())
+    assert found["error"] is None
+    assert (found["op"], found["dtype"], found["widths"]) == (OP, "float32", {"W": 4})
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (wrong_output, "output of the case 'plain' is off by"),
+        (wrong_gradient, "gradient of weight of the case 'plain' is off by"),
+        (nan_state, "final_state of the case 'plain' is off by nan"),
+        (does_not_compile, "RuntimeError: at 12:4: unsupported layout"),
+        (make_changing(), "differs from run to run"),
+    ],
+    ids=["output", "gradient", "nan", "compilation", "race"],
+)
+def test_a_wrong_kernel_is_refused_and_the_torch_form_runs(kernel, tests_run, tmp_path, function, words):
+    kernel(function)
+    with pytest.warns(UserWarning, match="longseq refuses the Triton kernels of short_convolution") as caught:
+        actual = run()
+    (message,) = [str(warning.message) for warning in caught]
+    assert words in message
+    assert "\n" not in message
+    for word in ("emulated", "Triton", f"torch {torch.__version__}", str(tmp_path)):
+        assert word in message
+    torch.testing.assert_close(actual, run(backend="torch"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert words in explain(OP, sizes={"W": 4})["triton"][0]
+        with pytest.raises(
+            ValueError, match="backend 'triton' of short_convolution cannot run: their self-test failed"
+        ):
+            run(backend="triton")
+    assert len(tests_run) == 1
+    (file,) = verdict_files(tmp_path)
+    assert words in json.loads(file.read_text())["error"]
+
+
+def test_each_precision_and_width_has_its_verdict(kernel, tests_run, tmp_path):
+    kernel(short_convolution_chunk)
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (3, 4, 5):
+            assert explain(OP, dtype=dtype, sizes={"W": width})["triton"] == []
+    assert [(test.dtype, test.widths["W"]) for test in tests_run] == [
+        (dtype, width) for dtype in (torch.float32, torch.bfloat16) for width in (4, 8)
+    ]
+    assert len(verdict_files(tmp_path)) == 4
+
+
+def test_the_callers_modes_and_random_numbers_are_left_alone(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    before = torch.random.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), FakeTensorMode():
+        assert explain(OP)["triton"] == []
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(before, torch.random.get_rng_state())
+    with torch.no_grad(), torch.device("meta"):
+        assert explain(OP, dtype=torch.float16)["triton"] == []
+    assert len(tests_run) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"error": null}', "NUL\0"])
+def test_a_corrupt_file_is_replaced(kernel, tests_run, monkeypatch, tmp_path, content):
+    kernel(short_convolution_chunk)
+    explain(OP)
+    (file,) = verdict_files(tmp_path)
+    good = file.read_text()
+    file.write_text(content)
+    monkeypatch.setattr(self_test, "_VERDICTS", {})
+    assert explain(OP)["triton"] == []
+    assert len(tests_run) == 2
+    assert file.read_text() == good
+
+
+def test_other_sources_and_other_launches_are_tested_again(kernel, tests_run, monkeypatch, tmp_path):
+    kernel(short_convolution_chunk)
+    launches = tmp_path / "launches.json"
+    for content in ("{}", '{"launches": []}'):
+        launches.write_text(content)
+        monkeypatch.setenv("LONGSEQ_LAUNCHES", str(launches))
+        monkeypatch.setattr(self_test, "_VERDICTS", {})
+        explain(OP)
+    assert len(tests_run) == 2
+    assert len(verdict_files(tmp_path)) == 2
+
+
+def test_without_a_folder_the_verdict_lives_in_the_process(kernel, tests_run, monkeypatch, tmp_path):
+    kernel(wrong_output)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="longseq refuses"):
+        explain(OP)
+    assert explain(OP)["triton"]
+    assert len(tests_run) == 1
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_threads_that_call_at_once_share_one_test(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(explain(OP)["triton"])) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[]] * 6
+    assert len(tests_run) == 1
+
+
+def test_the_switch_turns_it_off(kernel, tests_run, monkeypatch, tmp_path):
+    monkeypatch.setenv(self_test.SELF_TEST_VARIABLE, "0")
+    kernel(wrong_output)
+    assert explain(OP)["triton"] == []
+    assert not tests_run
+    assert not verdict_files(tmp_path)
+
+
+PROCESS = """
+from longseq.kernels import explain, self_test
+self_test.is_tested = lambda device_type: True
+self_test.TRIALS["short_convolution"] = self_test.Trial({"W": 4}, (self_test.Case("plain", 5),), channels=5)
+FIND_ERROR
+print(explain("short_convolution")["triton"])
+"""
+
+
+def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
+    """With the real kernels, emulated."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(tmp_path)}
+    environment.pop(self_test.SELF_TEST_VARIABLE, None)
+
+    def start(find_error):
+        code = PROCESS.replace("FIND_ERROR", find_error)
+        return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+
+    assert [process.communicate()[0].strip() for process in [start("") for _ in range(2)]] == ["[]", "[]"]
+    (file,) = (tmp_path / "self_test").iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "error": "as the file says"}))
+    output = start("self_test._find_error = None").communicate()[0]
+    assert "as the file says" in output
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("function", [short_convolution_chunk, wrong_output], ids=["right", "wrong"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.filterwarnings("ignore:longseq refuses")
+def test_torch_compile_tests_outside_of_its_graph(kernel, tests_run, function, dynamic):
+    kernel(function)
+    inputs = make_inputs(OP, tokens=6, dtype=torch.float32)
+    assert not self_test._VERDICTS
+    actual = compiled(inputs.run, dynamic=dynamic)()
+    assert len(tests_run) == 1
+    torch.testing.assert_close(actual, inputs.run(backend="torch"))
+    assert bool(explain(OP)["triton"]) == (function is wrong_output)
+    assert len(tests_run) == 1
+
+
+def test_other_tracers_see_nothing_of_the_test(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    x, weight = torch.randn(1, 5, 3), torch.randn(3, 4)
+
+    def call(x, weight):
+        return short_convolution(x, weight)[0]
+
+    with_test = make_fx(call, tracing_mode="fake")(x, weight)
+    assert len(tests_run) == 1
+    assert with_test.code == make_fx(call, tracing_mode="fake")(x, weight).code
+    torch.testing.assert_close(with_test(x, weight), call(x, weight))
+
+
+def test_inside_a_backward_pass_untested_kernels_are_refused_for_now(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    found = []
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.extend(explain(OP)["triton"])
+            return grad
+
+    with pytest.warns(UserWarning, match="cannot inside a backward pass: call the operation once before"):
+        Late.apply(torch.ones(1, requires_grad=True)).backward()
+    assert len(found) == 1
+    assert not tests_run
+    assert explain(OP)["triton"] == []
+
+
+def test_known_bad_combinations_are_refused_untested(kernel, tests_run, monkeypatch):
+    kernel(short_convolution_chunk)
+    monkeypatch.setenv(self_test.SELF_TEST_VARIABLE, "0")
+    monkeypatch.setattr(
+        self_test._Test,
+        "place",
+        {"gpu": "GPU", "capability": [9, 0], "triton": "3.6.0+git", "torch": torch.__version__},
+    )
+
+    def refuse(**entry):
+        bad = {"op": OP, "capability": (9, 0), "first": (3, 4), "fixed": (3, 7), "why": "sums twice", **entry}
+        monkeypatch.setattr(self_test, "KNOWN_BAD", (self_test.KnownBad(**bad),))
+        monkeypatch.setattr(self_test, "_VERDICTS", {})
+        return explain(OP)["triton"]
+
+    for entry in ({"op": "delta_rule"}, {"capability": (8, 0)}, {"first": (3, 6, 1)}, {"fixed": (3, 6)}):
+        assert refuse(**entry) == []
+    for entry in ({}, {"capability": None}, {"fixed": None}, {"first": (3, 6, 0)}):
+        with pytest.warns(UserWarning, match="longseq refuses"):
+            (reason,) = refuse(**entry)
+        assert reason.startswith("known to be wrong on GPU (capability 9.0) with Triton 3.6.0+git and torch")
+        assert "sums twice" in reason
+    assert not tests_run
+
+
+def test_every_kernel_has_its_trial():
+    for op in [*TRITON_OPS, *dispatch._STEPS]:
+        assert self_test.find_trial(op).cases
+    for op, trial in self_test.TRIALS.items():
+        for case in trial.cases:
+            assert case.variant in list_variants(op)
+            assert case.tokens > 1
+            assert all(takes(op, option) for option in case.options)
+    for op in TRITON_OPS:
+        if takes(op, "reverse"):
+            assert any("reverse" in case.options for case in self_test.TRIALS[op].cases)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_one_token_kernels_are_tested_too(kernel, tests_run, monkeypatch, right):
+    function = short_convolution_step_torch
+    if not right:
+
+        def function(*args, **kwargs):
+            y, state = short_convolution_step_torch(*args, **kwargs)
+            return y, 1.1 * state
+
+    plain = dispatch.Backend("torch", short_convolution_step_torch)
+    monkeypatch.setitem(dispatch._STEPS, f"{OP}_step", (plain, dispatch.Backend("triton", function)))
+    state, token = torch.ones(2, 3, 3), {"x": torch.ones(2, 3), "weight": torch.ones(3, 4)}
+    with torch.no_grad():
+        if right:
+            kernels.short_convolution_step(**token, state=state, backend="triton")
+        else:
+            with pytest.warns(UserWarning, match="the Triton kernels of short_convolution_step"):
+                assert "of the case 'plain in" in explain(f"{OP}_step", sizes={"W": 4})["triton"][0]
+            with pytest.raises(ValueError, match="of short_convolution_step cannot run: their self-test failed"):
+                kernels.short_convolution_step(**token, state=state, backend="triton")
+    assert len(tests_run) == 1
+
+
+def test_emulated_kernels_are_trusted(monkeypatch, tests_run):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(self_test, "_VERDICTS", {})
+    assert explain(OP)["triton"] == []
+    assert not tests_run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("op", [*TRITON_OPS, *dispatch._STEPS])
+def test_the_kernels_pass_on_this_gpu(op, dtype, monkeypatch, tmp_path):
+    monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)
+    monkeypatch.setattr(self_test, "_VERDICTS", {})
+    if op.endswith("_step") and dtype != torch.float32:
+        pytest.skip("the states of one-token kernels are float32")
+    assert explain(op, device="cuda", dtype=dtype)["triton"] == []
+    assert len(verdict_files(tmp_path)) == 1
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_is_not_broken_by_an_untested_kernel(monkeypatch, tmp_path):
+    inputs = make_inputs(OP, dtype=torch.float32, device="cuda")
+    inputs.run(backend="torch")
+    monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)
+    monkeypatch.setattr(self_test, "_VERDICTS", {})
+    graph = torch.cuda.CUDAGraph()
+    with pytest.warns(UserWarning, match="while a CUDA graph is captured"), torch.cuda.graph(graph):
+        output, _ = inputs.run()
+    graph.replay()
+    torch.testing.assert_close(output, inputs.run(backend="torch")[0])
+    assert explain(OP, device="cuda", sizes={"W": 4})["triton"] == []

@@ -1,0 +1,140 @@
+"""The orthogonal recurrence's Triton kernels, emulated: every objective, exact and in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longseq.kernels import explain, orthogonal_recurrence
+from longseq.kernels.testing import assert_accurate, error, gradients, list_variants, make_inputs
+
+OP = "orthogonal_recurrence"
+CHUNKED = [variant for variant in list_variants(OP) if variant != "l1"]  # the threshold needs the exact form
+BOUNDS = (0, 3, 3, 13, 15)
+
+
+@pytest.fixture
+def short_stretches(monkeypatch):
+    """Checkpoints and scratch memory for which small inputs have several stretches of tokens and heads a program."""
+    from longseq.kernels.orthogonal_recurrence import triton_orthogonal
+
+    monkeypatch.setattr(triton_orthogonal, "CHECKPOINT", 4)
+    monkeypatch.setattr(triton_orthogonal, "SCRATCH", 300)
+
+
+def assert_as_accurate_as_torch(inputs, **options):
+    """Compare outputs, final state and gradients with float64; the torch form in float32 sets the bar."""
+    exact = gradients(inputs, backend="torch", **options)
+    single = inputs.map(torch.Tensor.float)
+    plain, actual = gradients(single, backend="torch", **options), gradients(single, backend="triton", **options)
+    for name, value in exact.items():
+        assert_accurate(actual[name], plain[name], value, name)
+
+
+def unnormalized(inputs, objective):
+    return replace(inputs, options={**inputs.options, "objective": objective, "normalize": False})
+
+
+@pytest.mark.parametrize("variant", CHUNKED)
+def test_chunks_equal_their_definition(interpreted, variant):
+    inputs = make_inputs(OP, variant, batch=1, tokens=7)
+    exact = gradients(inputs, backend="reference", chunk_size=3)
+    single = inputs.map(torch.Tensor.float)
+    plain, actual = (gradients(single, backend=name, chunk_size=3) for name in ("torch", "triton"))
+    for name, value in exact.items():
+        assert_accurate(actual[name], plain[name], value, name)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("objective", ["decode", "encode", "ttt"])
+def test_chunks_of_many_slots(interpreted, objective, tokens):
+    inputs = make_inputs(OP, "gated", batch=1, tokens=tokens, sizes={"H": 1, "D": 20, "M": 19})
+    inputs = replace(inputs, options={**inputs.options, "objective": objective})
+    assert_as_accurate_as_torch(inputs, chunk_size=17)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize("objective", ["encode", "similarity"])
+def test_unnormalized_slots(interpreted, short_stretches, objective, chunk_size):
+    assert_as_accurate_as_torch(
+        unnormalized(make_inputs(OP, "gated", batch=1, tokens=6), objective), chunk_size=chunk_size
+    )
+
+
+@pytest.mark.parametrize("objective", ["encode", "ttt"])
+def test_a_threshold_on_unnormalized_slots(interpreted, short_stretches, objective):
+    assert_as_accurate_as_torch(unnormalized(make_inputs(OP, "l1", batch=1, tokens=6), objective))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("variant", ["gated", "unnormalized", "encode", "ttt"])
+def test_empty_slots_and_zero_keys(interpreted, short_stretches, variant, chunk_size):
+    inputs = make_inputs(OP, variant, batch=1, tokens=9, sizes={"H": 1})
+    inputs.initial_state[..., 1] = 0
+    inputs.sequences["k"][:, 2:5] = 0
+    assert_as_accurate_as_torch(inputs, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_packed_half_precision(interpreted, short_stretches, chunk_size, dtype):
+    bounds = torch.tensor(BOUNDS)
+    inputs = make_inputs(OP, "gated", tokens=BOUNDS[-1], segments=len(BOUNDS) - 1, dtype=dtype, sizes={"H": 1})
+    options = {"cu_seqlens": bounds, "chunk_size": chunk_size}
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference", **options)
+    actual = gradients(inputs, backend="triton", **options)
+    for name, value in exact.items():
+        # The arithmetic is float32, and what the interpreter rounds to bfloat16 it cuts off.
+        assert error(actual[name], value) <= 2 * torch.finfo(actual[name].dtype).eps + 1e-5, name
+
+
+def test_an_empty_segment_returns_its_state(interpreted):
+    inputs = make_inputs(OP, tokens=4, segments=2, dtype=torch.float32).map(lambda x: 2 * x)
+    for chunk_size in (1, 2):
+        _, final = inputs.run(backend="triton", cu_seqlens=torch.tensor([0, 0, 4]), chunk_size=chunk_size)
+        assert torch.equal(final[0], inputs.initial_state[0])
+        torch.testing.assert_close(final[1].square().sum(-2), torch.ones(final.shape[1], final.shape[3]))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_a_loss_on_the_state_alone(interpreted, chunk_size):
+    def state_gradients(backend, dtype):
+        inputs = make_inputs(OP, "gated", batch=1, tokens=6, dtype=dtype).map(lambda x: x.requires_grad_())
+        _, state = inputs.run(backend=backend, chunk_size=chunk_size)
+        tensors = [x for name, x in inputs.tensors.items() if name != "q"]
+        return torch.autograd.grad(state[..., 0].sum(), tensors)
+
+    actual, exact = state_gradients("triton", torch.float32), state_gradients("reference", torch.float64)
+    for ours, theirs in zip(actual, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_graph_holds_the_chunks_whole(interpreted):
+    inputs = make_inputs(OP, "gated", batch=1, tokens=5, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(inputs.run, fullgraph=True, backend="aot_eager")
+    actual, expected = (run(backend="triton", chunk_size=3) for run in (compiled, inputs.run))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_inference_keeps_no_states(interpreted):
+    from longseq.kernels.orthogonal_recurrence import triton_orthogonal
+
+    x, gamma, state = torch.ones(1, 5, 1, 4), torch.ones(1, 5, 1), torch.eye(4)[None, None]
+    for chunk_size in (1, 2):
+        options = "decode", True, 1.0, chunk_size, False
+        assert triton_orthogonal.orthogonal_recurrence(x, x, x, gamma, None, None, state, None, *options)[2] == []
+
+
+def test_sizes_beyond_the_kernels_are_refused(interpreted):
+    reasons = explain(OP, device="cpu", sizes={"D": 129, "M": 200, "C": 65})["triton"]
+    assert reasons == [
+        "D = 129 and M = 200, and it goes to 128 (use backend='torch')",
+        "chunk_size = 65, and it goes to 64 (use backend='torch')",
+    ]
+    assert explain(OP, device="cpu", sizes={"D": 128, "M": 128, "C": 64})["triton"] == []
+    x, gamma = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1)
+    with pytest.raises(ValueError, match="chunk_size = 65, and it goes to 64"):
+        orthogonal_recurrence(x, x, x, gamma, initial_state=torch.zeros(1, 1, 3, 3), chunk_size=65, backend="triton")
