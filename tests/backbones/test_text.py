@@ -99,6 +99,26 @@ def test_generation_continues_as_the_model_would(mixer: str) -> None:
     assert torch.equal(model.generate(prompt, 0), prompt)
 
 
+def test_a_step_graph_needs_a_gpu_and_a_state_of_constant_size() -> None:
+    with pytest.raises(ValueError, match="this one is on cpu"):
+        make("deltanet").generate(make_tokens(1), 4, cuda_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if not mixers.get(name).growing_state])
+def test_generation_by_a_step_graph_gives_the_same_text(mixer: str) -> None:
+    model = make(mixer).float().cuda()
+    prompt = make_tokens(3, 4).cuda()
+    plain, replayed = (model.generate(prompt, 12, temperature=0, cuda_graph=graph) for graph in (False, True))
+    assert torch.equal(plain, replayed)
+
+
+@pytest.mark.gpu
+def test_a_step_graph_refuses_states_that_grow() -> None:
+    with pytest.raises(ValueError, match="Attention grows with every token"):
+        make("attention").float().cuda().generate(make_tokens(1).cuda(), 4, cuda_graph=True)
+
+
 def test_sampling_keeps_the_best_tokens() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(2000, -1)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,65 @@
+"""One-token steps of a text model without the host's time for launching them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.mixers import Mixer
+from longseq.state import map_state, state_tensors
+
+
+class StepGraph:
+    """The step of a text model recorded as a CUDA graph: a call reads one token and moves the state on, in place.
+
+    A step is a few hundred short kernels, which a host takes longer to launch than a GPU to run. Recorded once, they
+    cost one launch.
+
+    Args:
+        model: a `TextBackbone` in evaluation on a CUDA device, none of whose states grows.
+        state: the state to start from; it is copied.
+
+    Raises:
+        ValueError: the model is on another device, or the state of one of its mixers grows with every token.
+    """
+
+    def __init__(self, model: Any, state: Any) -> None:
+        check_step_graph(model)
+        self.state = map_state(torch.clone, state)
+        rows = next(tensor.shape[0] for _, tensor in state_tensors(self.state))
+        device = next(model.parameters()).device
+        self.token = torch.zeros(rows, dtype=torch.long, device=device)
+        with torch.no_grad(), torch.cuda.device(device):
+            # What a first call does (kernels are compiled, libraries choose theirs) cannot be recorded.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    model.step(self.token, self.state)
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits, following = model.step(self.token, self.state)
+                for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
+                    kept.copy_(new)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Read one more token `[B]`; returns logits `[B, vocab_size]`, which the next call overwrites."""
+        self.token.copy_(token)
+        self.graph.replay()
+        return self.logits
+
+
+def check_step_graph(model: nn.Module) -> None:
+    """Refuse a model whose steps a CUDA graph cannot hold."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        raise ValueError(f"a CUDA graph records a model on a CUDA device, and this one is on {device.type}")
+    growing = {type(m).__name__ for m in model.modules() if isinstance(m, Mixer) and m.growing_state}
+    if growing:
+        raise ValueError(
+            f"the state of {', '.join(sorted(growing))} grows with every token, and a CUDA graph has fixed shapes; "
+            "leave cuda_graph out"
+        )
