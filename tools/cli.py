@@ -1,4 +1,4 @@
-"""The console script `longseq`: one verb, then Hydra overrides."""
+"""The console script `longseq`: one verb, of one word or two, then Hydra overrides."""
 
 from __future__ import annotations
 
@@ -41,6 +41,21 @@ VERBS = {
         "write a checkpoint as ONNX, TorchScript or pt2",
         "longseq export checkpoint=FILE format=onnx",
     ),
+    "benchmark kernels": Verb(
+        "longseq.tools.benchmark.kernels",
+        "compare operations with float64, then time them and their peers",
+        "longseq benchmark kernels ops=[delta_rule]",
+    ),
+    "benchmark models": Verb(
+        "longseq.tools.benchmark.models",
+        "speed and memory of image and language models beside attention",
+        "longseq benchmark models image.mixers=[longhorn] text=null",
+    ),
+    "benchmark tune": Verb(
+        "longseq.tools.benchmark.tune",
+        "find the best launches of Triton kernels on this GPU",
+        "longseq benchmark tune op=delta_rule",
+    ),
 }
 
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
@@ -69,11 +84,12 @@ def main() -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"longseq {importlib.metadata.version('longseq')}")
         return 0
-    name = arguments[0]
+    words = 2 if " ".join(arguments[:2]) in VERBS else 1
+    name = " ".join(arguments[:words])
     if name not in VERBS:
         return _fail(f"unknown verb {name!r}: the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     try:
-        _run_verb(name, arguments[1:])
+        _run_verb(name, arguments[words:])
     except Exception as error:
         if not _is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
             raise
@@ -107,7 +123,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [f"{command_line[0]} {name}", *overrides]
     try:
-        hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name)(task)()
+        hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
 

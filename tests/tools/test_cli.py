@@ -44,6 +44,8 @@ def test_every_verb_has_its_command(verb):
     ("arguments", "words"),
     [
         (("learn",), ["unknown verb 'learn'", "train, evaluate"]),
+        (("benchmark", "ops=[delta_rule]"), ["unknown verb 'benchmark'", "benchmark kernels, benchmark models"]),
+        (("benchmark", "tune", "op=sum"), ["longseq: error: "]),
         (("train", "mixer=longhron"), ["mixer/longhron", "deltanet", "longhorn"]),
         (("train", "mixer=hybrid", "mixer.name=[1,2]"), ["error: mixer=[1, 2] is no pattern: write a name"]),
         (("train", "colour=red"), ["colour"]),

@@ -1,0 +1,426 @@
+"""`longseq benchmark`: what is wrong gets no time, what is measured is what it says, and launches win by right."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from longseq import kernels as operations
+from longseq.kernels import dispatch
+from longseq.kernels.delta_rule.chunk import delta_rule_chunk
+from longseq.kernels.launch_file import read_launches
+from longseq.kernels.triton_launch import Launch
+from longseq.tools.benchmark import kernels, models, peers, tune
+from longseq.tools.benchmark.gate import Gate
+from longseq.tools.benchmark.measure import time_in_turn
+from longseq.tools.benchmark.report import make_result, to_markdown, write_result
+from longseq.tools.benchmark.work import OWN, TABLE, TINY, Work, choose_work
+
+CPU = torch.device("cpu")
+DELTA = Work("delta_rule", {"B": 1, "T": 20, "H": 2, "K": 8, "V": 8}, "plain")
+
+
+def run(verb: Any, name: str, *overrides: str) -> dict[str, Any]:
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        return verb.run(compose(f"benchmark_{name}", list(overrides)))
+
+
+def wrong_delta_rule(*args: Any, **kwargs: Any) -> Any:
+    o, state = delta_rule_chunk(*args, **kwargs)
+    return 1.5 * o, state
+
+
+@pytest.fixture
+def triton_form(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replaces the delta rule's Triton form by a function that runs on the CPU."""
+
+    def replace(function: Any) -> None:
+        forms = (dispatch.Backend("torch", delta_rule_chunk), dispatch.Backend("triton", function))
+        monkeypatch.setitem(dispatch._BACKENDS, "delta_rule", forms)
+
+    return replace
+
+
+# ---- times
+
+
+def test_one_that_fails_does_not_end_the_others():
+    def fail() -> None:
+        raise RuntimeError("too\n  large")
+
+    found = time_in_turn({"right": lambda: sum(range(1000)), "wrong": fail}, CPU, 0.001)
+    assert found["wrong"] == (None, "RuntimeError: too large")
+    times = found["right"].times
+    assert times is not None
+    assert 0 < times.low <= times.median <= times.high
+
+
+# ---- the gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("work", TINY, ids=lambda work: work.op)
+def test_the_torch_form_passes_the_gate(work, dtype):
+    verdict = Gate(work, dtype, CPU).judge_backend("torch")
+    assert verdict.passed, verdict.words
+
+
+def test_what_is_wrong_does_not_pass(triton_form):
+    gate = Gate(DELTA, torch.bfloat16, CPU)
+    triton_form(wrong_delta_rule)
+    verdict = gate.judge_backend("triton")
+    assert not verdict.passed
+    assert verdict.words.startswith("WRONG: ")
+
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        o, state = delta_rule_chunk(*args, **kwargs)
+        return o * torch.nan, state
+
+    triton_form(nothing)
+    assert not gate.judge_backend("triton").passed
+
+    def crash(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("no\nsuch layout")
+
+    triton_form(crash)
+    assert gate.judge_backend("triton") == (False, "fails: TypeError: no such layout")
+
+
+def fla_delta_rule(q, k, v, beta, scale):
+    return operations.delta_rule(q, k, v, beta, scale=scale, output_final_state=True)
+
+
+def fla_gated_delta_rule(q, k, v, g, beta, scale):
+    return operations.delta_rule(q, k, v, beta, g=g, scale=scale, output_final_state=True)
+
+
+def fla_linear_attention(q, k, v, scale, g=None, normalize=False):
+    assert not normalize
+    return operations.linear_attention(q, k, v, g=g, scale=scale, output_final_state=True)
+
+
+def fla_gsa(q, k, v, s, g, scale):
+    return operations.slot_attention(q, k, v, g, write=s, scale=scale, output_final_state=True)
+
+
+def mamba_scan(u, delta, A, B, C):
+    turned = (x.transpose(1, 2) for x in (u, delta, B, C))
+    u, delta, B, C = turned
+    return operations.selective_scan(u, delta, A, B, C)[0].transpose(1, 2)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the peers: functions with their arguments and layouts, which compute what theirs compute."""
+    functions = {
+        "fla.ops.delta_rule": {"chunk_delta_rule": fla_delta_rule},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": fla_gated_delta_rule},
+        "fla.ops.linear_attn": {"chunk_linear_attn": fla_linear_attention},
+        "fla.ops.simple_gla": {"chunk_simple_gla": fla_linear_attention},
+        "fla.ops.gla": {"chunk_gla": fla_linear_attention},
+        "fla.ops.gsa": {"chunk_gsa": fla_gsa},
+        "mamba_ssm.ops.selective_scan_interface": {"selective_scan_fn": mamba_scan},
+    }
+    for name, held in functions.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            package = ".".join(parts[:depth])
+            monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or types.ModuleType(package))
+        for function, value in held.items():
+            setattr(sys.modules[name], function, value)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(("op", "variant"), [*peers._FLA, ("selective_scan", "plain")])
+def test_peers_are_given_our_call_in_their_layout(installed, op, variant):
+    work = next(work for work in TINY if work.op == op)._replace(variant=variant)
+    found = {peer.name: peer for peer in peers.find_peers(work, torch.device("cuda"))}
+    same = [peer for peer in found.values() if peer.same]
+    assert len(same) == 1
+    verdict = Gate(work, torch.float32, CPU).judge_peer(same[0])
+    assert verdict.passed, verdict.words
+
+
+def test_peers_of_the_same_place_are_called_another_operation(installed):
+    longhorn = next(work for work in TINY if work.op == "longhorn_scan")
+    for work, name in ((DELTA, "sdpa"), (longhorn, "mamba")):
+        (peer,) = (peer for peer in peers.find_peers(work, torch.device("cuda")) if peer.name == name)
+        assert Gate(work, torch.float32, CPU).judge_peer(peer) == (True, "another operation")
+        leaves = peer.prepare(work.make(torch.float32, CPU).sequences)
+        assert peer.restore(peer.run(leaves, {})).shape[0] == 1
+
+
+def test_only_installed_peers_take_part():
+    assert [peer.name for peer in peers.find_peers(DELTA, CPU)] == ["sdpa"]
+    wide = DELTA._replace(sizes={**DELTA.sizes, "K": 512})
+    assert peers.find_peers(wide, CPU) == []
+
+
+# ---- longseq benchmark kernels
+
+
+def test_kernels_are_compared_then_timed(tmp_path, triton_form):
+    triton_form(wrong_delta_rule)
+    output = tmp_path / "deep" / "rows.json"
+    result = run(
+        kernels, "kernels", "seconds=0.001", f"output={output}", "ops=[delta_rule,short_convolution]", "device=cpu"
+    )
+    rows = {(row["op"], row["implementation"]): row for row in result["rows"]}
+    assert set(rows) == {
+        *(("delta_rule", name) for name in ("torch", "triton", "sdpa")),
+        *(("short_convolution", name) for name in ("torch", "triton")),
+    }
+    assert rows["delta_rule", "torch"]["forward_of_torch"] == 1
+    assert rows["delta_rule", "sdpa"]["both_of_torch"] > 0
+    for refused, word in (("delta_rule", "WRONG: "), ("short_convolution", "refused: it runs on a CUDA device")):
+        row = rows[refused, "triton"]
+        assert row["verdict"].startswith(word)
+        assert set(row) == {"op", "variant", "shape", "dtype", "implementation", "verdict"}
+    assert json.loads(output.read_text()) == result
+    table = output.with_suffix(".md").read_text()
+    assert "times are relative to the torch form's" in table
+    assert table.count("\n| ") == 1 + len(rows)
+
+
+def test_shapes_can_be_chosen(tmp_path):
+    shape = "{op: linear_attention, variant: head_gated, B: 1, T: 9, H: 1, K: 4, V: 2, options: {chunk_size: 4}}"
+    result = run(
+        kernels, "kernels", f"shapes=[{shape}]", "dtypes=[float32]", "backends=[torch,reference]", "peers=false",
+        "seconds=0.001", "device=cpu", f"output={tmp_path}/rows.json",
+    )  # fmt: skip
+    assert [row["implementation"] for row in result["rows"]] == ["torch", "reference"]
+    assert {row["shape"] for row in result["rows"]} == {"B=1 T=9 H=1 K=4 V=2 chunk_size=4"}
+    assert all(row["verdict"].startswith("right: ") for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["ops=[delta]"], "ops has 'delta', which is no operation: choose from"),
+        (["shapes=[{op: delta}]"], "op='delta', which is no operation"),
+        (["shapes=[{op: delta_rule, variant: fast, B: 1, T: 1}]"], "variant='fast': delta_rule takes one of plain"),
+        (["shapes=[{op: delta_rule, B: 1, T: 0}]"], "T=0: sizes are whole numbers above 0"),
+        (["shapes=[{op: delta_rule, B: 1}]"], "delta_rule without T: give its sizes"),
+        (["dtypes=[int8]"], "dtype int8 is unknown"),
+        (["device=abacus"], "device=abacus is unknown"),
+        (["output=rows.txt"], "output=rows.txt is no name for JSON rows"),
+    ],
+)
+def test_mistakes_are_one_line(overrides, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        run(kernels, "kernels", "ops=[short_convolution]", "seconds=0.001", *overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("work", [*TABLE, *OWN], ids=lambda work: f"{work.op}-{work.shape}")
+def test_the_table_holds_calls_that_work(work):
+    """At a few tokens: the sizes and options are ones that the operation has."""
+    few = work.reduce()._replace(sizes={**work.reduce().sizes, "T": 3})
+    assert Gate(few, torch.float32, CPU).judge_backend("torch").passed
+    assert set(few.sizes) == set(work.sizes)
+
+
+def test_tables_are_chosen_by_device_and_operation():
+    assert choose_work(None, None, CPU) == list(TINY)
+    assert choose_work(None, ["delta_rule"], torch.device("cuda")) == [
+        work for work in (*TABLE, *OWN) if work.op == "delta_rule"
+    ]
+    with pytest.raises(ValueError, match="no shape of ops"):
+        choose_work(None, ["cumulative_softmax"], CPU)
+
+
+# ---- longseq benchmark models
+
+SMALL_MODELS = (
+    "image.models=[longseq_vit_tiny_patch16_224]",
+    "image.mixers=[attention,deltanet]",
+    "image.peers=[deit_tiny_patch16_224]",
+    "image.sizes=[[32,2]]",
+    "text.d_model=16",
+    "text.depth=1",
+    "text.vocabulary=20",
+    "text.mixers=[attention,deltanet]",
+    "text.lengths=[8]",
+    "text.step_tokens=16",
+    "text.decoding_batches=[2]",
+    "text.prompt=4",
+    "text.new_tokens=2",
+    "seconds=0.001",
+    "device=cpu",
+)
+
+
+def test_models_are_measured_beside_attention(tmp_path):
+    result = run(models, "models", *SMALL_MODELS, f"output={tmp_path}/rows.json")
+    image, text, decoding = (
+        [row for row in result["rows"] if row["task"] == task] for task in ("image", "text", "decoding")
+    )
+    assert [row.get("mixer") for row in image] == ["attention", "deltanet", None]
+    assert image[0]["training_images_of_first"] == image[0]["inference_images_of_first"] == 1
+    assert image[2]["inference_images_of_first"] > 0
+    assert [(row["mixer"], row["tokens"], row["batch"]) for row in text] == [("attention", 8, 2), ("deltanet", 8, 2)]
+    assert all(row["training_tokens_of_first"] > 0 for row in text)
+    assert all(row["decoding_tokens_of_first"] > 0 for row in decoding)
+    assert not any(name.endswith("_s") for row in result["rows"] for name in row), "speeds of a CPU"
+    assert models.ON_CPU in (tmp_path / "rows.md").read_text()
+
+
+def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
+    result = run(models, "models", *SMALL_MODELS, "text=null", "image.sizes=[[8,2]]", f"output={tmp_path}/rows.json")
+    assert all("Error" in row["remark"] for row in result["rows"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["image=null", "text=null"], "leaves nothing to measure"),
+        (["image.mixers=[longhron]"], "did you mean 'longhorn'?"),
+        (["image.peers=[diet_tiny]"], "diet_tiny, which timm does not know"),
+        (["image.sizes=[224]"], "give [[PIXELS, BATCH], ...]"),
+        (["image=null", "text.peers=[opt]"], "text.peers has opt"),
+    ],
+)
+def test_mistakes_about_models_are_one_line(overrides, words, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        run(models, "models", *SMALL_MODELS, *overrides, f"output={tmp_path}/rows.json")
+
+
+# ---- longseq benchmark tune
+
+
+class FakeTrial:
+    """A call whose time is what a function of its launch says, infinite where it is wrong."""
+
+    def __init__(self, module: Any, shape: str, cost: Any) -> None:
+        self.module, self.cost = module, cost
+        self.work, self.dtype = types.SimpleNamespace(op="op", shape=shape), torch.bfloat16
+        self.places = tune.find_places(module, lambda: module.LAUNCHES[2, 64]["read"])
+        self.best = self.judge()[0]
+
+    def judge(self) -> tuple[float, str]:
+        found = self.cost(self.module.LAUNCHES[2, 64]["read"])
+        return found, "WRONG" if found == float("inf") else "right"
+
+
+@pytest.fixture
+def module() -> Any:
+    start = {"read": Launch(64, 0, 4, 1), "other": Launch(64, 64, 4, 1)}
+    return types.SimpleNamespace(LAUNCHES={(2, 64): start, (4, 64): dict(start)})
+
+
+def test_a_call_names_the_launches_that_it_takes(module):
+    table = module.LAUNCHES
+    assert tune.find_places(module, lambda: module.LAUNCHES[4, 64]["other"]) == [tune.Place(4, 64, "other")]
+    assert module.LAUNCHES is table
+
+
+def test_candidates_change_one_constant():
+    found = set(tune.propose(Launch(64, 0, 4, 1)))
+    assert found == {
+        *(Launch(block, 0, 4, 1) for block in (32, 128)),
+        *(Launch(64, 0, warps, 1) for warps in (2, 8)),
+        Launch(64, 0, 4, 2),
+        Launch(64, 0, 4, 1, 128),
+    }
+
+
+def test_the_fastest_right_launch_wins(module):
+    def cost(launch: Launch) -> float:
+        if launch.warps > 8:
+            return float("inf")  # would be the fastest, were it right
+        return 10 / launch.warps + launch.block / 64 + launch.stages
+
+    steps = list(tune.tune(module, [FakeTrial(module, "shape", cost)]))
+    assert module.LAUNCHES[2, 64] == {"read": Launch(16, 0, 8, 1), "other": Launch(64, 64, 4, 1)}
+    assert module.LAUNCHES[4, 64]["read"] == Launch(64, 0, 4, 1)
+    place, launch, _ = steps[-1]
+    assert (place, launch) == (tune.Place(2, 64, "read"), Launch(16, 0, 8, 1))
+    wrong = [row for _, _, row in steps if row["launch"]["warps"] == 16]
+    assert [(row["kept"], row["milliseconds"]) for row in wrong] == [(False, {"shape": None})] * len(wrong)
+    assert wrong
+
+
+def test_shapes_that_share_a_launch_decide_together(module):
+    trials = [
+        FakeTrial(module, "gains", lambda launch: 0.8 if launch.warps == 8 else 1.0),
+        FakeTrial(module, "loses", lambda launch: 2.0 if launch.warps == 8 else 1.0),
+    ]
+    list(tune.tune(module, trials))
+    assert module.LAUNCHES[2, 64]["read"].warps == 4
+
+
+def test_only_the_kernels_that_are_asked_for_change(module):
+    trial = FakeTrial(module, "shape", lambda launch: 1 / launch.warps)
+    assert list(tune.tune(module, [trial], ["other"])) == []
+
+
+def test_winners_are_written_as_the_kernels_read_them(monkeypatch, tmp_path, module):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(tune, "find_module", lambda op: module)
+    monkeypatch.setattr(
+        tune, "Trial", lambda module, work, *rest: FakeTrial(module, work.shape, lambda launch: 8 / launch.warps)
+    )
+    monkeypatch.setattr(tune, "CHOICES", {"warps": (2, 4, 8)})
+    file = tmp_path / "launches.json"
+    other = {"op": "other", "bytes": 2, "width": 64, "kernel": "read", "launch": Launch(1, 1, 1, 1)._asdict()}
+    file.write_text(json.dumps({"capability": None, "launches": [other, {**other, "op": "delta_rule"}], "rows": []}))
+    run(tune, "tune", "device=cpu", f"output={file}")
+    held = read_launches(file)
+    best = {"op": "delta_rule", "bytes": 2, "width": 64, "kernel": "read", "launch": Launch(64, 0, 8, 1)._asdict()}
+    assert held["launches"] == [other, best]
+    assert "emulated" in held["gpu"]
+    assert [row["kept"] for row in held["rows"]] == [True, False, True]
+
+    file.write_text(json.dumps({"capability": [8, 0], "launches": [], "rows": []}))
+    with pytest.raises(ValueError, match=r"holds launches of a GPU of capability \[8, 0\]"):
+        run(tune, "tune", "device=cpu", f"output={file}")
+
+
+def test_a_trial_of_the_real_kernels_finds_its_places(monkeypatch):
+    """Emulated: what a shape's calls take from the table of the delta rule."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    module = tune.find_module("delta_rule")
+    work = Work("delta_rule", {"B": 1, "T": 3, "H": 1, "K": 8, "V": 8}, "plain")
+    trial = tune.Trial(module, work, torch.float32, CPU, 0.001)
+    assert {place.kernel for place in trial.places} == {
+        "prepare", "advance", "read_out", "retreat", "differentiate_scores", "differentiate_inputs"
+    }  # fmt: skip
+    assert {(place.bytes, place.width) for place in trial.places} == {(4, 64)}
+    assert trial.best < float("inf")
+
+
+def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="device=cpu runs no Triton kernels"):
+        run(tune, "tune", "device=cpu", f"output={tmp_path}/l.json")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match=r"op=short_convolution has no table of launches .* delta_rule"):
+        run(tune, "tune", "device=cpu", "op=short_convolution", f"output={tmp_path}/l.json")
+    monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "l.json"))
+    with pytest.raises(ValueError, match="replaces the table that tuning starts from: unset it"):
+        run(tune, "tune", "device=cpu", f"output={tmp_path}/l.json")
+
+
+# ---- results
+
+
+def test_results_are_tables_and_rows(tmp_path: Path):
+    rows = [{"op": "a", "forward_ms": 0.5, "quantiles": [1, 2]}, {"op": "b|c", "right": True}]
+    result = make_result("Speed", rows, CPU, ["one note"])
+    table = to_markdown(result)
+    assert "| op | forward ms | right |" in table
+    assert "| a | 0.5 |  |" in table
+    assert "| b\\|c |  | yes |" in table
+    assert "- one note" in table
+    assert {"torch", "python"} <= set(result["versions"])
+    file = write_result(result, str(tmp_path / "rows.json"))
+    assert json.loads(file.read_text())["rows"] == rows

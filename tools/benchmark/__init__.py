@@ -1,0 +1,1 @@
+"""`longseq benchmark kernels|models|tune`: what the kernels and the models cost, beside their peers in one process."""

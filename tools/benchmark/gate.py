@@ -1,0 +1,115 @@
+"""The gate before every measurement: outputs and gradients against float64. What does not pass gets no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longseq import kernels
+from longseq.kernels.testing import Inputs, error
+from longseq.tools.benchmark.measure import one_line
+from longseq.tools.benchmark.peers import Peer, Tensors
+from longseq.tools.benchmark.report import is_emulated
+from longseq.tools.benchmark.work import Work
+
+# Of the torch form's own error in the same precision; of float16 inputs more is lost than by rounding results.
+OWN_FACTOR = {torch.float32: 2, torch.bfloat16: 2, torch.float16: 4}
+# Peers round what lies between two products. Their gate is to tell another operation from another rounding.
+PEER_FACTOR = 32
+# The hardware's exp and sigmoid count in float32 alone.
+SLACK = 64 * torch.finfo(torch.float32).eps
+
+Function = Callable[[Tensors], Tensor]
+
+
+class Verdict(NamedTuple):
+    """Whether an implementation may be timed, and in words why."""
+
+    passed: bool
+    words: str
+
+
+class Gate:
+    """What float64 says about a call, and the error of the torch form, which sets the bar."""
+
+    def __init__(self, work: Work, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.inputs = work.reduce().make(dtype, device)
+        self.options = options_of(self.inputs, work)
+        generator = torch.Generator().manual_seed(1)
+        output = call_op(self.inputs, self.options, "torch")(tensors_of(self.inputs))
+        # Random signs: of weights in order, half of a sum over time would cancel the other half.
+        self.weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        self.exact = self._differentiate(call_op(self.inputs, self.options, "torch"), torch.float64)
+        plain = self._differentiate(call_op(self.inputs, self.options, "torch"), dtype)
+        self.bar = {name: error(value.to(dtype), self.exact[name]) for name, value in plain.items()}
+
+    def judge_backend(self, backend: str) -> Verdict:
+        """Compare one of our backends."""
+        factor = OWN_FACTOR[self.dtype]
+        if is_emulated() and self.dtype != torch.float32:
+            factor *= 2  # Triton's interpreter cuts off what a GPU rounds
+        return self._judge(call_op(self.inputs, self.options, backend), factor)
+
+    def judge_peer(self, peer: Peer) -> Verdict:
+        """Compare a peer, where it computes the same."""
+        if not peer.same:
+            return Verdict(True, "another operation")
+
+        def run(tensors: Tensors) -> Tensor:
+            return peer.restore(peer.run(peer.prepare(tensors), self.options))
+
+        return self._judge(run, PEER_FACTOR)
+
+    def _judge(self, function: Function, factor: float) -> Verdict:
+        try:
+            first, second = (self._differentiate(function, self.dtype) for _ in range(2))
+        except Exception as failure:
+            return Verdict(False, f"fails: {one_line(failure)}")
+        parts = {name: error(x, self.exact[name]) / (factor * self.bar[name] + SLACK) for name, x in first.items()}
+        worst = max(parts, key=lambda name: parts[name] if parts[name] == parts[name] else float("inf"))
+        words = f"{worst} at {parts[worst]:.2f} of the allowed error"
+        if not parts[worst] <= 1:
+            return Verdict(False, f"WRONG: {words}")
+        changed = [name for name, x in first.items() if not torch.equal(x, second[name])]
+        return Verdict(True, f"right: {words}" + (f"; {', '.join(changed)} differ by run" if changed else ""))
+
+    def _differentiate(self, function: Function, dtype: torch.dtype) -> Tensors:
+        """The output and the gradient of every tensor."""
+        leaves = {
+            name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x
+            for name, x in tensors_of(self.inputs).items()
+        }
+        output = function(leaves)
+        wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+        gradients = torch.autograd.grad(output, list(wanted.values()), self.weights.to(output.dtype))
+        named = {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+        return {"output": output.detach(), **named}
+
+
+def tensors_of(inputs: Inputs) -> Tensors:
+    """The tensors of a call that starts without a state, as models' calls do."""
+    return {**inputs.sequences, **inputs.parameters}
+
+
+def options_of(inputs: Inputs, work: Work) -> dict[str, Any]:
+    """The options of a call, and the state of operations that cannot start without one."""
+    state = {"initial_state": inputs.initial_state} if inputs.needs_state else {}
+    return {**inputs.options, **work.options, **state}
+
+
+def call_op(inputs: Inputs, options: Mapping[str, Any], backend: str) -> Function:
+    """One of our operations as a function of its tensors."""
+    operation = getattr(kernels, inputs.op)
+
+    def run(tensors: Tensors) -> Tensor:
+        state = options.get("initial_state")
+        given = dict(options)
+        if isinstance(state, Tensor):
+            given["initial_state"] = state.to(next(iter(tensors.values())).dtype)
+        return operation(**tensors, **given, backend=backend)[0]
+
+    return run

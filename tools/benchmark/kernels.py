@@ -1,0 +1,222 @@
+"""`longseq benchmark kernels`: operations and their peers, forward and backward, after a comparison with float64."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from torch import Tensor
+
+from longseq.kernels import explain
+from longseq.kernels.self_test import SELF_TEST_VARIABLE
+from longseq.tools.benchmark.gate import Gate, Verdict, call_op, options_of, tensors_of
+from longseq.tools.benchmark.measure import (
+    Outcome,
+    Run,
+    added_bytes,
+    capture,
+    one_line,
+    time_in_turn,
+    time_once,
+)
+from longseq.tools.benchmark.peers import Peer, Tensors, find_peers
+from longseq.tools.benchmark.report import (
+    check_output,
+    find_device,
+    find_dtype,
+    is_emulated,
+    make_result,
+    to_markdown,
+    write_result,
+)
+from longseq.tools.benchmark.work import Work, choose_work
+
+NOTES = (
+    "Verdict: before it is timed, an implementation's output and gradients are compared with float64 on one sequence "
+    "and two heads of the same length. Allowed is twice the error of the torch form in the same precision (four times "
+    "in float16, 32 times for peers, which round more); what is wrong gets no time.",
+    "Milliseconds are medians (the rows have the quantiles 0.2 and 0.8), both is forward and backward, graph the same "
+    "as a CUDA graph. All of one shape ran in one process, in turn, each call with a cold second-level cache. Peak: "
+    "the inputs and what forward and backward add.",
+    "First call: seconds of one forward and backward with nothing compiled before; left out where an earlier row of "
+    "the process had compiled for the same widths.",
+)
+ON_CPU = "Measured on a CPU: times are relative to the torch form's, and say nothing of a GPU."
+EMULATED = "Triton's kernels were emulated on the CPU: they are compared with float64 and not timed."
+
+
+class _Contestant(NamedTuple):
+    """An implementation ready to be timed."""
+
+    name: str
+    leaves: Tensors
+    function: Callable[[Tensors], Tensor]
+    compiles: bool
+    peer: Peer | None = None
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.function(self.leaves)
+
+    def both(self) -> tuple[Tensor, ...]:
+        output = self.function(self.leaves)
+        wanted = [x for x in self.leaves.values() if x.requires_grad]
+        return torch.autograd.grad(output, wanted, torch.ones_like(output))
+
+
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Measure what `benchmark_kernels.yaml` asks for; print the table and write it with its rows."""
+    device = find_device(cfg.device)
+    asked: Any = OmegaConf.to_container(cfg, resolve=True)
+    work = choose_work(asked["shapes"], asked["ops"], device)
+    dtypes = [find_dtype(name) for name in asked["dtypes"]]
+    check_output(cfg.output)
+    # The gate below is a stricter self-test, and first calls are timed from empty caches.
+    os.environ[SELF_TEST_VARIABLE] = "0"
+    rows: list[dict[str, Any]] = []
+    compiled: set[Any] = set()
+    with tempfile.TemporaryDirectory() as cache:
+        if device.type == "cuda":
+            os.environ["TRITON_CACHE_DIR"] = cache
+        for item in work:
+            for dtype in dtypes:
+                rows += measure_work(item, dtype, device, asked, compiled)
+                notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
+                result = make_result("Operations and their peers", rows, device, notes)
+                write_result(result, cfg.output)  # after every shape: a kernel that crashes takes no row with it
+    Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
+    return result
+
+
+def measure_work(
+    work: Work, dtype: torch.dtype, device: torch.device, asked: Mapping[str, Any], compiled: set[Any]
+) -> list[dict[str, Any]]:
+    """The rows of one shape: each of our backends, then the peers."""
+    head = {"op": work.op, "variant": work.variant, "shape": work.shape, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        contestants, refused = _enter(work, dtype, device, asked)
+        rows = {name: {**head, "implementation": name} for name in (*contestants, *refused)}
+        for name, reason in refused.items():
+            rows[name]["verdict"] = f"refused: {reason}"
+        for name, contestant in contestants.items():
+            key = (name, work.op, work.variant, dtype, *_widths(work))
+            if contestant.compiles and key not in compiled:
+                compiled.add(key)
+                rows[name].update(_time_first_call(contestant, device))
+        for name, verdict in _judge(work, dtype, device, contestants).items():
+            rows[name]["verdict"] = verdict.words
+            if not verdict.passed:
+                contestants.pop(name)
+                rows[name].pop("first_call_s", None)
+        _time(rows, contestants, device, asked["seconds"])
+    except torch.OutOfMemoryError as error:
+        return [{**head, "implementation": "all", "verdict": f"not measured: {one_line(error)}"}]
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return list(rows.values())
+
+
+def _widths(work: Work) -> tuple[int, ...]:
+    """The sizes that kernels are compiled for, and whether a sequence is short."""
+    return (*(size for name, size in work.sizes.items() if name not in "BTH"), work.sizes["T"] <= 1024)
+
+
+def _enter(
+    work: Work, dtype: torch.dtype, device: torch.device, asked: Mapping[str, Any]
+) -> tuple[dict[str, _Contestant], dict[str, str]]:
+    """Who can run a call, and who cannot, with the reasons."""
+    inputs = work.make(dtype, device)
+    options = options_of(inputs, work)
+    tensors = {name: _leaf(x) for name, x in tensors_of(inputs).items()}
+    contestants, refused = {}, {}
+    for backend, reasons in explain(work.op, device=device, dtype=dtype, sizes=work.sizes).items():
+        wanted = backend in asked["backends"] if asked["backends"] else backend != "reference"
+        if wanted and reasons:
+            refused[backend] = "; ".join(reasons)
+        elif wanted:
+            function = call_op(inputs, options, backend)
+            contestants[backend] = _Contestant(backend, tensors, function, backend == "triton")
+    for peer in find_peers(work, device) if asked["peers"] else ():
+        leaves = {name: _leaf(x) for name, x in peer.prepare({k: x.detach() for k, x in tensors.items()}).items()}
+        contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, options), peer.name == "fla", peer)
+    return contestants, refused
+
+
+def _bind(peer: Peer, options: Mapping[str, Any]) -> Callable[[Tensors], Tensor]:
+    return lambda tensors: peer.run(tensors, options)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def _time_first_call(contestant: _Contestant, device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"first_call_s": round(time_once(contestant.both, device), 2)}
+    except Exception:
+        return {}  # the gate says what is wrong
+
+
+def _judge(
+    work: Work, dtype: torch.dtype, device: torch.device, contestants: Mapping[str, _Contestant]
+) -> dict[str, Verdict]:
+    gate = Gate(work, dtype, device)
+    return {
+        name: gate.judge_backend(name) if contestant.peer is None else gate.judge_peer(contestant.peer)
+        for name, contestant in contestants.items()
+    }
+
+
+def _time(
+    rows: dict[str, dict[str, Any]], contestants: dict[str, _Contestant], device: torch.device, seconds: float
+) -> None:
+    """Enter the times and the memory of everybody into the rows."""
+    passes = ("forward", "both")
+    if device.type != "cuda":
+        if is_emulated():
+            contestants.pop("triton", None)
+        for name in passes:
+            found = time_in_turn({who: getattr(c, name) for who, c in contestants.items()}, device, seconds)
+            _enter_ratios(rows, found, name)
+        return
+    for who, contestant in contestants.items():
+        try:
+            own = sum(x.numel() * x.element_size() for x in contestant.leaves.values())
+            rows[who]["peak_mib"] = round((own + added_bytes(contestant.both, device)) / 2**20)
+        except Exception as error:
+            rows[who]["remark"] = one_line(error)
+    for name in passes:
+        runs: dict[str, Run] = {who: getattr(c, name) for who, c in contestants.items()}
+        _enter_times(rows, time_in_turn(runs, device, seconds), f"{name}_ms")
+        for who, function in runs.items():
+            try:
+                found = time_in_turn({who: capture(function)}, device, seconds)
+            except Exception as error:
+                found = {who: Outcome(None, f"no graph: {one_line(error)}")}
+            _enter_times(rows, found, f"{name}_graph_ms")
+
+
+def _enter_times(rows: dict[str, dict[str, Any]], found: Mapping[str, Outcome], column: str) -> None:
+    for who, outcome in found.items():
+        if outcome.times is None:
+            rows[who]["remark"] = outcome.failure
+        else:
+            median, *quantiles = (round(milliseconds, 4) for milliseconds in outcome.times)
+            rows[who].update({column: median, f"{column}_quantiles": quantiles})
+
+
+def _enter_ratios(rows: dict[str, dict[str, Any]], found: Mapping[str, Outcome], name: str) -> None:
+    bar = found["torch"].times if "torch" in found else None
+    for who, outcome in found.items():
+        if outcome.times is None:
+            rows[who]["remark"] = outcome.failure
+        elif bar is not None:
+            rows[who][f"{name}_of_torch"] = round(outcome.times.median / bar.median, 2)

@@ -1,0 +1,132 @@
+"""The calls that are measured: operations with their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from longseq.kernels import list_ops
+from longseq.kernels.testing import Inputs, list_variants, make_inputs
+
+
+class Work(NamedTuple):
+    """One call of an operation: the kind of its inputs, its sizes by dimension name, its options."""
+
+    op: str
+    sizes: Mapping[str, int]  # B, T and the operation's own
+    variant: str
+    options: Mapping[str, Any] = {}
+
+    @property
+    def shape(self) -> str:
+        """The sizes and options in words."""
+        named = {**self.sizes, **self.options}
+        return " ".join(f"{name}={value}" for name, value in named.items())
+
+    def make(self, dtype: torch.dtype, device: torch.device) -> Inputs:
+        """Random inputs of this size."""
+        own = {name: size for name, size in self.sizes.items() if name not in "BT"}
+        return make_inputs(
+            self.op, self.variant, batch=self.sizes["B"], tokens=self.sizes["T"], dtype=dtype, sizes=own, device=device
+        )
+
+    def reduce(self) -> Work:
+        """The same call on one sequence, two heads, 64 channels: programs of the same kind, and fewer of them."""
+        most = {"B": 1, "H": 2} | ({"D": 64} if "N" in self.sizes or "W" in self.sizes else {})
+        return self._replace(sizes={name: min(size, most.get(name, size)) for name, size in self.sizes.items()})
+
+
+def _heads(op: str, variant: str, B: int, T: int, H: int, K: int, V: int | None = None, **options: Any) -> Work:
+    return Work(op, {"B": B, "T": T, "H": H, "K": K, "V": K if V is None else V}, variant, options)
+
+
+def _slots(B: int, T: int, H: int, K: int, M: int) -> Work:
+    return Work("slot_attention", {"B": B, "T": T, "H": H, "K": K, "V": K, "M": M}, "plain")
+
+
+def _scan(op: str, B: int, T: int, D: int, N: int) -> Work:
+    return Work(op, {"B": B, "T": T, "D": D, "N": N}, "plain")
+
+
+def _orthogonal(chunk_size: int) -> Work:
+    sizes = {"B": 8, "T": 2048, "H": 16, "M": 64, "D": 64}
+    return Work("orthogonal_recurrence", sizes, "plain", {"chunk_size": chunk_size})
+
+
+# What models of language and of images call, from the widths of published ones.
+TABLE = (
+    _heads("delta_rule", "plain", 8, 2048, 16, 128),
+    _heads("delta_rule", "plain", 1, 16384, 16, 128),
+    _heads("delta_rule", "plain", 1, 65536, 16, 128),
+    _heads("delta_rule", "plain", 8, 2048, 32, 64),
+    _heads("delta_rule", "plain", 8, 2048, 8, 256),
+    _heads("delta_rule", "plain", 128, 197, 6, 64),
+    _heads("linear_attention", "channel_gated", 8, 2048, 16, 128),
+    _slots(8, 2048, 4, 512, 64),
+    _scan("longhorn_scan", 8, 2048, 4096, 16),
+    _scan("longhorn_scan", 1, 16384, 4096, 16),
+    _scan("longhorn_scan", 128, 197, 384, 16),
+    _heads("variational_linear_attention", "plain", 8, 2048, 16, 64),
+    _heads("variational_linear_attention", "plain", 2, 4096, 16, 64),
+    _heads("variational_linear_attention", "plain", 1, 16384, 16, 64),
+    _orthogonal(1),
+    _orthogonal(16),
+    _orthogonal(64),
+)
+# Beyond those: a gate, a memory-bound neighbour, and where recurrences are weak: one sequence of few heads, which
+# leaves most of a GPU idle, while attention spreads over the tokens.
+OWN = (
+    _heads("delta_rule", "gated", 8, 2048, 16, 128),
+    Work("short_convolution", {"B": 8, "T": 2048, "D": 4096, "W": 4}, "silu"),
+    _heads("delta_rule", "plain", 1, 2048, 4, 128),
+)
+TINY = (
+    _heads("delta_rule", "plain", 1, 40, 2, 16),
+    _heads("linear_attention", "channel_gated", 1, 40, 2, 16),
+    Work("slot_attention", {"B": 1, "T": 40, "H": 2, "K": 16, "V": 16, "M": 8}, "plain"),
+    _scan("longhorn_scan", 1, 40, 8, 4),
+    _scan("selective_scan", 1, 40, 8, 4),
+    Work("short_convolution", {"B": 1, "T": 40, "D": 8, "W": 4}, "silu"),
+    _heads("variational_linear_attention", "plain", 1, 40, 2, 16),
+    Work("recursive_least_squares", {"B": 1, "T": 40, "H": 2, "K": 16}, "plain"),
+    Work("orthogonal_recurrence", {"B": 1, "T": 40, "H": 2, "M": 8, "D": 8}, "plain"),
+)
+
+
+def choose_work(
+    shapes: Sequence[Mapping[str, Any]] | None, ops: Sequence[str] | None, device: torch.device
+) -> list[Work]:
+    """The calls that a configuration asks for: its own shapes, or the table's on a GPU and tiny ones elsewhere."""
+    for op in ops or ():
+        if op not in list_ops():
+            raise ValueError(f"ops has {op!r}, which is no operation: choose from {', '.join(list_ops())}")
+    if shapes is not None:
+        work = [_read_work(shape) for shape in shapes]
+    else:
+        work = list((*TABLE, *OWN) if device.type == "cuda" else TINY)
+    chosen = [item for item in work if not ops or item.op in ops]
+    if not chosen:
+        raise ValueError(f"no shape of ops={list(ops or ())}: name some in shapes=[...]")
+    return chosen
+
+
+def _read_work(shape: Mapping[str, Any]) -> Work:
+    """A call from `{op: delta_rule, variant: gated, B: 8, T: 2048, H: 16, K: 128, V: 128, options: {}}`."""
+    op = shape.get("op")
+    if op not in list_ops():
+        raise ValueError(f"shapes has op={op!r}, which is no operation: choose from {', '.join(list_ops())}")
+    variants = list_variants(op)
+    variant = shape.get("variant", variants[0])
+    if variant not in variants:
+        raise ValueError(f"shapes has variant={variant!r}: {op} takes one of {', '.join(variants)}")
+    sizes = {name: value for name, value in shape.items() if name not in ("op", "variant", "options")}
+    for name, size in sizes.items():
+        if len(name) > 1 or not name.isupper() or not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"shapes has {name}={size!r}: sizes are whole numbers above 0 of B, T, H, K, V, D, M, N, W"
+            )
+    if missing := {"B", "T"} - set(sizes):
+        raise ValueError(f"shapes has a call of {op} without {' and '.join(sorted(missing))}: give its sizes")
+    return Work(op, sizes, variant, dict(shape.get("options", {})))
