@@ -1,6 +1,6 @@
 """The file of launches that `longseq benchmark tune` writes, and that LONGSEQ_LAUNCHES names for the Triton kernels.
 
-{"gpu": ..., "capability": [9, 0], "triton": ..., "torch": ..., "date": ..., "command": ...,
+{"gpu": ..., "capability": [9, 0], "versions": {...}, "date": ..., "command": ..., "rows": [...],
  "launches": [{"op": "delta_rule", "bytes": 2, "width": 64, "kernel": "prepare",
                "launch": {"block": 64, "step": 0, "warps": 4, "stages": 1, "registers": null}, ...}, ...]}
 """

@@ -13,6 +13,12 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float32
 
 
+def call_dtype(values: Tensor, *others: Tensor | None) -> torch.dtype:
+    """The dtype that backends judge a call by: that of the values, or float64 where any input is float64."""
+    widest = compute_dtype(values, *others)
+    return widest if widest == torch.float64 else values.dtype
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
     """A context in which autocast leaves the tensor's device alone.
 

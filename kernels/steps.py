@@ -42,6 +42,16 @@ def _step_reasons(call: Call, held: tuple[str, ...]) -> list[str]:
     return reasons
 
 
+def backend_of_step(backend: str) -> str:
+    """The backend of the steps of a layer whose operations run on `backend`.
+
+    Steps have no reference of their own, and no kernels where a gradient is wanted.
+    """
+    if backend == "reference" or (backend == "triton" and torch.is_grad_enabled()):
+        return "torch"
+    return backend
+
+
 def select_step(op: str, backend: str, layouts: Mapping[str, tuple[Tensor | None, str]]) -> Callable[..., Any]:
     """The form of an operation's step that runs, for tensors in the layouts that `check_tensors` takes.
 

@@ -20,6 +20,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
@@ -70,7 +71,9 @@ def cumulative_softmax(
     sizes = check_tensors(
         "cumulative_softmax", {"x": (x, "B T H M"), "initial_state": (initial_state, "S H M")}, cu_seqlens
     )
-    run = select("cumulative_softmax", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(x, initial_state)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("cumulative_softmax", backend, call)
     return run(x, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
 
 

@@ -17,6 +17,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["delta_rule", "delta_rule_step"]
@@ -109,7 +110,9 @@ def delta_rule(
         },
         cu_seqlens,
     )
-    run = select("delta_rule", backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(v, q, k, beta, write_key, g, initial_state)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("delta_rule", backend, call)
     return run(
         q,
         k,

@@ -1,7 +1,7 @@
 """The delta rule in Triton: its two custom operations, their launches and the constants that those use.
 
-Sums, the triangular inverse and the state are float32. Matrix products of float32 inputs are three TF32 products each.
-Those of bfloat16 inputs are float16 products, as those of float16 are: what lies between two products (X, U, states,
+Sums, the triangular inverse and the state are float32. Matrix products of float32 values are three TF32 products each.
+Those of bfloat16 values are float16 products, as those of float16 are: what lies between two products (X, U, states,
 their gradients) then has 11 bits instead of 8, at the same speed, and the error of a result is that of rounding it to
 bfloat16. Range is the price: values and gradients are multiplied by a power of two that brings the largest to at most
 1, which leaves a factor of 65,504 for states and U to grow; queries and keys are taken as they are.
@@ -106,12 +106,9 @@ class _Plan(NamedTuple):
         return min(self.launches[kernel].step, block_width(width))
 
 
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, cu_seqlens: Tensor | None, half: bool
-) -> _Plan:  # fmt: skip
+def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     """The plan of a call. `v` may be any tensor of v's shape and dtype."""
     batch, tokens, _, key_dim = k.shape
-    half = half or all(x is None or x.dtype.itemsize == 2 for x in (q, k, v, write_key))
     dtype = torch.float16 if half else torch.float32
     width = max(key_dim, v.shape[3])
     short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
@@ -161,13 +158,13 @@ def delta_rule(
     recompute: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
-    backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. With `half`
-    the products are those of half precision inputs, whatever the inputs are."""
+    backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. `half`: the
+    products are of float16 numbers, whatever the inputs are."""
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     write = k if write_key is None else channels_adjacent(write_key)
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(q, k, v, write, cu_seqlens, half)
+    plan = _plan(k, v, cu_seqlens, half)
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
     constants = _constants(plan, k, v, cu_seqlens)
@@ -214,7 +211,7 @@ def delta_rule(
 
 @delta_rule.register_fake
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
-    plan = _plan(q, k, v, write_key, cu_seqlens, half)
+    plan = _plan(k, v, cu_seqlens, half)
     output, final, kept = _allocate(plan, k, v, g, save)
     largest = v.new_empty((0 if plan.dtype == torch.float32 else 1,), dtype=torch.float32)
     return output, final, [*kept, largest] if save else []
@@ -276,7 +273,7 @@ def delta_rule_backward(
     write = k if write_key is None else channels_adjacent(write_key)
     d_final = None if d_final is None else d_final.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(q, k, d_output, write, cu_seqlens, half)
+    plan = _plan(k, d_output, cu_seqlens, half)
     batch, tokens, heads, key_dim = k.shape
     value_dim = d_output.shape[3]
     constants = _constants(plan, k, d_output, cu_seqlens)
@@ -407,16 +404,17 @@ def delta_rule_triton(
     chunk_size: int,
     reverse: bool,
     recompute: bool,
-    half: bool = False,
+    half: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
 
-    With `half` the products are those of half precision inputs, whatever the inputs are.
+    `half` says whether products are of float16 numbers; None: where the values, and so the output, are of half
+    precision. Keys and queries that come in float32 beside them, from a norm, keep their gradients in float32.
     """
     tensors = (q, k, v, beta, write_key, g, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not recompute
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    o, final, *_ = delta_rule(
-        q, k, v, beta, write_key, g, initial_state, cu_seqlens, float(scale), reverse, half, save, recompute
-    )
+    half = v.dtype.itemsize == 2 if half is None else half
+    options = (float(scale), reverse, half, save, recompute)
+    o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None

@@ -210,12 +210,13 @@ def read_through(
             since = decay_since(gate)
             until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
             whole = tl.exp(tl.sum(gate, 0))
-        # Tiles are loaded once more where they are needed next: to keep them through the inverse takes registers that
-        # are not there, and the cache has them.
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
         x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK)
+        # Without a barrier the compiler takes the tiles loaded below for those above, and keeps them through the
+        # inverse, for which there are not enough registers. The cache has them.
+        tl.debug_barrier()
         before = state.to(DTYPE)
         read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK).to(tl.float32) * unit

@@ -22,6 +22,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
@@ -124,7 +125,9 @@ def longhorn_scan(
         },
         cu_seqlens,
     )
-    run = select("longhorn_scan", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(x, q, k, beta, initial_state)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("longhorn_scan", backend, call)
     return run(
         x,
         q,
@@ -185,7 +188,9 @@ def selective_scan(
         },
         cu_seqlens,
     )
-    run = select("selective_scan", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(x, delta, A, B, C, initial_state)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("selective_scan", backend, call)
     return run(
         x,
         delta,

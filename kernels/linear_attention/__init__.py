@@ -17,6 +17,7 @@ from longseq.kernels.dispatch import (
 )
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
 from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["linear_attention", "linear_attention_step"]
@@ -106,7 +107,9 @@ def linear_attention(
         },
         cu_seqlens,
     )
-    run = select("linear_attention", backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(v, q, k, g, g_value, initial_state)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("linear_attention", backend, call)
     return run(
         q,
         k,

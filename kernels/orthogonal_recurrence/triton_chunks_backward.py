@@ -363,7 +363,6 @@ def retreat_chunks(
             d_until += tl.sum(d_c * c + d_gone * a * c, 1)
             d_c = until[:, None] * (d_c + d_gone * a)
             d_c += load_block(d_coefficients + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-            store_block(d_coefficients + tile, 0, e, d_c, CHUNK, M, BLOCK_C, STEP)
             source = key
             if OBJECTIVE == "encode":
                 source = key - a
@@ -375,6 +374,9 @@ def retreat_chunks(
                 d_a += until[:, None] * d_gone * c
                 if OBJECTIVE == "encode":
                     d_a -= strength[:, None] * d_c * r
+            tl.debug_barrier()  # more than one thread may read a number, and one of them overwrites it
+            store_block(d_coefficients + tile, 0, e, d_c, CHUNK, M, BLOCK_C, STEP)
+            if OBJECTIVE != "ttt":
                 store_block(d_answers + tile, 0, e, d_a, CHUNK, M, BLOCK_C, STEP)
                 dv += product(d_a * r, tl.trans(state))
         tl.store(d_gamma + token + i * H, d_strength, mask=i < live)
@@ -420,6 +422,7 @@ def retreat_chunks(
             store_tokens(d_k + token * M, H * M, live, e, dk, M, BLOCK_C, STEP)
             if UNIT:
                 d_state = _before_norms(d_state, state, lengths + (place - H) * M, m > 0, e, M, STEP)
+            tl.debug_barrier()  # as above
             store_block(d_initial, 0, e, d_state, D, M, BLOCK_D, STEP)
 
     if UNIT:
@@ -431,4 +434,5 @@ def retreat_chunks(
             state *= r
             along = tl.sum(state * d_state, 0)[None, :]
             d_state = tl.where(chunks > 0, (d_state - state * along) * r, d_state)
+            tl.debug_barrier()
             store_block(d_initial, 0, e, d_state, D, M, BLOCK_D, STEP)

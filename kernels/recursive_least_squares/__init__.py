@@ -16,6 +16,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
@@ -109,7 +110,8 @@ def recursive_least_squares(
         mask=mask,
     )
     check_steps("recursive_least_squares", "initial_state[1]", steps, A)
-    call = Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes)
+    dtype = call_dtype(x, u, A)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("recursive_least_squares", backend, call)
     count, (x, u) = mask_tokens(mask, x, u)
     return run(

@@ -114,7 +114,9 @@ def inverse_factor(products, live, CHUNK: tl.constexpr):
 @triton.jit
 def _first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
     """A before the first token: the symmetric part of the given one, but as it is if there is not `some` token."""
-    state = identity(BLOCK) * first
+    i = tl.arange(0, BLOCK)
+    # zero past K, where `connect` would take its size for that of A
+    state = tl.where((i[:, None] == i[None, :]) & (i < K)[None, :], first, 0.0)
     if HAS_INITIAL:
         state = load_block(initial + place * K * K, 0, 0, K, K, BLOCK, BLOCK).to(tl.float32)
         if some:

@@ -15,6 +15,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
 from longseq.kernels.steps import register_steps, select_step
@@ -92,7 +93,9 @@ def short_convolution(
         cu_seqlens,
         mask=mask,
     )
-    run = select("short_convolution", backend, Call(x.device, x.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(x, initial_state)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("short_convolution", backend, call)
     return run(
         x,
         weight,

@@ -15,6 +15,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
 from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step_torch
@@ -109,7 +110,9 @@ def slot_attention(
         },
         cu_seqlens,
     )
-    run = select("slot_attention", backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(v, q, k, g, write, keys, values)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select("slot_attention", backend, call)
     return run(
         q,
         k,

@@ -15,6 +15,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.precision import call_dtype
 from longseq.kernels.recursive_least_squares import check_refresh, check_steps, inverse_reasons, mask_tokens
 from longseq.kernels.steps import register_steps, select_step
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
@@ -129,7 +130,9 @@ def variational_linear_attention(
         mask=mask,
     )
     check_steps(op, "initial_state[3]", steps, S)
-    run = select(op, backend, Call(q.device, v.dtype, cu_seqlens is not None, is_exporting(), sizes))
+    dtype = call_dtype(v, q, k, u, S, A, z)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    run = select(op, backend, call)
     count, (k, v, u) = mask_tokens(mask, k, v, u)
     return run(
         q,

@@ -37,7 +37,7 @@ def _normalize(
 ):  # fmt: skip
     place, mask = _places(row_count, T, H, x_row, x_token, x_head, WIDTH, ROWS, BLOCK)
     value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    place, mask = _places(row_count, T, H, T * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
+    place, mask = _places(row_count, T, H, T.to(tl.int64) * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
     tl.store(y + place, value / tl.sqrt(_squared_length(value))[:, None], mask=mask)
 
 
@@ -54,7 +54,7 @@ def _differentiate_normalize(
     length = tl.sqrt(_squared_length(value))
     value /= length[:, None]
     along = tl.where(squares <= 1e-24, 0.0, tl.sum(value * gradient, 1))
-    place, mask = _places(row_count, T, H, T * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
+    place, mask = _places(row_count, T, H, T.to(tl.int64) * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
     tl.store(d_x + place, (gradient - value * along[:, None]) / length[:, None], mask=mask)
 
 

@@ -31,19 +31,21 @@ class StepGraph:
         rows = next(tensor.shape[0] for _, tensor in state_tensors(self.state))
         device = next(model.parameters()).device
         self.token = torch.zeros(rows, dtype=torch.long, device=device)
-        with torch.no_grad(), torch.cuda.device(device):
-            # What a first call does (kernels are compiled, libraries choose theirs) cannot be recorded.
+        # Autocast's cache of weights is emptied where autocast ends, and a graph would go on reading it.
+        casts = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
+        with torch.no_grad(), casts, torch.cuda.device(device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
+                # What a first call does (kernels are compiled, libraries choose theirs) cannot be recorded.
                 for _ in range(3):
                     model.step(self.token, self.state)
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, stream=side):
+                    self.logits, following = model.step(self.token, self.state)
+                    for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
+                        kept.copy_(new)
             torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.logits, following = model.step(self.token, self.state)
-                for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
-                    kept.copy_(new)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Read one more token `[B]`; returns logits `[B, vocab_size]`, which the next call overwrites."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.kernels import short_convolution, short_convolution_step
+from longseq.kernels.steps import backend_of_step
 
 
 class ShortConvolution(nn.Module):
@@ -74,7 +75,8 @@ class ShortConvolution(nn.Module):
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one more token `x [B, channels]`."""
-        return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation)
+        backend = backend_of_step(self.backend)
+        return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation, backend=backend)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Tensor:
         """Return zeros `[batch, channels, width - 1]`."""

@@ -87,7 +87,8 @@ class BoundedMemoryControl(SlotMixer):
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         assert normalizer is not None
-        g, normalizer = cumulative_softmax_step(logits.unflatten(-1, (self.num_heads, self.num_slots)), normalizer)
+        logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
+        g, normalizer = cumulative_softmax_step(logits, normalizer, backend=self.step_backend)
         return *self._gates(g), normalizer
 
     def _gates(self, g: Tensor) -> tuple[Tensor, Tensor | None]:

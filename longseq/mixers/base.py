@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.steps import backend_of_step
 
 
 class Mixer(nn.Module):
@@ -91,6 +92,11 @@ class Mixer(nn.Module):
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
         y, state = self.scan_step(self.project_in(x), state)
         return self.project_out(y), state
+
+    @property
+    def step_backend(self) -> str:
+        """The backend that the operations' one-token forms are asked for."""
+        return backend_of_step(self.backend)
 
     def project_in(self, x: Tensor) -> Tensor:
         """Project tokens `[..., d_model]` to what `scan` reads `[..., P]`, each token alone."""

@@ -128,6 +128,7 @@ class CompressionMixer(Mixer):
             state.memory,
             g=g,
             **self._rule(gamma),
+            backend=self.step_backend,
         )
         return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
 

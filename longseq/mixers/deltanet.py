@@ -135,7 +135,7 @@ class DeltaNet(Mixer):
         mixed, beta = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
-        o, memory = delta_rule_step(*self._features(mixed), beta, memory)
+        o, memory = delta_rule_step(*self._features(mixed), beta, memory, backend=self.step_backend)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:

@@ -151,7 +151,7 @@ class GatedDeltaNet(Mixer):
         mixed, beta, g, gate = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
-        o, memory = delta_rule_step(*self._features(mixed), beta, memory, g=g)
+        o, memory = delta_rule_step(*self._features(mixed), beta, memory, g=g, backend=self.step_backend)
         return self._read_out(o, gate), GatedDeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:

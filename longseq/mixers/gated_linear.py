@@ -63,7 +63,7 @@ class GatedLinearMixer(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor, *, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Run one token; the shapes of `recur` without T."""
-        return linear_attention_step(q, k, v, memory, g=g, scale=scale)
+        return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
         """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`."""

@@ -76,7 +76,7 @@ class LinearAttention(Mixer):
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
-        o, memory = linear_attention_step(*self._features(projected), state.memory)
+        o, memory = linear_attention_step(*self._features(projected), state.memory, backend=self.step_backend)
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> LinearAttentionState:

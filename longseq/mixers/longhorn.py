@@ -67,4 +67,5 @@ class Longhorn(SelectiveMixer):
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return longhorn_scan_step(x, query, key, at_least_float32(rate).sigmoid(), memory)
+        beta = at_least_float32(rate).sigmoid()
+        return longhorn_scan_step(x, query, key, beta, memory, backend=self.step_backend)

@@ -79,7 +79,8 @@ class LonghornExact(SelectiveMixer):
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         strength = self._strength(key, rate)
-        y, memory = delta_rule_step(self._to_heads(query), self._to_heads(key), x, strength, memory)
+        query, key = self._to_heads(query), self._to_heads(key)
+        y, memory = delta_rule_step(query, key, x, strength, memory, backend=self.step_backend)
         return y.flatten(-2), memory
 
     @property

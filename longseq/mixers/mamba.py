@@ -88,7 +88,8 @@ class Mamba(SelectiveMixer):
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        return selective_scan_step(x, step_size(rate, self.rate_bias), -self.A_log.exp(), key, query, memory)
+        delta, A = step_size(rate, self.rate_bias), -self.A_log.exp()
+        return selective_scan_step(x, delta, A, key, query, memory, backend=self.step_backend)
 
     def _saturation(self, step: Tensor, mask: Tensor | None) -> Tensor:
         # One column of A at a time: the decays of all of them are as many as the states of all tokens.

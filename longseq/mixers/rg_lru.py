@@ -108,7 +108,7 @@ class RGLRU(Mixer):
         x, convolution = self.convolution.step(x, state.convolution)
         decay, update = self._recurrence(x)
         one = torch.ones_like(update[..., :1])
-        h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay)
+        h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
         return self._gate(h, branch), RGLRUState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RGLRUState:

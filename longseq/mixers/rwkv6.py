@@ -128,8 +128,8 @@ class RWKV6(Mixer):
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RWKV6State]:
         previous = state.shift.squeeze(-1).to(projected.dtype)
         r, k, v, decay, gate = self._project(projected, previous)
-        o, _ = linear_attention_step(r, torch.zeros_like(k), v, state.memory)
-        _, memory = linear_attention_step(r, k, v, state.memory, g=decay)
+        o, _ = linear_attention_step(r, torch.zeros_like(k), v, state.memory, backend=self.step_backend)
+        _, memory = linear_attention_step(r, k, v, state.memory, g=decay, backend=self.step_backend)
         return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RWKV6State:

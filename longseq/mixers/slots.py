@@ -117,6 +117,7 @@ class SlotMixer(Mixer):
             write=write,
             scale=self.scale,
             activation=self.activation,
+            backend=self.step_backend,
         )
         return self._read_out(o), SlotState(*memory, normalizer)
 

@@ -142,6 +142,7 @@ class VLA(Mixer):
             *self._features(projected),
             state=tuple(state[1:]),
             **self._options(),
+            backend=self.step_backend,
         )
         return o.flatten(-2), VLAState(convolution, *memory)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
+from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.text import TextBackbone, sample
 from longseq.state import map_state, select_state, state_size
 
@@ -111,6 +112,20 @@ def test_generation_by_a_step_graph_gives_the_same_text(mixer: str) -> None:
     prompt = make_tokens(3, 4).cuda()
     plain, replayed = (model.generate(prompt, 12, temperature=0, cuda_graph=graph) for graph in (False, True))
     assert torch.equal(plain, replayed)
+
+
+@pytest.mark.gpu
+def test_a_step_graph_outlives_the_autocast_that_it_was_recorded_in() -> None:
+    model = make("deltanet").float().cuda()
+    token = make_tokens(2, 1)[:, 0].cuda()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        _, state = model(make_tokens(2, 4).cuda())
+        graph = StepGraph(model, state)
+        expected, _ = model.step(token, state)
+    # would take the memory that autocast's copies of the weights leave
+    kept = [torch.full_like(p, torch.nan, dtype=torch.bfloat16) for p in model.parameters()]
+    torch.testing.assert_close(graph(token), expected)
+    assert kept
 
 
 @pytest.mark.gpu

@@ -213,6 +213,47 @@ def test_without_a_folder_the_verdict_lives_in_the_process(kernel, tests_run, mo
     assert (tmp_path / "file").read_text() == ""
 
 
+def test_without_a_home_the_verdict_lives_in_the_process(kernel, tests_run, monkeypatch):
+    def find_no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    kernel(wrong_output)
+    monkeypatch.delenv(self_test.CACHE_VARIABLE)
+    monkeypatch.setattr(self_test.Path, "home", find_no_home)
+    with pytest.warns(UserWarning, match="longseq refuses") as caught:
+        explain(OP)
+    assert "delete" not in str(caught[0].message), "there is no file"
+    assert explain(OP)["triton"]
+    assert len(tests_run) == 1
+
+
+def test_an_earlier_error_on_the_device_is_not_the_kernels(kernel, tests_run, monkeypatch, tmp_path):
+    def fail(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    kernel(short_convolution_chunk)
+    with monkeypatch.context() as context:
+        context.setattr(self_test, "_settle", fail)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            explain(OP)
+    assert not verdict_files(tmp_path)
+    assert explain(OP)["triton"] == []
+    assert len(tests_run) == 1
+
+
+def test_a_state_without_numbers_is_no_failure(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    assert explain(OP, sizes={"W": 1})["triton"] == []
+    assert len(tests_run) == 1
+
+
+def test_a_missing_file_of_launches_is_left_to_the_kernels(kernel, tests_run, monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "absent.json"))
+    kernel(short_convolution_chunk)
+    assert explain(OP)["triton"] == []
+    assert len(tests_run) == 1
+
+
 def test_threads_that_call_at_once_share_one_test(kernel, tests_run):
     kernel(short_convolution_chunk)
     found = []
@@ -290,8 +331,7 @@ def test_other_tracers_see_nothing_of_the_test(kernel, tests_run):
     torch.testing.assert_close(with_test(x, weight), call(x, weight))
 
 
-def test_inside_a_backward_pass_untested_kernels_are_refused_for_now(kernel, tests_run):
-    kernel(short_convolution_chunk)
+def explain_inside_a_backward_pass():
     found = []
 
     class Late(torch.autograd.Function):
@@ -304,11 +344,28 @@ def test_inside_a_backward_pass_untested_kernels_are_refused_for_now(kernel, tes
             found.extend(explain(OP)["triton"])
             return grad
 
+    Late.apply(torch.ones(1, requires_grad=True)).backward()
+    return found
+
+
+def test_inside_a_backward_pass_untested_kernels_are_refused_for_now(kernel, tests_run):
+    kernel(short_convolution_chunk)
     with pytest.warns(UserWarning, match="cannot inside a backward pass: call the operation once before"):
-        Late.apply(torch.ones(1, requires_grad=True)).backward()
+        found = explain_inside_a_backward_pass()
     assert len(found) == 1
     assert not tests_run
     assert explain(OP)["triton"] == []
+
+
+def test_a_backward_pass_does_not_wait_for_the_test_of_another_thread(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    found = []
+    with self_test._LOCK:  # the other thread's
+        thread = threading.Thread(target=lambda: found.extend(explain_inside_a_backward_pass()), daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+    assert [reason.split(",")[0] for reason in found] == ["their self-test has not run"]
+    assert not tests_run
 
 
 def test_known_bad_combinations_are_refused_untested(kernel, tests_run, monkeypatch):

@@ -94,6 +94,19 @@ def test_delta_rule_over_several_float32_chunks(interpreted, variant):
     assert_as_accurate_as_torch(make_inputs("delta_rule", variant, batch=1, tokens=70, dtype=torch.float32), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted, dtype):
+    inputs = make_inputs("delta_rule", "gated_write_key", tokens=40, dtype=torch.float32)
+    inputs = inputs.replace({"v": inputs.arguments["v"].to(dtype)})
+    exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
+    actual = gradients(inputs, backend="triton")
+    assert actual["output"].dtype == actual["gradient of v"].dtype == dtype
+    assert actual["gradient of q"].dtype == actual["gradient of k"].dtype == torch.float32
+    for name, value in exact.items():
+        # The gradient of the output comes in its dtype, to all others.
+        assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
+
+
 @pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
 def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
     inputs = make_inputs("delta_rule", variant, tokens=70, batch=1, dtype=torch.float16)
@@ -178,30 +191,45 @@ def test_least_squares_over_several_chunks(interpreted, op, dtype):
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
-@pytest.mark.parametrize("variant", ["plain", "extreme_directions"])
-def test_least_squares_in_segments_of_time(interpreted, monkeypatch, variant):
+@pytest.fixture
+def refused(monkeypatch):
+    """Segments of time for few tokens, and of each call whether a program had to walk alone through all of them."""
     from longseq.kernels.recursive_least_squares import triton_least_squares as kernels
 
-    inputs = make_inputs("recursive_least_squares", variant, batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1})
-    inputs = inputs.replace({name: x.float() for name, x in inputs.tensors.items() if name != "u"})
     monkeypatch.setattr(kernels, "FEWEST_SEGMENTS", 2)
-    refused = []
+    calls = []
     connect = kernels.connect
 
     class Watched:
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
                 connect[grid](*args, **kwargs)
-                refused.append(args[7].clone())
+                calls.append(bool(args[7].any()))
 
             return launch
 
     monkeypatch.setattr(kernels, "connect", Watched())
+    return calls
+
+
+@pytest.mark.parametrize("variant", ["plain", "extreme_directions"])
+def test_least_squares_in_segments_of_time(interpreted, refused, variant):
+    inputs = make_inputs("recursive_least_squares", variant, batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1})
+    inputs = inputs.replace({name: x.float() for name, x in inputs.tensors.items() if name != "u"})
     exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
     actual = gradients(inputs, backend="triton")
-    assert [bool(whole.any()) for whole in refused] == [variant == "extreme_directions"]
+    assert refused == [variant == "extreme_directions"]
     for name, value in exact.items():
         assert error(actual[name], value) <= (1e-3 if name == "gradient of u" else 2e-5), name
+
+
+def test_least_squares_in_segments_of_time_from_no_state(interpreted, refused):
+    inputs = make_inputs("recursive_least_squares", batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1, "K": 3})
+    x, u = inputs.sequences["x"], 2 * inputs.sequences["u"]
+    exact, _ = recursive_least_squares(x.double(), u.double(), backend="torch")
+    actual, _ = recursive_least_squares(x.float(), u, backend="triton")
+    assert refused == [False]
+    assert error(actual, exact) <= 2e-5
 
 
 def test_variational_linear_attention_has_the_precision_of_its_values(interpreted):
@@ -297,6 +325,14 @@ def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant,
         gradient[backend] = [y, last, *torch.autograd.grad(y.square().sum() + last.sum(), leaves)]
     for ours, expected in zip(gradient["triton"], gradient["reference"], strict=True):
         torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_any_float64_input_is_a_reason_against_float32_kernels(interpreted, op):
+    inputs = make_inputs(op, list_variants(op)[0], tokens=4, dtype=torch.float32)
+    for name in inputs.sequences.keys() | {name for name in inputs.tensors if name.startswith("initial_state")}:
+        with pytest.raises(ValueError, match="the inputs are float64"):
+            inputs.replace({name: inputs.arguments[name].double()}).run(backend="triton")
 
 
 @pytest.mark.parametrize("op", TRITON_OPS)

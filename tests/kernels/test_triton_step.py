@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longseq import kernels
+from longseq import kernels, mixers
 from longseq.kernels import explain, list_ops
 from longseq.kernels.recurrence import each
 from longseq.kernels.steps import TRITON_STEP_WIDTH
 from longseq.kernels.testing import assert_accurate, error, list_variants, make_inputs, results, step_results
+from longseq.state import state_tensors
 
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
 LARGEST_OF_FLOAT16 = torch.finfo(torch.float16).max
@@ -66,6 +67,25 @@ def test_steps_equal_the_recurrence(interpreted, op, variant):
 @pytest.mark.parametrize(("op", "variant", "sizes"), ODD)
 def test_odd_and_large_sizes(interpreted, op, variant, sizes):
     assert_as_accurate_as_torch(draw(op, variant, batch=1, tokens=2, sizes={"H": 1, **sizes}))
+
+
+@pytest.mark.parametrize("name", [name for name in mixers.mixer_names() if mixers.get(name).operations])
+def test_mixers_step_by_the_kernels(interpreted, name):
+    torch.manual_seed(0)
+    plain, ours = mixers.create(name, 32, backend="torch"), mixers.create(name, 32, backend="triton")
+    ours.load_state_dict(plain.state_dict())
+    x, state = torch.randn(3, 2, 32).unbind(), plain.initial_state(2)
+    expected_state = state
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for token in x:
+            expected, expected_state = plain.step(token, expected_state)
+            actual, state = ours.step(token, state)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    launched = [event.key for event in profile.key_averages() if event.key.startswith("longseq::")]
+    assert launched
+    for (label, value), (_, wanted) in zip(state_tensors(state), state_tensors(expected_state), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5, msg=label)
+    ours.step(x[0].requires_grad_(), state)[0].sum().backward()  # with gradients the torch form steps
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import sys
 import types
@@ -20,7 +22,7 @@ from longseq.kernels.launch_file import read_launches
 from longseq.kernels.triton_launch import Launch
 from longseq.tools.benchmark import kernels, models, peers, tune
 from longseq.tools.benchmark.gate import Gate
-from longseq.tools.benchmark.measure import time_in_turn
+from longseq.tools.benchmark.measure import Outcome, environment, time_in_turn
 from longseq.tools.benchmark.report import make_result, to_markdown, write_result
 from longseq.tools.benchmark.work import OWN, TABLE, TINY, Work, choose_work
 
@@ -61,6 +63,15 @@ def test_one_that_fails_does_not_end_the_others():
     times = found["right"].times
     assert times is not None
     assert 0 < times.low <= times.median <= times.high
+
+
+def test_the_environment_is_changed_for_a_while(monkeypatch):
+    monkeypatch.setenv("LONGSEQ_HELD", "before")
+    monkeypatch.delenv("LONGSEQ_ABSENT", raising=False)
+    with environment({"LONGSEQ_HELD": "a", "LONGSEQ_ABSENT": "b"}):
+        assert (os.environ["LONGSEQ_HELD"], os.environ["LONGSEQ_ABSENT"]) == ("a", "b")
+    assert os.environ["LONGSEQ_HELD"] == "before"
+    assert "LONGSEQ_ABSENT" not in os.environ
 
 
 # ---- the gate
@@ -188,6 +199,13 @@ def test_kernels_are_compared_then_timed(tmp_path, triton_form):
     table = output.with_suffix(".md").read_text()
     assert "times are relative to the torch form's" in table
     assert table.count("\n| ") == 1 + len(rows)
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "longhorn_scan"])
+def test_what_a_first_call_imports_is_known_before(op, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
+    modules = kernels.find_modules(op)
+    assert any(hasattr(importlib.import_module(name), f"{op}_triton") for name in modules)
 
 
 def test_shapes_can_be_chosen(tmp_path):
@@ -396,6 +414,14 @@ def test_a_trial_of_the_real_kernels_finds_its_places(monkeypatch):
     }  # fmt: skip
     assert {(place.bytes, place.width) for place in trial.places} == {(4, 64)}
     assert trial.best < float("inf")
+
+
+def test_a_call_that_fails_cannot_be_tuned(triton_form, monkeypatch, module):
+    triton_form(delta_rule_chunk)
+    monkeypatch.setattr(tune, "find_places", lambda module, call: [])
+    monkeypatch.setattr(tune, "time_in_turn", lambda runs, device, seconds: {"call": Outcome(None, "OutOfMemoryError")})
+    with pytest.raises(ValueError, match="K=8 V=8 cannot be tuned, as it fails at full size"):
+        tune.Trial(module, DELTA, torch.float32, CPU, 0.001)
 
 
 def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import gc
+import importlib
+import pkgutil
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from torch import Tensor
 
+from longseq import kernels
 from longseq.kernels import explain
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tools.benchmark.gate import Gate, Verdict, call_op, options_of, tensors_of
@@ -20,6 +23,7 @@ from longseq.tools.benchmark.measure import (
     Run,
     added_bytes,
     capture,
+    environment,
     one_line,
     time_in_turn,
     time_once,
@@ -43,8 +47,8 @@ NOTES = (
     "Milliseconds are medians (the rows have the quantiles 0.2 and 0.8), both is forward and backward, graph the same "
     "as a CUDA graph. All of one shape ran in one process, in turn, each call with a cold second-level cache. Peak: "
     "the inputs and what forward and backward add.",
-    "First call: seconds of one forward and backward with nothing compiled before; left out where an earlier row of "
-    "the process had compiled for the same widths.",
+    "First call: seconds of one forward and backward with nothing compiled before, imports left out; no figure where "
+    "an earlier row of the process had compiled for the same widths and options.",
 )
 ON_CPU = "Measured on a CPU: times are relative to the torch form's, and say nothing of a GPU."
 EMULATED = "Triton's kernels were emulated on the CPU: they are compared with float64 and not timed."
@@ -56,7 +60,7 @@ class _Contestant(NamedTuple):
     name: str
     leaves: Tensors
     function: Callable[[Tensors], Tensor]
-    compiles: bool
+    modules: tuple[str, ...]  # with the kernels that its first call compiles
     peer: Peer | None = None
 
     def forward(self) -> Tensor:
@@ -76,13 +80,13 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     work = choose_work(asked["shapes"], asked["ops"], device)
     dtypes = [find_dtype(name) for name in asked["dtypes"]]
     check_output(cfg.output)
-    # The gate below is a stricter self-test, and first calls are timed from empty caches.
-    os.environ[SELF_TEST_VARIABLE] = "0"
     rows: list[dict[str, Any]] = []
     compiled: set[Any] = set()
-    with tempfile.TemporaryDirectory() as cache:
-        if device.type == "cuda":
-            os.environ["TRITON_CACHE_DIR"] = cache
+    # The gate below is a stricter self-test, and first calls are timed from empty caches.
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
+        environment({SELF_TEST_VARIABLE: "0", "TRITON_CACHE_DIR": cache}),
+    ):
         for item in work:
             for dtype in dtypes:
                 rows += measure_work(item, dtype, device, asked, compiled)
@@ -104,8 +108,8 @@ def measure_work(
         for name, reason in refused.items():
             rows[name]["verdict"] = f"refused: {reason}"
         for name, contestant in contestants.items():
-            key = (name, work.op, work.variant, dtype, *_widths(work))
-            if contestant.compiles and key not in compiled:
+            key = (name, work.op, work.variant, dtype, str(work.options), *_widths(work))
+            if contestant.modules and key not in compiled:
                 compiled.add(key)
                 rows[name].update(_time_first_call(contestant, device))
         for name, verdict in _judge(work, dtype, device, contestants).items():
@@ -118,6 +122,7 @@ def measure_work(
         return [{**head, "implementation": "all", "verdict": f"not measured: {one_line(error)}"}]
     finally:
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
     return list(rows.values())
 
@@ -141,11 +146,19 @@ def _enter(
             refused[backend] = "; ".join(reasons)
         elif wanted:
             function = call_op(inputs, options, backend)
-            contestants[backend] = _Contestant(backend, tensors, function, backend == "triton")
+            modules = find_modules(work.op) if backend == "triton" else ()
+            contestants[backend] = _Contestant(backend, tensors, function, modules)
     for peer in find_peers(work, device) if asked["peers"] else ():
         leaves = {name: _leaf(x) for name, x in peer.prepare({k: x.detach() for k, x in tensors.items()}).items()}
-        contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, options), peer.name == "fla", peer)
+        contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, options), peer.modules, peer)
     return contestants, refused
+
+
+def find_modules(op: str) -> tuple[str, ...]:
+    """The modules of an operation's Triton kernels."""
+    package = importlib.import_module(getattr(kernels, op).__module__)
+    found = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    return tuple(module.name for module in found if ".triton_" in module.name)
 
 
 def _bind(peer: Peer, options: Mapping[str, Any]) -> Callable[[Tensors], Tensor]:
@@ -160,6 +173,8 @@ def _time_first_call(contestant: _Contestant, device: torch.device) -> dict[str,
     if device.type != "cuda":
         return {}
     try:
+        for module in contestant.modules:
+            importlib.import_module(module)
         return {"first_call_s": round(time_once(contestant.both, device), 2)}
     except Exception:
         return {}  # the gate says what is wrong
@@ -198,7 +213,7 @@ def _time(
         _enter_times(rows, time_in_turn(runs, device, seconds), f"{name}_ms")
         for who, function in runs.items():
             try:
-                found = time_in_turn({who: capture(function)}, device, seconds)
+                found = time_in_turn({who: capture(function, device)}, device, seconds)
             except Exception as error:
                 found = {who: Outcome(None, f"no graph: {one_line(error)}")}
             _enter_times(rows, found, f"{name}_graph_ms")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +37,21 @@ def one_line(error: BaseException) -> str:
     """An error as a cell of a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def synchronize(device: torch.device) -> None:
@@ -106,7 +123,11 @@ def time_once(run: Run, device: torch.device) -> float:
 
 
 def added_bytes(run: Run, device: torch.device) -> int:
-    """The most memory of a GPU that a call allocates beyond what was there before."""
+    """The most memory of a GPU that a call allocates beyond what was there before.
+
+    A call before it takes what is not its own: workspaces of libraries, which stay, and the buffers of autotuning.
+    """
+    run()
     synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -115,17 +136,20 @@ def added_bytes(run: Run, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def capture(run: Run) -> Run:
+def capture(run: Run, device: torch.device) -> Run:
     """A CUDA graph of a function: what replays it. Raises RuntimeError for functions that no graph can hold."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        # Left to itself, torch.cuda.graph takes a stream of the device that first captured a graph, and before torch
+        # 2.15 at least it leaves that stream the current one where capturing fails.
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                kept = run()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def replay() -> Any:
         graph.replay()

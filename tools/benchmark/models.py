@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,17 +20,18 @@ import longseq  # noqa: F401  registers the image models
 from longseq import mixers
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.text import TextBackbone
+from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
-from longseq.tools.benchmark.measure import Run, added_bytes, one_line, time_in_turn, time_once
+from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
 from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result
 
 NOTES = (
     "bfloat16 autocast over float32 weights; training is forward, backward and a step of fused AdamW, on random data "
     "that lies on the device. Speeds are those of the median step. Memory: weights, gradients, optimizer and the "
-    "most that a step adds.",
-    "First step: seconds of the first training step, compilation of kernels included where an earlier row had not "
-    "compiled them.",
+    "most that a step adds; of inference, what a call adds.",
+    "First step: seconds of the first training step, from empty caches; the self-test and the compilation of kernels "
+    "included where an earlier row had not done them.",
     "Decoding: tokens of all sequences a second, one step of the model a token after a prompt, with bfloat16 weights; "
     "graph: the step as a CUDA graph, for states that do not grow.",
 )
@@ -45,11 +48,16 @@ def run(cfg: DictConfig) -> Row:
     check_output(cfg.output)
     rows: list[Row] = []
     result: Row = {}
-    for row in _measure_all(asked, device):
-        rows.append(row)
-        shown, notes = (rows, NOTES) if device.type == "cuda" else (_relate(rows), (*NOTES, ON_CPU))
-        result = make_result("Whole models", shown, device, notes)
-        write_result(result, cfg.output)  # after every row: a model that is too large takes no other with it
+    caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        environment({name: f"{folder}/{name}" for name in caches}),
+    ):
+        for row in _measure_all(asked, device):
+            rows.append(row)
+            shown, notes = (rows, NOTES) if device.type == "cuda" else (_relate(rows), (*NOTES, ON_CPU))
+            result = make_result("Whole models", shown, device, notes)
+            write_result(result, cfg.output)  # after every row: a model that is too large takes no other with it
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
 
@@ -92,6 +100,7 @@ def _guard(head: Row, device: torch.device, measure: Callable[[], Row]) -> Row:
         return head | {"remark": one_line(error)}
     finally:
         if device.type == "cuda":
+            gc.collect()  # a model that goes while the next one is measured would lower the memory of that
             torch.cuda.empty_cache()
 
 
@@ -174,8 +183,10 @@ def _build(make: Callable[[], nn.Module], asked: Row, device: torch.device) -> t
     with torch.device(device):
         torch.manual_seed(0)
         model = make()
-    called = model if asked["compile"] is None else torch.compile(model, mode=asked["compile"])
-    return model.to(device), called
+    if asked["compile"] is None:
+        return model.to(device), model
+    torch.compiler.reset()  # blocks of earlier models would count against the limit of recompilations
+    return model.to(device), torch.compile(model, mode=asked["compile"])
 
 
 def _trainer(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Run:

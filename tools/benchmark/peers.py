@@ -22,6 +22,7 @@ class Peer(NamedTuple):
     run: Callable[[Tensors, Mapping[str, Any]], Tensor]  # of what `prepare` made, and the operation's options
     prepare: Callable[[Tensors], Tensors] = dict  # from our tensors
     restore: Callable[[Tensor], Tensor] = lambda output: output  # to our layout
+    modules: tuple[str, ...] = ()  # to import before a first call is timed, of peers that compile in it
 
 
 def find_peers(work: Work, device: torch.device) -> list[Peer]:
@@ -32,7 +33,8 @@ def find_peers(work: Work, device: torch.device) -> list[Peer]:
     if queries and widest <= 256 and work.op != "recursive_least_squares":
         peers.append(Peer("sdpa", False, _attend, _heads_first))
     if device.type == "cuda" and importlib.util.find_spec("fla") is not None:
-        peers += [Peer("fla", True, run) for run in [_FLA.get((work.op, work.variant))] if run is not None]
+        found = _FLA.get((work.op, work.variant))
+        peers += [] if found is None else [Peer("fla", True, found, modules=("fla.ops",))]
     if device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None and "N" in work.sizes:
         same = work.op == "selective_scan"
         peers.append(Peer("mamba", same, _scan, _channels_first, lambda output: output.transpose(1, 2)))

@@ -26,7 +26,7 @@ from longseq import kernels
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE, read_launches
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
-from longseq.tools.benchmark.measure import time_in_turn
+from longseq.tools.benchmark.measure import environment, time_in_turn
 from longseq.tools.benchmark.report import check_output, find_device, find_dtype, is_emulated, make_result
 from longseq.tools.benchmark.work import Work, choose_work
 
@@ -57,22 +57,22 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"device={device} runs no Triton kernels: tune on a CUDA device")
     if os.environ.get(LAUNCHES_VARIABLE):
         raise ValueError(f"{LAUNCHES_VARIABLE} replaces the table that tuning starts from: unset it")
-    os.environ[SELF_TEST_VARIABLE] = "0"  # every candidate is compared with float64 below
     module = find_module(cfg.op)
     work = choose_work(asked["shapes"], [cfg.op], device)
     held = start_file(check_output(cfg.output), cfg.op, device)
     others = held["launches"]
     tuned: dict[Place, Any] = {}
-    for name in asked["dtypes"]:
-        trials = [Trial(module, item, find_dtype(name), device, asked["seconds"]) for item in work]
-        for place, launch, row in tune(module, trials, asked["kernels"]):
-            Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
-            tuned[place] = launch
-            held["rows"].append(row)
-            best = [{"op": cfg.op, **at._asdict(), "launch": launch._asdict()} for at, launch in tuned.items()]
-            held["launches"] = [*others, *best]
-            # After every candidate: one that crashes takes no other with it.
-            Path(cfg.output).write_text(json.dumps(held, indent=2) + "\n")
+    with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
+        for name in asked["dtypes"]:
+            trials = [Trial(module, item, find_dtype(name), device, asked["seconds"]) for item in work]
+            for place, launch, row in tune(module, trials, asked["kernels"]):
+                Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
+                tuned[place] = launch
+                held["rows"].append(row)
+                best = [{"op": cfg.op, **at._asdict(), "launch": launch._asdict()} for at, launch in tuned.items()]
+                held["launches"] = [*others, *best]
+                # After every candidate: one that crashes takes no other with it.
+                Path(cfg.output).write_text(json.dumps(held, indent=2) + "\n")
     print(f"written: {cfg.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
     return held
 
@@ -91,7 +91,7 @@ def start_file(file: Path, op: str, device: torch.device) -> dict[str, Any]:
         "gpu": found["device"] if capability else f"{found['device']}, Triton emulated",
         "capability": capability,
         **{name: found[name] for name in ("command", "versions", "date")},
-        **{name: [row for row in kept[name] if row["op"] != op] for name in ("launches", "rows")},
+        **{name: [row for row in kept.get(name, []) if row["op"] != op] for name in ("launches", "rows")},
     }
 
 
@@ -165,6 +165,8 @@ class Trial:
             raise ValueError(f"{work.op} {work.shape} cannot be tuned, as it is {verdict.words}")
         self.places = find_places(module, self.call)
         self.best = self.measure()
+        if math.isinf(self.best):
+            raise ValueError(f"{work.op} {work.shape} cannot be tuned, as it fails at full size")
 
     def call(self) -> tuple[Tensor, ...]:
         """Forward and backward at full size."""
