@@ -50,6 +50,8 @@ def curve(name: str, backend: str, bfloat16: bool, text: Tensor, updates: int) -
 
 def compare(name: str, text: Tensor, updates: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """One row for a mixer, and its curves."""
+    for backend in ("torch", "triton"):
+        curve(name, backend, True, text, SMOOTH)  # kernels are tested and compiled outside of the times below
     full, _ = curve(name, "torch", False, text, updates)
     plain, plain_time = curve(name, "torch", True, text, updates)
     ours, ours_time = curve(name, "triton", True, text, updates)
