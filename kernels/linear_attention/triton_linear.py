@@ -1,7 +1,7 @@
 """Linear attention in Triton: its two custom operations, their launches and the constants that those use.
 
-Sums and the state are float32. Matrix products of float32 inputs are three TF32 products each; those of bfloat16 and
-float16 inputs are products of numbers of 11 bits: float16 tiles that count in powers of two of their own (see
+Sums and the state are float32. Matrix products of float32 values are three TF32 products each; those of bfloat16 and
+float16 values are products of numbers of 11 bits: float16 tiles that count in powers of two of their own (see
 triton_gates.py), and TF32 for the few that need float32's range. With the 8 bits of bfloat16, what lies between two
 products (P, decayed queries and keys, states, their gradients) made the error of a result up to 2.4 times that of
 rounding it to bfloat16; with 11 bits it was at most 1.2 times, both emulated on a CPU. For float16 inputs it was up to
@@ -479,7 +479,7 @@ def linear_attention_triton(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
-    precise = any(x.dtype.itemsize > 2 for x in (q, k, v))
+    precise = v.dtype.itemsize > 2  # as the output; keys and queries may come in float32 from a feature map
     o, final = run_linear_attention(q, k, v, g, g_value, initial_state, cu_seqlens, scale, precise=precise)
     return o, final if output_final_state else None
 

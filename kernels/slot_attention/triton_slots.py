@@ -27,7 +27,7 @@ def slot_attention_triton(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
     keys, values = (None, None) if initial_state is None else initial_state
-    precise = any(x.dtype.itemsize > 2 for x in (q, k, v))
+    precise = v.dtype.itemsize > 2
     with without_autocast(q):
         if write is None:
             write = -torch.expm1(g.float())

@@ -107,6 +107,19 @@ def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted,
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("op", ["linear_attention", "slot_attention"])
+def test_half_precision_values_beside_float32_keys(interpreted, op):
+    for variant in list_variants(op)[:4]:
+        inputs = make_inputs(op, variant, tokens=70, dtype=torch.float32)
+        inputs = inputs.replace({"v": inputs.arguments["v"].half()})
+        exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
+        actual = gradients(inputs, backend="triton")
+        assert actual["output"].dtype == actual["gradient of v"].dtype == torch.float16
+        assert actual["gradient of q"].dtype == actual["gradient of k"].dtype == torch.float32
+        for name, value in exact.items():
+            assert error(actual[name], value) <= 3e-3, (variant, name)
+
+
 @pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
 def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
     inputs = make_inputs("delta_rule", variant, tokens=70, batch=1, dtype=torch.float16)
@@ -737,6 +750,42 @@ def test_variational_linear_attention_on_the_gpu(shape, dtype):
     arguments["z"] = normal(segments, heads, key_dim).sigmoid()
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
     assert_accurate_in_every_run(variational_linear_attention_from, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [500, 1500])
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
+def test_reading_in_reverse_on_the_gpu(op, tokens, dtype):
+    entries = {"short_convolution": 4, "delta_rule": 64}.get(op, 16)
+    assert_accurate_in_every_run(*gpu_arguments(op, 2, tokens, 128, entries, dtype), dtype, reverse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [500, 1500])
+@pytest.mark.parametrize("op", ["delta_rule", "linear_attention", "slot_attention"])
+def test_half_precision_values_beside_float32_keys_on_the_gpu(op, tokens):
+    function, arguments = gpu_arguments(op, 2, tokens, 128, 64, torch.bfloat16)
+    wide = {name: arguments[name].float() for name in ("q", "k")}
+    assert_accurate_in_every_run(function, arguments | wide, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [500, 1500])
+def test_recomputing_changes_nothing_on_the_gpu(tokens):
+    function, arguments = gpu_arguments("delta_rule", 2, tokens, 128, 64, torch.bfloat16)
+    expected = gpu_gradients(function, arguments, "triton")
+    actual = gpu_gradients(function, arguments, "triton", recompute=True)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_compiled_graph_takes_any_length_on_the_gpu(op):
+    compiled = torch.compile(lambda function, tensors: function(**tensors, backend="triton")[0], dynamic=True)
+    for tokens in (300, 1100, 64):
+        function, arguments = gpu_arguments(op, 2, tokens, 128, 4, torch.float32)
+        torch.testing.assert_close(compiled(function, arguments), function(**arguments, backend="triton")[0])
 
 
 @pytest.mark.gpu
