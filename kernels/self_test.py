@@ -59,12 +59,10 @@ TRIALS: dict[str, Trial] = {
     "linear_attention": Trial(
         {"K": 64, "V": 64},
         (
-            Case("plain", 130),
-            Case("head_gated", 130),
-            *(Case(variant, 130) for variant in ("channel_gated", "value_gated")),
-            *(
-                Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")
-            ),  # kernels of their own
+            *(Case(variant, 130) for variant in ("plain", "head_gated", "channel_gated", "value_gated")),
+            *(Case(variant, 130, REVERSED) for variant in ("head_gated", "channel_gated")),
+            # Strong decays have kernels of their own.
+            *(Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")),
         ),
     ),
     "longhorn_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),

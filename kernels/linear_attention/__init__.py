@@ -70,6 +70,7 @@ def linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    reverse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Accumulate outer products of keys and values in a decaying state.
@@ -82,8 +83,10 @@ def linear_attention(
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g [B, T, H] (one decay per head) or [B, T, H, K] (one per key
     channel); g_value [B, T, H, V] (one per value channel); gates <= 0 (logs; any magnitude is safe); states
     [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V].
-    Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two,
-    changes speed and memory but not the result. Returns (o, final state or None).
+    With `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
+    token and the final state that at the first. Arithmetic and state are float32, or float64 for float64 inputs; o has
+    v's dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or
+    None).
 
     Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them. The
     values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read
@@ -121,6 +124,7 @@ def linear_attention(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
 
 

@@ -54,6 +54,7 @@ def linear_attention_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward."""
 
@@ -70,6 +71,7 @@ def linear_attention_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 

@@ -40,6 +40,7 @@ def linear_attention_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -60,4 +61,5 @@ def linear_attention_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )

@@ -148,10 +148,12 @@ class _Scores(NamedTuple):
 class _Passes:
     """The launches of one call, forward or backward."""
 
-    def __init__(self, plan: _Plan, tokens: int, heads: int, scale: float, cu_seqlens: Tensor | None) -> None:
+    def __init__(
+        self, plan: _Plan, tokens: int, heads: int, scale: float, cu_seqlens: Tensor | None, reverse: bool
+    ) -> None:
         self.plan, self.tokens, self.heads, self.scale, self.cu_seqlens = plan, tokens, heads, scale, cu_seqlens
         self.sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-        self.layout = {"PACKED": cu_seqlens is not None, "SCALED": plan.scaled, "CHUNK": plan.chunk}
+        self.layout = {"PACKED": cu_seqlens is not None, "REVERSE": reverse, "SCALED": plan.scaled, "CHUNK": plan.chunk}
         self.constants = {**self.layout, "PRECISION": "tf32" if plan.scaled else "tf32x3"}
         self.levels = {"LEVELS": plan.chunk.bit_length() - 1}
 
@@ -322,6 +324,7 @@ def linear_attention(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    reverse: bool,
     precise: bool,
     transposed: bool,
     output_dtype: torch.dtype,
@@ -335,7 +338,7 @@ def linear_attention(
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     g, g_value, initial_state, cu_seqlens = _adjacent(g, g_value, initial_state, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens)
+    passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
     states, final = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
     output = v.new_empty(v.shape, dtype=output_dtype)
     with torch.cuda.device_of(q):  # Triton launches on the current device
@@ -354,7 +357,7 @@ def linear_attention(
 
 
 @linear_attention.register_fake
-def _(q, k, v, g, g_value, initial_state, cu_seqlens, scale, precise, transposed, output_dtype, save):
+def _(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise, transposed, output_dtype, save):
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     kept = [*_allocate_scores(plan, q), *_allocate_states(plan, q)] if save else []
     return v.new_empty(v.shape, dtype=output_dtype), _allocate_state(plan, q, transposed), kept
@@ -384,6 +387,7 @@ def linear_attention_backward(
     d_output: Tensor,
     d_final: Tensor | None,
     scale: float,
+    reverse: bool,
     precise: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -391,7 +395,7 @@ def linear_attention_backward(
     q, k, v, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(d_output)
     g, g_value, d_final, cu_seqlens = _adjacent(g, g_value, d_final, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens)
+    passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
     scores, states = _Scores(*kept[:2]), _States(*kept[2:])
     d_states, d_initial = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
@@ -418,7 +422,7 @@ def linear_attention_backward(
 
 
 @linear_attention_backward.register_fake
-def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, precise, transposed):
+def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed):
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     gates = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (g, g_value))
     return *(x.new_empty(x.shape) for x in (q, k, v)), *gates, _allocate_state(plan, q, transposed)
@@ -436,7 +440,8 @@ def _add_up(parts: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, g, g_value, initial_state, cu_seqlens, ctx.scale, ctx.precise, ctx.transposed, output_dtype, saved = inputs
+    q, k, v, g, g_value, initial_state, cu_seqlens, *options, output_dtype, saved = inputs
+    ctx.options = options  # scale, reverse, precise, transposed
     ctx.save_for_backward(q, k, v, g, g_value, cu_seqlens, *output[2])
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
     ctx.output_dtype, ctx.saved = output_dtype, saved
@@ -449,7 +454,7 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         d_output = v.new_zeros(v.shape, dtype=ctx.output_dtype)
     d_q, d_k, d_v, d_g, d_g_value, d_initial = linear_attention_backward(
-        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.precise, ctx.transposed
+        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, *ctx.options
     )
     return (
         d_q,
@@ -458,7 +463,7 @@ def _differentiate(ctx, d_output, d_final, *_):
         None if g is None else d_g,
         None if g_value is None else d_g_value,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
-        *(None,) * 6,
+        *(None,) * 7,
     )
 
 
@@ -477,10 +482,11 @@ def linear_attention_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
     precise = v.dtype.itemsize > 2  # as the output; keys and queries may come in float32 from a feature map
-    o, final = run_linear_attention(q, k, v, g, g_value, initial_state, cu_seqlens, scale, precise=precise)
+    o, final = run_linear_attention(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise=precise)
     return o, final if output_final_state else None
 
 
@@ -493,6 +499,7 @@ def run_linear_attention(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    reverse: bool,
     *,
     precise: bool,
     transposed: bool = False,
@@ -504,6 +511,12 @@ def run_linear_attention(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
     output_dtype = v.dtype if output_dtype is None else output_dtype
     o, final, *_ = linear_attention(
-        *(q, k, v, g, g_value, initial_state, cu_seqlens), float(scale), precise, transposed, output_dtype, save
+        *(q, k, v, g, g_value, initial_state, cu_seqlens),
+        float(scale),
+        reverse,
+        precise,
+        transposed,
+        output_dtype,
+        save,
     )
     return o, final

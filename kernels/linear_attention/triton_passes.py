@@ -66,7 +66,7 @@ def _load_gates(g, stride, live, column, W: tl.constexpr, CHUNK: tl.constexpr, B
 def decay_channels(
     x, y, g, cu_seqlens, sequence_of, reads, read_units, writes, write_units, whole, levels,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, READS: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    W: tl.constexpr, READS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """TILE columns of one chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild level, and if it READS, e^b X."""
@@ -76,25 +76,26 @@ def decay_channels(
     head = (tl.program_id(0) // tiles % H).to(tl.int64)
     slot = (tl.program_id(0) // tiles // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     token = (row * T + start) * H + head
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
 
-    gate = _load_gates(g + row * g_row + start * g_token + head * g_head, g_token, live, column, W, CHUNK, TILE)
+    gate = _load_gates(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, column, W, CHUNK, TILE)
     e = column + tl.arange(0, TILE)
     tl.store(whole + place * W + e, tl.exp(tl.sum(gate, 0)), mask=e < W)
     tl.store(levels + place * tiles + tile, mild_level(gate, LIMIT, LEVELS))
     y += row * y_row + start * y_token + head * y_head
-    ys, unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, TILE)
+    ys, unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
     ys = decay(ys, tl.exp(add_ranges(i < j, gate, SCALED)))
-    store_tokens(writes + token * W, H * W, live, column, ys, W, CHUNK, TILE)
+    store_tokens(writes + token * W, H * W * NEXT, live, column, ys, W, CHUNK, TILE)
     store_unit(write_units, place * tiles + tile, unit, SCALED)
     if READS:
         x += row * x_row + start * x_token + head * x_head
-        xs, unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, TILE)
+        xs, unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
         xs = decay(xs, tl.exp(add_ranges(i >= j, gate, SCALED)))
-        store_tokens(reads + token * W, H * W, live, column, xs, W, CHUNK, TILE)
+        store_tokens(reads + token * W, H * W * NEXT, live, column, xs, W, CHUNK, TILE)
         store_unit(read_units, place * tiles + tile, unit, SCALED)
 
 
@@ -109,8 +110,9 @@ def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.conste
 def score(
     x, y, g, cu_seqlens, sequence_of, levels, scores, score_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: tril(X Yᵀ), decayed. With a gate per channel, where its decays are mild."""
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -119,11 +121,15 @@ def score(
     if GATE == "channel":
         if _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES) < LEVELS:
             return
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
+    x_token *= NEXT
+    y_token *= NEXT
     if GATE != "none":
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
 
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     for column in range(0, W, BLOCK):
@@ -157,20 +163,24 @@ def _store_scores(scores, units, products, place, SCALED: tl.constexpr, CHUNK: t
 def score_by_level(
     x, y, g, cu_seqlens, sequence_of, levels, scores, score_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: tril(X Yᵀ), decayed by channel, where decays are not mild."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     mild = _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES)
     if mild == LEVELS:
         return
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
     g += row * g_row + start * g_token + head * g_head
+    x_token *= NEXT
+    y_token *= NEXT
+    g_token *= NEXT
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     sums = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -197,7 +207,7 @@ def walk(
     a, a_units, b, b_units, g, whole, cu_seqlens, first, states, state_units, last,
     scale, T, H, a_row, a_token, a_head, b_row, b_token, b_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
     """One tile of the state of one head of one sequence, S <- e^{b_C} S + scale Aᵀ B: before every chunk, and the last.
@@ -214,6 +224,7 @@ def walk(
     head = (tl.program_id(0) // (tiles_k * tiles_v) % H).to(tl.int64)
     n = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     a += row * a_row + head * a_head
     b += row * b_row + head * b_head
     if GATE == "head":
@@ -228,31 +239,32 @@ def walk(
         index = m
         if BACKWARD:
             index = chunks - 1 - m
-        t = start + index * CHUNK
+        t = end - 1 - index * CHUNK if REVERSE else start + index * CHUNK
+        live = end - start - index * CHUNK
         place = (slot + index) * H + head
         if GATE == "key" and SCALED:
-            x = load_tokens(a + t * a_token, a_token, end - t, row_of_tile, K, CHUNK, TILE_K)
+            x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K)
             x_unit = load_unit(a_units, place * tiles_k + tile_k, SCALED)
         else:
-            x = load_tokens(a + t * a_token, a_token, end - t, row_of_tile, K, CHUNK, TILE_K).to(tl.float32)
+            x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K).to(tl.float32)
             if GATE == "head":
                 if BACKWARD:
-                    x *= decay_since(load_numbers(g + t * g_token, g_token, end - t, CHUNK))[:, None]
+                    x *= decay_since(load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK))[:, None]
                 else:
-                    x *= decay_until(g + t * g_token, g_token, end - t, CHUNK)[:, None]
+                    x *= decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)[:, None]
             x, x_unit = in_units(x, SCALED)
         if GATE == "value" and SCALED:
-            y = load_tokens(b + t * b_token, b_token, end - t, column, V, CHUNK, TILE_V)
+            y = load_tokens(b + t * b_token, b_token * NEXT, live, column, V, CHUNK, TILE_V)
             y_unit = load_unit(b_units, place * tiles_v + tile_v, SCALED)
         else:
-            y, y_unit = load_scaled(b + t * b_token, b_token, end - t, column, V, SCALED, CHUNK, TILE_V)
+            y, y_unit = load_scaled(b + t * b_token, b_token * NEXT, live, column, V, SCALED, CHUNK, TILE_V)
 
         before, unit = in_units(state, SCALED)
         store_block(states + place * K * V, row_of_tile, column, before, K, V, TILE_K, TILE_V)
         store_unit(state_units, place * (tiles_k * tiles_v) + tile, unit, SCALED)
         update = tl.dot(tl.trans(x), y, input_precision=PRECISION)
         if GATE == "head":
-            state *= tl.exp(tl.sum(load_numbers(g + t * g_token, g_token, end - t, CHUNK), 0))
+            state *= tl.exp(tl.sum(load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK), 0))
         if GATE == "key":
             e = row_of_tile + tl.arange(0, TILE_K)
             state *= tl.load(whole + place * K + e, mask=e < K, other=0.0)[:, None]
@@ -269,8 +281,8 @@ def read(
     scale, T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
     E: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
-    GATE: tl.constexpr, DECAYED: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    GATE: tl.constexpr, DECAYED: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of scale (X S + P Y) of one chunk of one head, or TRANSPOSED, of X S + scale Pᵀ Y.
@@ -283,9 +295,12 @@ def read(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
+    x_token *= NEXT
+    y_token *= NEXT
     states += place * E * W
     state_units += place * TILES
 
@@ -302,6 +317,7 @@ def read(
         o += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)[None, :]
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
         if TRANSPOSED:
             o *= decay_until(g, g_token, live, CHUNK)[:, None]
         else:
@@ -316,7 +332,7 @@ def read(
         among = load_matrix(among, 0, 0, CHUNK, CHUNK, CHUNK, 1, CHUNK, CHUNK)
     unit = load_unit(score_units, place, SCALED) * y_unit * scale
     o += tl.dot(among, ys, input_precision=PRECISION) * unit
-    store_tokens(output + ((row * T + start) * H + head) * W, H * W, live, column, o, W, CHUNK, BLOCK)
+    store_tokens(output + ((row * T + start) * H + head) * W, H * W * NEXT, live, column, o, W, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -420,7 +436,8 @@ def differentiate(
     W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
     GATE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
-    PACKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one chunk of one head: what each x takes from the tokens before, and each y from those after.
@@ -441,12 +458,17 @@ def differentiate(
         level = tl.load(levels + place * ((W + TILE - 1) // TILE) + column // TILE)
         if (level < LEVELS) != BY_LEVEL:
             return
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     token = (row * T + start) * H + head
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
     a += row * a_row + start * a_token + head * a_head
     b += row * b_row + start * b_token + head * b_head
+    x_token *= NEXT
+    y_token *= NEXT
+    a_token *= NEXT
+    b_token *= NEXT
     states += place * E * W
     state_units += place * TILES
     if WRITES:
@@ -478,12 +500,14 @@ def differentiate(
     read *= scale
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
         own = load_numbers(g, g_token, live, CHUNK)
         read *= decay_since(own)[:, None]
         written *= decay_until(g, g_token, live, CHUNK)[:, None]
         kept *= tl.exp(tl.sum(own, 0))
     if GATE == "channel":
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
         since = add_ranges(i[:, None] >= j, gate, SCALED)
         kept *= tl.exp(tl.sum(gate, 0))
@@ -512,11 +536,11 @@ def differentiate(
     from_later *= unit
     ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
     if READS:
-        store_tokens(d_x + token * W, H * W, live, column, read + itself * ys, W, CHUNK, BLOCK)
+        store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
     if WRITES:
         xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
         d_y += token * W
-        store_tokens(d_y, H * W, live, column, written + from_later + itself * xs, W, CHUNK, BLOCK)
+        store_tokens(d_y, H * W * NEXT, live, column, written + from_later + itself * xs, W, CHUNK, BLOCK)
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
         # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here.
         later = xs * read - ys * from_later
@@ -524,8 +548,8 @@ def differentiate(
         if GATE == "channel":
             dg = kept[None, :] + _add_up(i[:, None] > j, earlier, SCALED)
             dg += _add_up(i[:, None] <= j, later, SCALED)
-            store_tokens(d_g + token * W, H * W, live, column, dg, W, CHUNK, BLOCK)
+            store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
         if GATE == "head":
             before = tl.sum(earlier, 1)
             dg = tl.cumsum(tl.sum(later, 1), 0, reverse=True) + tl.cumsum(before, 0) - before + tl.sum(kept, 0)
-            tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H, dg, mask=i < live)
+            tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)

@@ -72,6 +72,7 @@ def slot_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    reverse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Read M slots of keys and values by softmax; write each token to every slot at its own strength.
@@ -85,8 +86,10 @@ def slot_attention(
 
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g, write [B, T, H, M] with g <= 0 (a log; any magnitude is safe);
     states are pairs of K~ [B, H, M, K] and V~ [B, H, M, V]. With `cu_seqlens` [N + 1] (0, the end of each packed
-    segment) B is 1 and states have N rows. Arithmetic and states are float32, or float64 for float64 inputs; o has v's
-    dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or None).
+    segment) B is 1 and states have N rows. With `reverse` sequences are read from their last token to their first: the
+    initial state is the one behind the last token and the final state that at the first. Arithmetic and states are
+    float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two, changes speed and memory but
+    not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
     of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -125,6 +128,7 @@ def slot_attention(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
 
 

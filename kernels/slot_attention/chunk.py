@@ -28,6 +28,7 @@ def slot_attention_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention` in chunks; keeps its inputs, what is made of them and the states between chunks."""
 
@@ -50,4 +51,5 @@ def slot_attention_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )

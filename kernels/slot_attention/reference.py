@@ -43,6 +43,7 @@ def slot_attention_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -65,6 +66,7 @@ def slot_attention_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )
 
 

@@ -24,6 +24,7 @@ def slot_attention_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
     keys, values = (None, None) if initial_state is None else initial_state
@@ -32,13 +33,13 @@ def slot_attention_triton(
         if write is None:
             write = -torch.expm1(g.float())
         scores, keys = run_linear_attention(
-            *(q, k, write, None, g, keys, cu_seqlens, scale),
+            *(q, k, write, None, g, keys, cu_seqlens, scale, reverse),
             precise=precise,
             transposed=True,
             output_dtype=torch.float32,
         )
         weights = ACTIVATIONS[activation](scores)
         o, values = run_linear_attention(
-            weights, write, v, g, None, values, cu_seqlens, 1.0, precise=precise, output_dtype=v.dtype
+            weights, write, v, g, None, values, cu_seqlens, 1.0, reverse, precise=precise, output_dtype=v.dtype
         )
     return o, (keys, values) if output_final_state else None

@@ -39,6 +39,7 @@ class GatedLinearMixer(Mixer):
         mask: Tensor | None,
         *,
         scale: float = 1.0,
+        reverse: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`."""
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
@@ -53,6 +54,7 @@ class GatedLinearMixer(Mixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert final is not None

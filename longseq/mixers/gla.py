@@ -34,6 +34,7 @@ class GatedLinearAttention(GatedLinearMixer):
     """
 
     paper = "GLA (arXiv:2312.06635), section 4.4"
+    reads_backwards = True
 
     def __init__(
         self,
@@ -62,11 +63,17 @@ class GatedLinearAttention(GatedLinearMixer):
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, MemoryState]:
         q, k, v, g, gate = self._split(projected)
         memory = None if state is None else state.memory
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5)
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse)
         return self.read_out(o, gate), MemoryState(memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:

@@ -46,6 +46,7 @@ class GatedSlotAttention(SlotMixer):
 
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
+    reads_backwards = True
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class HGRN2(GatedLinearMixer):
     """
 
     paper = "HGRN2 (arXiv:2404.07904), section 3"
+    reads_backwards = True
 
     def __init__(
         self,
@@ -56,10 +57,17 @@ class HGRN2(GatedLinearMixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, MemoryState]:
         q, k, v, g = self._split(projected)
-        o, memory = self.recur(q, k, v, g, None if state is None else state.memory, cu_seqlens, mask)
+        memory = None if state is None else state.memory
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, reverse=reverse)
         return self.norm(o.flatten(-2)), MemoryState(memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:

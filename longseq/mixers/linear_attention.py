@@ -37,6 +37,7 @@ class LinearAttention(Mixer):
 
     paper = "Linear attention (arXiv:2006.16236), equations 16 to 20"
     operations = ("linear_attention",)
+    reads_backwards = True
 
     def __init__(
         self,
@@ -57,7 +58,13 @@ class LinearAttention(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, LinearAttentionState]:
         q, k, v = self._features(projected)
         if mask is not None:
@@ -69,6 +76,7 @@ class LinearAttention(Mixer):
             initial_state=None if state is None else state.memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert memory is not None

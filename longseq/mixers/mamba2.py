@@ -45,6 +45,7 @@ class Mamba2(GatedLinearMixer):
 
     paper = "Mamba-2 (arXiv:2405.21060), section 7"
     operations = ("short_convolution", "linear_attention")
+    reads_backwards = True
     undecayed = ("A_log", "dt_bias", "D")
 
     def __init__(
@@ -92,14 +93,20 @@ class Mamba2(GatedLinearMixer):
         self.D.fill_(1.0)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, Mamba2State]:
         convolution, memory = (None, None) if state is None else state
         z, mixed, rate = self._split(projected)
-        mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate)
-        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask)
+        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse)
         return self._read_out(y, x, z), Mamba2State(convolution, memory)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Mamba2State]:

@@ -47,6 +47,7 @@ class RGLRU(Mixer):
 
     paper = "Griffin (arXiv:2402.19427), section 2.4"
     operations = ("short_convolution", "linear_attention")
+    reads_backwards = True
     undecayed = ("decay", "gate_bias")
 
     def __init__(
@@ -80,11 +81,17 @@ class RGLRU(Mixer):
         self.gate_bias.zero_()
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, RGLRUState]:
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         decay, update = self._recurrence(x, mask, watched=True)
         if mask is not None:
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
@@ -97,6 +104,7 @@ class RGLRU(Mixer):
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert memory is not None

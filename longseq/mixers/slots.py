@@ -83,7 +83,13 @@ class SlotMixer(Mixer):
         raise NotImplementedError
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: bool = False,
     ) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
         g, write, normalizer = self.write(logits, None if state is None else state.normalizer, cu_seqlens, mask)
@@ -98,6 +104,7 @@ class SlotMixer(Mixer):
             initial_state=None if state is None else (state.keys, state.values),
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         assert memory is not None
