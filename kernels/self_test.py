@@ -73,7 +73,9 @@ TRIALS: dict[str, Trial] = {
     "recursive_least_squares": Trial({"K": 64}, (Case("plain", 130), Case("plain", 600))),
     "selective_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
     "short_convolution": Trial({"W": 4}, (Case("silu", 70), Case("plain", 70, REVERSED)), channels=70),
-    "slot_attention": Trial({"K": 64, "V": 64, "M": 64}, (Case("plain", 130), Case("write", 130))),
+    "slot_attention": Trial(
+        {"K": 64, "V": 64, "M": 64}, (Case("plain", 130), Case("write", 130), Case("plain", 130, REVERSED))
+    ),
     "variational_linear_attention": Trial({"K": 64, "V": 64}, (Case("plain", 600),)),
 }
 
