@@ -27,6 +27,12 @@ def triton_reasons(call: Call) -> list[str]:
     return reasons
 
 
+def width_reasons(call: Call, limit: int, *names: str) -> list[str]:
+    """The reason against kernels that take the named dimensions up to a limit."""
+    wide = [f"{name} = {call.sizes[name]}" for name in names if call.sizes.get(name, 1) > limit]
+    return [f"{' and '.join(wide)}, and it goes to {limit} (use backend='torch')"] if wide else []
+
+
 def channels_adjacent(tensor: Tensor) -> Tensor:
     """The tensor with adjacent channels; batch and time may have any stride."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

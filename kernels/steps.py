@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.checks import check_tensors
-from longseq.kernels.devices import triton_reasons
+from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import Backend, Call, is_exporting, register_step, select
 
 TRITON_STEP_WIDTH = 512  # of a dimension that one program holds whole
@@ -36,10 +36,7 @@ def _step_reasons(call: Call, held: tuple[str, ...]) -> list[str]:
         reasons.append(f"it keeps states in float32, and this one is {call.dtype} (cast it, or use backend='torch')")
     if call.differentiated:
         reasons.append("it has no gradient, and an input requires one (use backend='torch', or torch.no_grad())")
-    wide = [f"{name} = {call.sizes[name]}" for name in held if call.sizes.get(name, 1) > TRITON_STEP_WIDTH]
-    if wide:
-        reasons.append(f"{' and '.join(wide)}, and it goes to {TRITON_STEP_WIDTH} (use backend='torch')")
-    return reasons
+    return reasons + width_reasons(call, TRITON_STEP_WIDTH, *held)
 
 
 def backend_of_step(backend: str) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 from longseq.kernels.checks import check_chunk_size, check_tensors
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step_torch
-from longseq.kernels.devices import triton_reasons
+from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -26,9 +26,7 @@ TRITON_WIDTH = 256  # of a state's rows and columns
 
 
 def _triton_reasons(call: Call) -> list[str]:
-    wide = [f"{name} = {call.sizes[name]}" for name in ("K", "V") if call.sizes.get(name, 1) > TRITON_WIDTH]
-    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
-    return triton_reasons(call) + reasons
+    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V")
 
 
 # Imported in the call, because importing this package must not import Triton; an import statement, because

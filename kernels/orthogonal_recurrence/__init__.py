@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_tensors
-from longseq.kernels.devices import triton_reasons
+from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -31,8 +31,7 @@ TRITON_CHUNK = 64  # tokens
 
 
 def _triton_reasons(call: Call) -> list[str]:
-    wide = [f"{name} = {call.sizes[name]}" for name in ("D", "M") if call.sizes.get(name, 1) > TRITON_WIDTH]
-    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
+    reasons = width_reasons(call, TRITON_WIDTH, "D", "M")
     if call.sizes.get("C", 1) > TRITON_CHUNK:
         reasons.append(f"chunk_size = {call.sizes['C']}, and it goes to {TRITON_CHUNK} (use backend='torch')")
     return triton_reasons(call) + reasons

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
-from longseq.kernels.devices import triton_reasons
+from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -32,10 +32,7 @@ TRITON_WIDTH = 64  # of the matrix that one program holds in registers
 
 def inverse_reasons(call: Call) -> list[str]:
     """The reasons against the Triton form for a matrix A of this call's width K."""
-    reasons = triton_reasons(call)
-    if call.sizes.get("K", 1) > TRITON_WIDTH:
-        reasons.append(f"K = {call.sizes['K']}, and it goes to {TRITON_WIDTH} (use backend='torch')")
-    return reasons
+    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K")
 
 
 # Imported in the call, because importing this package must not import Triton; an import statement, because

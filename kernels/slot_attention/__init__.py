@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
-from longseq.kernels.devices import triton_reasons
+from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -27,9 +27,7 @@ TRITON_WIDTH = 512  # of a state's rows and columns
 
 
 def _triton_reasons(call: Call) -> list[str]:
-    wide = [f"{name} = {call.sizes[name]}" for name in ("K", "V", "M") if call.sizes.get(name, 1) > TRITON_WIDTH]
-    reasons = [f"{' and '.join(wide)}, and it goes to {TRITON_WIDTH} (use backend='torch')"] if wide else []
-    return triton_reasons(call) + reasons
+    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V", "M")
 
 
 # Imported in the call, because importing this package must not import Triton; an import statement, because

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
 from longseq.kernels.delta_rule import TRITON_WIDTH
+from longseq.kernels.devices import width_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
@@ -29,10 +30,7 @@ __all__ = ["variational_linear_attention", "variational_linear_attention_step"]
 
 
 def _triton_reasons(call: Call) -> list[str]:
-    reasons = inverse_reasons(call)
-    if call.sizes.get("V", 1) > TRITON_WIDTH:
-        reasons.append(f"V = {call.sizes['V']}, and it goes to {TRITON_WIDTH} (use backend='torch')")
-    return reasons
+    return inverse_reasons(call) + width_reasons(call, TRITON_WIDTH, "V")
 
 
 # Imported in the call, because importing this package must not import Triton; an import statement, because
