@@ -57,6 +57,10 @@ class Inputs:
         """The same call with `function` applied to each float tensor."""
         return self.replace({name: function(x) for name, x in self.tensors.items()})
 
+    def to(self, device: torch.device | str) -> "Inputs":
+        """The same call on another device."""
+        return self.replace({name: x.to(device) for name, x in self.arguments.items()})
+
     def cut(self, start: int, stop: int, initial_state: Any = None) -> "Inputs":
         """The call on tokens start to stop, from `initial_state` if given."""
         state = self.initial_state if initial_state is None else initial_state

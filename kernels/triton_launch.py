@@ -13,7 +13,13 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest."""
+    """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest.
+
+    A launch can be wrong, and not only slow. Where operands of tensor cores have rows of 128 bytes and others in the
+    same kernel of 64 or 32 (64 columns of float16 beside 32, or 32 of float32 beside 16), ptxas of CUDA 12.8, which
+    Triton 3.4 to 3.6 bring, may add the high word of an operand's descriptor to a register with something else in it:
+    wrong numbers, or illegal accesses to memory. `longseq benchmark tune` compares every candidate with float64.
+    """
 
     block: int
     step: int

@@ -126,34 +126,26 @@ def load_channels(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def _halve(x, SCALED: tl.constexpr):
-    """x as a sum of two tiles, high + low * unit, to 22 bits; of SCALED tiles x is below 2^15."""
-    if SCALED:
-        high = x.to(tl.float16)
-        low = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
-        unit = 1.0 / 2048.0
-    else:
-        # The 13 bits that TF32 has no room for, so that the rest is not rounded.
-        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        low = x - high
-        unit = 1.0
-    return high, low, unit
+def _halve(x):
+    """x as a sum of its leading bits, those that TF32 has room for, and the rest, of which TF32 keeps as many."""
+    high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return high, x - high
 
 
 @triton.jit
-def add_ranges(ranges, x, SCALED: tl.constexpr):
+def add_ranges(ranges, x):
     """Sums of rows of x, [CHUNK, N], over ranges [CHUNK, CHUNK]."""
-    high, low, unit = _halve(x, SCALED)
-    ranges = as_tile(ranges, SCALED)
-    return tl.dot(ranges, high, tl.dot(ranges, low, input_precision="tf32") * unit, input_precision="tf32")
+    high, low = _halve(x)
+    ranges = ranges.to(tl.float32)
+    return tl.dot(ranges, high, tl.dot(ranges, low, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit
-def add_ranges_across(x, ranges, SCALED: tl.constexpr):
+def add_ranges_across(x, ranges):
     """`add_ranges` of columns of x, [N, CHUNK], over ranges that stand in columns."""
-    high, low, unit = _halve(x, SCALED)
-    ranges = as_tile(ranges, SCALED)
-    return tl.dot(high, ranges, tl.dot(low, ranges, input_precision="tf32") * unit, input_precision="tf32")
+    high, low = _halve(x)
+    ranges = ranges.to(tl.float32)
+    return tl.dot(high, ranges, tl.dot(low, ranges, input_precision="tf32"), input_precision="tf32")
 
 
 @triton.jit

@@ -40,7 +40,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "read": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate": Launch(64, 0, 4, 1),
         "read_channels": Launch(64, 0, 4, 2),
-        "read_channels_by_level": Launch(32, 0, 4, 1),
+        "read_channels_by_level": Launch(32, 0, 8, 1),
         "differentiate_channels": Launch(32, 0, 4, 1),
         "differentiate_channels_by_level": Launch(16, 0, 4, 1),
     }

@@ -88,13 +88,13 @@ def decay_channels(
     tl.store(levels + place * tiles + tile, mild_level(gate, LIMIT, LEVELS))
     y += row * y_row + start * y_token + head * y_head
     ys, unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
-    ys = decay(ys, tl.exp(add_ranges(i < j, gate, SCALED)))
+    ys = decay(ys, tl.exp(add_ranges(i < j, gate)))
     store_tokens(writes + token * W, H * W * NEXT, live, column, ys, W, CHUNK, TILE)
     store_unit(write_units, place * tiles + tile, unit, SCALED)
     if READS:
         x += row * x_row + start * x_token + head * x_head
         xs, unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
-        xs = decay(xs, tl.exp(add_ranges(i >= j, gate, SCALED)))
+        xs = decay(xs, tl.exp(add_ranges(i >= j, gate)))
         store_tokens(reads + token * W, H * W * NEXT, live, column, xs, W, CHUNK, TILE)
         store_unit(read_units, place * tiles + tile, unit, SCALED)
 
@@ -191,12 +191,12 @@ def score_by_level(
         ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK), SCALED)
         unit = x_unit * y_unit
         for level in range(mild, LEVELS):
-            since = tl.exp(add_ranges(pair_ranges(i, j, level), gate, SCALED))
-            until = tl.exp(add_ranges_across(gate_across, pair_ranges(j, i, level), SCALED))
+            since = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
+            until = tl.exp(add_ranges_across(gate_across, pair_ranges(j, i, level)))
             products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
             sums += tl.where(are_paired(i, j, level), products * unit, 0.0)
-        since = tl.exp(add_ranges(block_ranges(i, j, mild), gate, SCALED))
-        until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild), SCALED))
+        since = tl.exp(add_ranges(block_ranges(i, j, mild), gate))
+        until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild)))
         products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
         sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * unit, 0.0)
     _store_scores(scores, score_units, sums, place, SCALED, CHUNK)
@@ -352,13 +352,6 @@ def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _add_up(ranges, x, SCALED: tl.constexpr):
-    """`add_ranges` of x of any size."""
-    x, unit = scale_down(x, SCALED)
-    return add_ranges(ranges, x, SCALED) * unit
-
-
-@triton.jit
 def _sums(
     scores, x, y, x_token, y_token, live, column, W: tl.constexpr, WRITES: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -402,29 +395,27 @@ def _sums_by_level(
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-    ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
-    none = as_tile(tl.zeros((CHUNK, CHUNK), tl.float32), SCALED)
-    among = _load_earlier(scores, SCALED, CHUNK)
+    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
     read = tl.zeros((CHUNK, BLOCK), tl.float32)
     for level in range(mild, LEVELS):
-        part = tl.exp(add_ranges(pair_ranges(i, j, level), gate, SCALED))
-        pairs = tl.where(are_paired(i, j, level), among, none)
-        read += tl.dot(pairs, decay(ys, part), input_precision=PRECISION) * part
-    since = add_ranges(block_ranges(i, j, mild), gate, SCALED)
-    pairs = tl.where((i >> mild) == (j >> mild), among, none)
-    read += tl.dot(pairs, decay(ys, tl.exp(-since)), input_precision=PRECISION) * tl.exp(since)
+        part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
+        pairs = tl.where(are_paired(i, j, level), among, 0.0)
+        read += tl.dot(pairs, to_tf32(ys * part, SCALED), input_precision=PRECISION) * part
+    since = add_ranges(block_ranges(i, j, mild), gate)
+    pairs = tl.where((i >> mild) == (j >> mild), among, 0.0)
+    read += tl.dot(pairs, to_tf32(ys * tl.exp(-since), SCALED), input_precision=PRECISION) * tl.exp(since)
     written = tl.zeros((CHUNK, BLOCK), tl.float32)
     if WRITES:
-        xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-        among = _load_later(scores, SCALED, CHUNK)
+        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        among = _load_later(scores, SCALED, CHUNK).to(tl.float32)
         for level in range(mild, LEVELS):
-            part = tl.exp(add_ranges(pair_ranges(i, j, level), gate, SCALED))
-            pairs = tl.where(are_paired(j, i, level), among, none)
-            written += tl.dot(pairs, decay(xs, part), input_precision=PRECISION) * part
-        pairs = tl.where((i >> mild) == (j >> mild), among, none)
-        written += tl.dot(pairs, decay(xs, tl.exp(since)), input_precision=PRECISION) * tl.exp(-since)
-        written *= x_unit
-    return read * y_unit, written
+            part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
+            pairs = tl.where(are_paired(j, i, level), among, 0.0)
+            written += tl.dot(pairs, to_tf32(xs * part, SCALED), input_precision=PRECISION) * part
+        pairs = tl.where((i >> mild) == (j >> mild), among, 0.0)
+        written += tl.dot(pairs, to_tf32(xs * tl.exp(since), SCALED), input_precision=PRECISION) * tl.exp(-since)
+    return read, written
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -509,12 +500,12 @@ def differentiate(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        since = add_ranges(i[:, None] >= j, gate, SCALED)
+        since = add_ranges(i[:, None] >= j, gate)
         kept *= tl.exp(tl.sum(gate, 0))
         if BY_LEVEL:
             read *= tl.exp(since)
             if WRITES:
-                written *= tl.exp(add_ranges(i[:, None] < j, gate, SCALED))
+                written *= tl.exp(add_ranges(i[:, None] < j, gate))
             from_earlier, from_later = _sums_by_level(
                 scores, x, y, g, x_token, y_token, g_token, live, column, level,
                 W, WRITES, SCALED, PRECISION, CHUNK, LEVELS, BLOCK,
@@ -546,8 +537,8 @@ def differentiate(
         later = xs * read - ys * from_later
         earlier = ys * written
         if GATE == "channel":
-            dg = kept[None, :] + _add_up(i[:, None] > j, earlier, SCALED)
-            dg += _add_up(i[:, None] <= j, later, SCALED)
+            dg = kept[None, :] + add_ranges(i[:, None] > j, earlier)
+            dg += add_ranges(i[:, None] <= j, later)
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
         if GATE == "head":
             before = tl.sum(earlier, 1)

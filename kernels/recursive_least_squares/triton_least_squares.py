@@ -78,7 +78,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (4, 64): {
         "advance": Launch(64, 0, 4, 1),
         "read_out": Launch(64, 0, 8, 1),
-        "linearize": Launch(64, 0, 8, 1),
+        "linearize": Launch(64, 0, 4, 1),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_directions": Launch(64, 0, 8, 1),
     },

@@ -292,10 +292,6 @@ REAL = [
 ]
 
 
-def to_gpu(inputs):
-    return inputs.replace({name: x.cuda() for name, x in inputs.arguments.items()})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("op", "variant", "batch", "sizes"), REAL)
@@ -304,7 +300,7 @@ def test_real_sizes_on_the_gpu(op, variant, batch, sizes, dtype):
     exact, plain = step_results(inputs.map(torch.Tensor.double), backend="torch"), step_results(inputs, backend="torch")
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory is NaN until it is written
     try:
-        first, second = (step_results(to_gpu(inputs), backend="triton") for _ in range(2))
+        first, second = (step_results(inputs.to("cuda"), backend="triton") for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     for name, value in exact.items():
@@ -317,7 +313,7 @@ def test_real_sizes_on_the_gpu(op, variant, batch, sizes, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", list_ops())
 def test_cuda_graph_takes_one_step_after_another(op):
-    inputs = to_gpu(draw(op, tokens=4))
+    inputs = draw(op, tokens=4).to("cuda")
     expected = step_results(inputs, backend="triton")  # compiles the kernel, which a capture cannot
     token, state = inputs.cut(0, 1).map(torch.clone), each(torch.clone, inputs.initial_state)
     graph = torch.cuda.CUDAGraph()
@@ -338,7 +334,7 @@ def test_cuda_graph_takes_one_step_after_another(op):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", list_ops())
 def test_compiled_steps_on_the_gpu(op):
-    inputs = to_gpu(draw(op, tokens=1))
+    inputs = draw(op, tokens=1).to("cuda")
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda inputs: inputs.step(0, inputs.initial_state, backend="triton"), fullgraph=True, mode="reduce-overhead"
