@@ -18,16 +18,12 @@ TRITON_STEP_WIDTH = 512  # of a dimension that one program holds whole
 
 
 def register_steps(op: str, torch_form: Callable[..., Any], triton_form: Callable[..., Any], *held: str) -> None:
-    """Register the forms of an operation's step; `held` names the dimensions that a program of the kernel holds whole.
-
-    The kernels stand behind the torch form, to be asked for by name: they have run in Triton's interpreter and compile
-    for Hopper, but have not been measured on a GPU yet.
-    """
+    """Register the forms of an operation's step; `held` names the dimensions that a program of the kernel holds whole."""
 
     def reasons(call: Call) -> list[str]:
         return _step_reasons(call, held)
 
-    register_step(op, Backend("torch", torch_form), Backend("triton", triton_form, reasons))
+    register_step(op, Backend("triton", triton_form, reasons), Backend("torch", torch_form))
 
 
 def _step_reasons(call: Call, held: tuple[str, ...]) -> list[str]:

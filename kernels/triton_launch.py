@@ -9,6 +9,8 @@ from torch import Tensor
 
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE, file_of_launches, read_launches
 
+# By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
+ROW = {2: 64, 4: 32}
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -60,9 +62,9 @@ def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) ->
         table[row["kernel"]] = Launch(**row["launch"])
 
 
-def block_width(width: int) -> int:
-    """The narrowest block of so many columns that matrix products take."""
-    return max(16, triton.next_power_of_2(width))
+def block_width(width: int, least: int = 16) -> int:
+    """The narrowest block of so many columns that matrix products take, of at `least` so many."""
+    return max(least, triton.next_power_of_2(width))
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:

@@ -37,12 +37,10 @@ def _linear_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor 
     return linear_attention_triton(*args, **kwargs)
 
 
-# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
-# for Hopper, but it has not been measured on a GPU yet, nor its gradients compared with float64 there.
 register(
     "linear_attention",
-    Backend("torch", linear_attention_chunk, unpacking_reasons),
     Backend("triton", _linear_attention_triton, _triton_reasons),
+    Backend("torch", linear_attention_chunk, unpacking_reasons),
     Backend("reference", linear_attention_reference, loop_reasons),
 )
 

@@ -27,7 +27,15 @@ from longseq.kernels.linear_attention.triton_passes import (
     score_by_level,
     walk,
 )
-from longseq.kernels.triton_launch import Launch, block_width, count_slots, sequence_of_slots, strides, use_measured
+from longseq.kernels.triton_launch import (
+    ROW,
+    Launch,
+    block_width,
+    count_slots,
+    sequence_of_slots,
+    strides,
+    use_measured,
+)
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64 or 512. Not measured yet: chosen by the registers
 # that the kernels need. A block of 0 is that of a tile.
@@ -63,7 +71,6 @@ LAUNCHES |= {
 }
 use_measured("linear_attention", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
-TILES = {2: 64, 4: 32}  # rows and columns of a state's tiles, and columns of decayed queries' and keys', at most
 # Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'
 # rounding errors are small.
 LIMITS = {2: 64.0, 4: 8.0}
@@ -89,16 +96,17 @@ class _Plan(NamedTuple):
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
 
-    def tile(self, width: int) -> int:
-        """Columns of a tile."""
-        return min(TILES[self.dtype.itemsize], block_width(width))
+    @property
+    def tile(self) -> int:
+        """Rows and columns of a state's tiles, and columns of decayed queries' and keys'."""
+        return ROW[self.dtype.itemsize]
 
     def tiles(self, width: int) -> int:
-        return triton.cdiv(width, self.tile(width))
+        return triton.cdiv(width, self.tile)
 
     def block(self, kernel: str, width: int) -> int:
         """The width of a program's block of so many columns."""
-        return min(self.launches[kernel].block, block_width(width))
+        return min(self.launches[kernel].block, block_width(width, ROW[self.dtype.itemsize]))
 
     def units(self, like: Tensor, *shape: int) -> Tensor:
         """Room for the units of tiles, by slot and head."""
@@ -173,7 +181,7 @@ class _Passes:
         decay_channels[(plan.slots * self.heads * tiles,)](
             x, y, g, self.cu_seqlens, self.sequence_of, *decayed,
             self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, READS=reads, TILE=plan.tile(width), LIMIT=LIMITS[plan.dtype.itemsize],
+            W=width, READS=reads, TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
             **self.layout, **self.levels, **plan.options("decay_channels"),
         )  # fmt: skip
         return decayed
@@ -182,7 +190,7 @@ class _Passes:
         """`decayed` comes with a gate per channel, which is that of x and y."""
         plan, width = self.plan, x.shape[3]
         scores = _allocate_scores(plan, x)
-        tiles = {"TILE": plan.tile(width), "TILES": triton.next_power_of_2(plan.tiles(width))}
+        tiles = {"TILE": plan.tile, "TILES": triton.next_power_of_2(plan.tiles(width))}
         score[(plan.slots * self.heads,)](
             x, y, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
             self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
@@ -222,7 +230,7 @@ class _Passes:
             a, units, b, units, g, whole, self.cu_seqlens, first, *states, last,
             self.scale if backward else 1.0, self.tokens, self.heads, *strides(a), *strides(b), *strides(g),
             K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
-            ROW=row, COLUMN=column, TILE_K=plan.tile(plan.key_dim), TILE_V=plan.tile(plan.value_dim),
+            ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
             **self.constants, **plan.options("walk"),
         )  # fmt: skip
 
@@ -272,7 +280,7 @@ class _Passes:
             kernels = [kernel, f"{kernel}_by_level"]
         for kernel in kernels:
             block = plan.block(kernel, width)
-            assert decayed is None or block <= plan.tile(width), "a block of columns lies in one tile"
+            assert decayed is None or block <= plan.tile, "a block of columns lies in one tile"
             differentiate[(plan.slots * self.heads * triton.cdiv(width, block),)](
                 x, y, a, b, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
                 *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
@@ -295,7 +303,7 @@ class _Passes:
         else:
             layout |= {"E": plan.key_dim, "W": plan.value_dim, "ROW": plan.value_dim, "COLUMN": 1}
             layout |= {"UNIT_ROW": tiles, "UNIT_COLUMN": 1}
-        return layout | {"STEP": plan.tile(layout["E"]), "TILE": plan.tile(layout["W"])}
+        return layout | {"STEP": plan.tile, "TILE": plan.tile}
 
 
 def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:

@@ -45,12 +45,10 @@ def _orthogonal_recurrence_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Te
     return orthogonal_recurrence_triton(*args, **kwargs)
 
 
-# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
-# for Hopper, but has not been compared with float64 or measured on a GPU yet.
 register(
     "orthogonal_recurrence",
-    Backend("torch", orthogonal_recurrence_chunk, unpacking_reasons),
     Backend("triton", _orthogonal_recurrence_triton, _triton_reasons),
+    Backend("torch", orthogonal_recurrence_chunk, unpacking_reasons),
     Backend("reference", orthogonal_recurrence_reference, loop_reasons),
 )
 

@@ -45,14 +45,14 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (4, side): {
         "advance_tokens": Launch(0, 0, {16: 1, 32: 1, 64: 4, 128: 8}[side], 1),
         "retreat_tokens": Launch(0, 0, {16: 1, 32: 2, 64: 8, 128: 8}[side], 1),
-        "advance_chunks": Launch(16, 0, 4 if side <= 32 else 8, 1),
+        "advance_chunks": Launch(16 if side <= 64 else 32, 0, 4 if side <= 32 else 8, 1),
         "relate_chunks": Launch(0, 0, 4, 1),
         "read_slots": Launch(16, 0, 4, 1),
         "read_out": Launch(16, 0, 4, 1),
         "differentiate_slots": Launch(16, 0, 4, 1),
         "differentiate_directions": Launch(16, 0, 8, 1),
         "differentiate_gates": Launch(16, 0, 8, 1),
-        "retreat_chunks": Launch(16, 0, 4 if side <= 32 else 8, 1),
+        "retreat_chunks": Launch(16 if side <= 64 else 32, 0, 4 if side <= 32 else 8, 1),
     }
     for side in (16, 32, 64, 128)
 }
@@ -76,8 +76,8 @@ class _Form(NamedTuple):
         return self.chunk == 1
 
     def columns(self, kernel: str) -> int:
-        """So many of the state's columns a kernel works on at a time; four times the table's in short chunks."""
-        columns = self.launches[kernel].block * (4 if self.constants["BLOCK_C"] == 16 else 1)
+        """So many of the state's columns a kernel works on at a time: the table's, and in short chunks at least 64."""
+        columns = max(self.launches[kernel].block, 64 if self.constants["BLOCK_C"] == 16 else 0)
         return min(columns, block_width(self.constants["M"]))
 
     def arguments(self, kernel: str, *unused: str, **more: Any) -> dict[str, Any]:

@@ -43,12 +43,10 @@ def _recursive_least_squares_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, 
     return recursive_least_squares_triton(*args, **kwargs)
 
 
-# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
-# for Hopper, but has neither been compared with float64 nor measured on a GPU yet.
 register(
     "recursive_least_squares",
-    Backend("torch", recursive_least_squares_chunk, unpacking_reasons),
     Backend("triton", _recursive_least_squares_triton, inverse_reasons),
+    Backend("torch", recursive_least_squares_chunk, unpacking_reasons),
     Backend("reference", recursive_least_squares_reference, loop_reasons),
 )
 

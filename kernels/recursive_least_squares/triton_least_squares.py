@@ -54,6 +54,7 @@ from longseq.kernels.recursive_least_squares.triton_backward import (
 )
 from longseq.kernels.recursive_least_squares.triton_forward import advance, connect, read_out, summarize
 from longseq.kernels.triton_launch import (
+    ROW,
     Launch,
     block_width,
     count_slots,
@@ -112,7 +113,7 @@ def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
     chunk = CHUNKS[size]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     constants: dict[str, object] = {"K": width, "PACKED": cu_seqlens is not None, "CHUNK": chunk}
-    constants["BLOCK"] = block_width(width)
+    constants["BLOCK"] = block_width(width, ROW[4])
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     return _Plan(size == 2, chunk, slots, sequences, LAUNCHES[size, 64], constants)
 

@@ -38,12 +38,10 @@ def _slot_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Ten
     return slot_attention_triton(*args, **kwargs)
 
 
-# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
-# for Hopper, but it has not been measured on a GPU yet, nor its gradients compared with float64 there.
 register(
     "slot_attention",
-    Backend("torch", slot_attention_chunk, unpacking_reasons),
     Backend("triton", _slot_attention_triton, _triton_reasons),
+    Backend("torch", slot_attention_chunk, unpacking_reasons),
     Backend("reference", slot_attention_reference, loop_reasons),
 )
 

@@ -41,12 +41,10 @@ def _variational_linear_attention_triton(*args: Any, **kwargs: Any) -> tuple[Ten
     return variational_linear_attention_triton(*args, **kwargs)
 
 
-# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
-# for Hopper, but has neither been compared with float64 nor measured on a GPU yet.
 register(
     "variational_linear_attention",
-    Backend("torch", variational_linear_attention_chunk, unpacking_reasons),
     Backend("triton", _variational_linear_attention_triton, _triton_reasons),
+    Backend("torch", variational_linear_attention_chunk, unpacking_reasons),
     Backend("reference", variational_linear_attention_reference, loop_reasons),
 )
 

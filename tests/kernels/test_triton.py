@@ -340,6 +340,40 @@ def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant,
         torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
+def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
+    from longseq.kernels.diagonal_scan import triton_scan as kernels
+
+    monkeypatch.setattr(kernels, "SHORTEST_PART", kernels.CHECKPOINT)
+    monkeypatch.setattr(kernels, "FEWEST_PARTS", 1)
+    split = []
+    sequence_of_slots = kernels.sequence_of_slots
+    monkeypatch.setattr(kernels, "sequence_of_slots", lambda *args: split.append(args) or sequence_of_slots(*args))
+    for options in ({"cu_seqlens": torch.tensor([0, 3, 3, 50])}, {}):
+        inputs = make_inputs(op, batch=1, segments=3 if options else None, tokens=50, sizes={"N": 20})
+        exact = gradients(inputs, run=Inputs.run_turned if reverse else Inputs.run, backend="reference", **options)
+        inputs = make_inputs(
+            op, batch=1, segments=3 if options else None, tokens=50, sizes={"N": 20}, dtype=torch.float32
+        )
+        assert_as_accurate_as_torch(inputs, exact, reverse=reverse, **options)
+    assert len(split) == 4  # forward and backward
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (2, 170, 3), "weight": (3, 9), "bias": (3,), "initial_state": (2, 3, 8)}
+    exact = {name: torch.randn(shape, generator=generator).double() for name, shape in shapes.items()}
+    gradient = {}
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in exact.items()}
+        y, _ = short_convolution(**leaves, activation="silu", reverse=reverse, backend=backend)
+        gradient[backend] = [y, *torch.autograd.grad(y.square().sum(), list(leaves.values()))]
+    for ours, expected in zip(gradient["triton"], gradient["torch"], strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_any_float64_input_is_a_reason_against_float32_kernels(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=4, dtype=torch.float32)
@@ -589,7 +623,12 @@ HALF_PRODUCTS = (
 )
 
 
-def assert_accurate_in_every_run(function, arguments, dtype, **options):
+def mean_error(actual, expected):
+    """The mean difference relative to the mean magnitude: a few entries, however wrong, do not count."""
+    return ((actual.double() - expected).abs().mean() / (expected.abs().mean() + 1e-30)).item()
+
+
+def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **options):
     """Compare with float64: twice the torch form's own error is allowed, and no difference from run to run."""
     exact = gpu_gradients(function, {name: value.double() for name, value in arguments.items()}, "torch", **options)
     plain = gpu_gradients(function, arguments, "torch", **options)
@@ -661,7 +700,9 @@ def test_orthogonal_recurrence_on_the_gpu(shape, dtype):
     options = {"objective": objective, "normalize": normalize, "chunk_size": chunk_size, "scale": 0.5}
     if bounds is not None:
         options["cu_seqlens"] = torch.tensor(bounds, device="cuda")
-    assert_accurate_in_every_run(orthogonal_recurrence, arguments, dtype, **options)
+    # What is within its rounding of the threshold is shrunk to zero by one form, and passes a gradient in the other.
+    measure = mean_error if shrunk else error
+    assert_accurate_in_every_run(orthogonal_recurrence, arguments, dtype, error=measure, **options)
 
 
 @pytest.mark.gpu
