@@ -1,15 +1,18 @@
 """Train every mixer by its Triton kernels and by the torch form; write loss_curves.json and loss_curves.png.
 
-python benchmarks/loss_curves.py FOLDER [UPDATES]
+python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS]
 
-FOLDER holds text files; every tenth one, by name, is left out. Needs a CUDA device.
+FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, spread over torch's CUDA
+devices. The files are written after every mixer.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from torch import Tensor
 from longseq import mixers
 from longseq.backbones.text import TextBackbone
 from longseq.kernels import explain
+from longseq.tools.benchmark.measure import one_line
 
 HERE = Path(__file__).parent
-TOKENS, BATCH, UPDATES = 512, 16, 200
+TOKENS, BATCH, UPDATES = 256, 32, 200
 LEARNING_RATE = 1e-3
 SMOOTH = 10  # updates whose losses are averaged before two curves are compared
 
@@ -35,55 +39,53 @@ def has_kernels(name: str) -> bool:
     return bool(operations) and all(explain(op, device="cuda").get("triton") == [] for op in operations)
 
 
-def curve(name: str, backend: str, bfloat16: bool, text: Tensor, updates: int) -> tuple[Tensor, float]:
+def curve(name: str, backend: str, bfloat16: bool, text: Tensor, updates: int, device: torch.device) -> Tensor:
     """The smoothed losses of one training run, the same weights and batches in every run of a mixer."""
-    device = torch.device("cuda")
     torch.manual_seed(0)
     model = TextBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
-    losses, seconds = train(
+    losses, _ = train(
         model.to(device), text, device, updates=updates, tokens=TOKENS, batch=BATCH, learning_rate=LEARNING_RATE,
         bfloat16=bfloat16,
     )  # fmt: skip
-    smoothed = torch.tensor(losses)[: updates // SMOOTH * SMOOTH].view(-1, SMOOTH).mean(1)
-    return smoothed, 1000 * seconds / updates
+    return torch.tensor(losses)[: updates // SMOOTH * SMOOTH].view(-1, SMOOTH).mean(1)
 
 
-def compare(name: str, text: Tensor, updates: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def compare(name: str, folder: str, updates: int, index: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """One row for a mixer, and its curves."""
-    for backend in ("torch", "triton"):
-        curve(name, backend, True, text, SMOOTH)  # kernels are tested and compiled outside of the times below
-    full, _ = curve(name, "torch", False, text, updates)
-    plain, plain_time = curve(name, "torch", True, text, updates)
-    ours, ours_time = curve(name, "triton", True, text, updates)
-    apart, noise = (ours - plain).abs(), (full - plain).abs()
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    text, _, _ = read_text(folder)
+    full = curve(name, "torch", False, text, updates, device)
+    plain = curve(name, "torch", True, text, updates, device)
+    ours = curve(name, "triton", True, text, updates, device)
     row = {
         "mixer": name,
         "last_loss_torch_float32": round(full[-1].item(), 4),
         "last_loss_torch_bfloat16": round(plain[-1].item(), 4),
         "last_loss_triton_bfloat16": round(ours[-1].item(), 4),
-        "largest_gap_triton_to_torch_bfloat16": round(apart.max().item(), 4),
-        "largest_gap_torch_bfloat16_to_float32": round(noise.max().item(), 4),
-        "ms_per_update_torch": round(plain_time, 1),
-        "ms_per_update_triton": round(ours_time, 1),
+        "largest_gap_triton_to_torch_bfloat16": round((ours - plain).abs().max().item(), 4),
+        "largest_gap_torch_bfloat16_to_float32": round((full - plain).abs().max().item(), 4),
     }
-    return row, {"torch, float32": full, "torch, bfloat16": plain, "Triton, bfloat16": ours}
+    lines = {"torch, float32": full, "torch, bfloat16": plain, "Triton, bfloat16": ours}
+    return row, {label: line.tolist() for label, line in lines.items()}
 
 
-def draw(curves: dict[str, dict[str, Tensor]]) -> None:
+def draw(curves: dict[str, dict[str, list[float]]]) -> None:
     columns = 4
     rows = -(-len(curves) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False, sharex=True)
     for axis in axes.flat[len(curves) :]:
         axis.remove()
-    for axis, (name, lines) in zip(axes.flat, curves.items(), strict=False):
+    for axis, (name, lines) in zip(axes.flat, sorted(curves.items()), strict=False):
         for label, line in lines.items():
-            axis.plot(torch.arange(1, len(line) + 1) * SMOOTH, line, label=label, linewidth=1)
+            axis.plot([(n + 1) * SMOOTH for n in range(len(line))], line, label=label, linewidth=1)
         axis.set_title(name, fontsize=9)
     axes[0, 0].legend(fontsize=7)
     figure.supxlabel("updates")
     figure.supylabel("training loss (nats a byte)")
     figure.tight_layout()
     figure.savefig(HERE / "loss_curves.png", dpi=120)
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -92,16 +94,30 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("loss_curves.py compares kernels on a CUDA device, and torch sees none")
     updates = int(sys.argv[2]) if len(sys.argv) > 2 else UPDATES
-    text, _, files = read_text(sys.argv[1])
-    rows, curves = [], {}
-    for name in filter(has_kernels, mixers.mixer_names()):
-        row, curves[name] = compare(name, text, updates)
-        rows.append(row)
-        print(row, flush=True)
-    draw(curves)
+    jobs = int(sys.argv[3]) if len(sys.argv) > 3 else torch.cuda.device_count()
+    _, _, files = read_text(sys.argv[1])
+    names = list(filter(has_kernels, mixers.mixer_names()))
+    rows: list[dict[str, Any]] = []
+    curves: dict[str, dict[str, list[float]]] = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(compare, name, sys.argv[1], updates, n): name for n, name in enumerate(names)}
+        for done in as_completed(running):
+            name = running[done]
+            try:
+                row, curves[name] = done.result()
+            except Exception as error:
+                row = {"mixer": name, "remark": one_line(error)}
+            rows.append(row)
+            print(row, flush=True)
+            if curves:
+                draw(curves)
+            write(sorted(rows, key=lambda row: row["mixer"]), updates, jobs, files)
+
+
+def write(rows: list[dict[str, Any]], updates: int, jobs: int, files: int) -> None:
     result = {
         "what": "Training by the Triton kernels and by the torch form",
-        "command": f"python benchmarks/loss_curves.py FOLDER {updates}",
+        "command": f"python benchmarks/loss_curves.py FOLDER {updates} {jobs}",
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__.split("+")[0], "triton": triton.__version__},

@@ -2,10 +2,12 @@
 
     z_t = bias + Σ_j w_j ⊙ x_{t-j};   y_t = z_t or SiLU(z_t);   j = 0 ... W-1, x before the first token from the state
 
-Channels are adjacent in memory, so every load is a row of BLOCK_D channels and a tap is the same load some rows up,
-which the cache answers; read in reverse, some rows down. Packed segments are told apart by the number of the segment of
-each token, found without waiting for the device. Backward computes z again instead of storing it. Each program writes
-its sum for the weights and the bias, and torch adds them in a fixed order: the result is the same in every run.
+A program walks along a stretch of tokens for BLOCK_D adjacent channels, and holds the last W inputs in registers: each
+input is read once, in vectors, but for the W - 1 in front of a stretch. Backward walks the same way, computes z again
+instead of storing it, and holds the gradients of the last W inputs, to which each token adds its share; the W - 1
+tokens behind its stretch it computes, too. Read in reverse, the walk begins at the last token. A packed segment is
+known by the number of the segment of each token, found without waiting for the device. Each program writes its sum
+for the weights and the bias, and torch adds them in a fixed order: the result is the same in every run.
 """
 
 import torch
@@ -16,17 +18,105 @@ from torch.nn import functional
 
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.short_convolution.chunk import convolve_windows
+from longseq.kernels.triton_launch import Launch
 
-# A tile of 2,048 numbers for 128 threads. Checked on an H200, but not compared with other tiles.
-BLOCK_T = 32
-STATE_BLOCK_T = 16  # with a state, for which larger tiles have not enough registers
-BLOCK_D = 64
-NUM_WARPS = 4
+# Not measured yet. By bytes of an input: channels of a program, tokens whose loads are issued together, warps.
+LAUNCHES = {
+    2: {"forward": Launch(256, 8, 1, 1), "backward": Launch(128, 4, 1, 1)},
+    4: {"forward": Launch(128, 8, 1, 1), "backward": Launch(128, 4, 1, 1)},
+}
+# Rows are cut into stretches for about so many programs; backward writes and reads partial sums of each.
+PROGRAMS = {"forward": 16384, "backward": 8192}
+
+# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+PLAIN = ["T", "stretch"]
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
+
+@triton.jit
+def _place(T, D, stretch, BLOCK_D: tl.constexpr):
+    """This program's stretch of tokens, numbered over all rows, its row, first token and end, and its channels."""
+    over_d = tl.cdiv(D, BLOCK_D)
+    tile = tl.program_id(0) // over_d
+    over_t = tl.cdiv(T, stretch)
+    first = (tile % over_t) * stretch
+    d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    return tile.to(tl.int64), (tile // over_t).to(tl.int64), first, tl.minimum(first + stretch, T), d
+
+
+@triton.jit
+def _channels(condition, d, D):
+    """Which of the channels d exist; none if the condition does not hold."""
+    return d < tl.where(condition, D, 0)
+
+
+@triton.jit
+def _token(base, row, t, row_stride, token_stride, T, REVERSE: tl.constexpr):
+    """Where the t-th token to be read lies, and how far the next one is from it."""
+    step = tl.cast(token_stride, tl.int64)
+    if REVERSE:
+        return base + row * row_stride + (T - 1 - t) * step, -step
+    return base + row * row_stride + t * step, step
+
+
+@triton.jit
+def _load_rows(at, step, t, T, d, D, UNROLL: tl.constexpr):
+    """The rows of UNROLL tokens from the t-th on, zero behind the last."""
+    rows = (tl.load(at + d, mask=_channels(t < T, d, D), other=0.0),)
+    for i in tl.static_range(1, UNROLL):
+        rows = rows + (tl.load(at + i * step + d, mask=_channels(t + i < T, d, D), other=0.0),)
+    return rows
+
+
+@triton.jit
+def _load_taps(weight, bias, d, D, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The weights of the current token, the one before it, ..., and the bias, in float32."""
+    taps = (tl.load(weight + d * WIDTH + (WIDTH - 1), mask=d < D, other=0.0).to(tl.float32),)
+    for k in tl.static_range(1, WIDTH):
+        taps = taps + (tl.load(weight + d * WIDTH + (WIDTH - 1 - k), mask=d < D, other=0.0).to(tl.float32),)
+    offset = tl.zeros((d.shape[0],), tl.float32)
+    if HAS_BIAS:
+        offset = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+    return taps, offset
+
+
+@triton.jit
+def _load_state(state, n, place, mask, d, D, WIDTH: tl.constexpr):
+    return tl.load(state + (n * D + d) * (WIDTH - 1) + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_window(
+    at, step, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
+):  # fmt: skip
+    """The W inputs before a token, the last one first; those before its sequence from the state, or zero.
+
+    The W-th is never used.
+    """
+    zeros = tl.zeros((d.shape[0],), tl.float32)
+    window = (zeros,)
+    if WIDTH > 1:
+        window = (_load_before(at, step, state, n, age, 1, d, D, WIDTH, HAS_STATE),)
+        for k in tl.static_range(2, WIDTH):
+            window = window + (_load_before(at, step, state, n, age, k, d, D, WIDTH, HAS_STATE),)
+        window = window + (zeros,)
+    return window
+
+
+@triton.jit
+def _load_before(
+    at, step, state, n, age, k: tl.constexpr, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
+):  # fmt: skip
+    """The k-th input before a token that is the age-th of its sequence."""
+    seen = tl.load(at - k * step + d, mask=_channels(age >= k, d, D), other=0.0).to(tl.float32)
+    if HAS_STATE:
+        seen += _load_state(state, n, WIDTH - 1 - k + age, _channels(age < k, d, D), d, D, WIDTH)
+    return seen
 
 
 @triton.jit
 def _borders(n, T, cu_seqlens):
-    """First token and end of the segments n."""
+    """First token and end of segment n."""
     # Reading the borders on the host to check them would wait for the device; held inside the tokens they can at least
     # touch no foreign memory.
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
@@ -34,133 +124,170 @@ def _borders(n, T, cu_seqlens):
 
 
 @triton.jit
-def _sequence(row, t, T, cu_seqlens, segment_of, PACKED: tl.constexpr):
-    """Of the tokens t of one row: the sequence's number, first token and end."""
-    if PACKED:
-        n = tl.load(segment_of + t, mask=t < T, other=0).to(tl.int64)
-        start, end = _borders(n, T, cu_seqlens)
-        return n, start, end
-    return row + t * 0, t * 0, t * 0 + T
+def _segment(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr):
+    """Of the t-th token to be read: the number of its packed segment, and its own number in that."""
+    place = T - 1 - t if REVERSE else t
+    n = tl.load(segment_of + place, mask=t < T, other=0).to(tl.int64)
+    start, end = _borders(n, T, cu_seqlens)
+    return n, tl.maximum(end - 1 - place if REVERSE else place - start, 0)
 
 
 @triton.jit
-def _inputs(
-    x, state, row, n, t, start, end, d, x_row, x_token, D,
-    WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """x at the tokens t and the channels d, those before a sequence from its state; zero after it."""
-    own = ((t >= start) & (t < end))[:, None] & (d < D)[None, :]
-    taken = tl.load(x + row * x_row + t[:, None] * x_token + d[None, :], mask=own, other=0.0).to(tl.float32)
-    if HAS_STATE:
-        age = end - 1 - t if REVERSE else t - start
-        place = age + (WIDTH - 1)
-        before = ((age < 0) & (place >= 0))[:, None] & (d < D)[None, :]
-        place = (n[:, None] * D + d[None, :]) * (WIDTH - 1) + place[:, None]
-        taken += tl.load(state + place, mask=before, other=0.0).to(tl.float32)
-    return taken
+def _enter_segment(window, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr):
+    """At the first token of a packed segment, its state takes the place of the segment before it."""
+    entered = (_first_input(window[0], state, n, age, 1, d, D, WIDTH, HAS_STATE),)
+    for k in tl.static_range(2, WIDTH + 1):
+        entered = entered + (_first_input(window[k - 1], state, n, age, k, d, D, WIDTH, HAS_STATE),)
+    return entered
 
 
 @triton.jit
-def _convolve(
-    x, weight, bias, state, row, n, t, start, end, d, x_row, x_token, D,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
-    REVERSE: tl.constexpr,
+def _first_input(
+    seen, state, n, age, k: tl.constexpr, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
 ):  # fmt: skip
-    """z of the tokens t [BLOCK_T] and the channels d [BLOCK_D] of one row."""
-    STEP: tl.constexpr = -1 if REVERSE else 1
-    z = tl.zeros((t.shape[0], d.shape[0]), tl.float32)
-    if HAS_BIAS:
-        z += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    for j in tl.static_range(WIDTH):
-        tap = tl.load(weight + d * WIDTH + (WIDTH - 1 - j), mask=d < D, other=0.0).to(tl.float32)
-        seen = _inputs(
-            x, state, row, n, t - STEP * j, start, end, d, x_row, x_token, D, WIDTH, HAS_STATE, REVERSE
-        )  # fmt: skip
-        z += tap[None, :] * seen
+    seen = tl.where(age == 0, 0.0, seen)
+    if HAS_STATE and k < WIDTH:
+        seen += _load_state(state, n, WIDTH - 1 - k, _channels(age == 0, d, D), d, D, WIDTH)
+    return seen
+
+
+@triton.jit
+def _push(window, newest, WIDTH: tl.constexpr):
+    pushed = (newest,)
+    for k in tl.static_range(WIDTH - 1):
+        pushed = pushed + (window[k],)
+    return pushed
+
+
+@triton.jit
+def _convolve(window, taps, bias, WIDTH: tl.constexpr):
+    z = bias + taps[0] * window[0]
+    for k in tl.static_range(1, WIDTH):
+        z += taps[k] * window[k]
     return z
 
 
 @triton.jit
-def _gradient(
-    x, weight, bias, state, dy, row, n, t, start, end, d, x_row, x_token, dy_row, dy_token, D,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, REVERSE: tl.constexpr,
-    SILU: tl.constexpr,
-):  # fmt: skip
-    """The gradient of z at the tokens t and the channels d, zero outside the sequence."""
-    own = ((t >= start) & (t < end))[:, None] & (d < D)[None, :]
-    dz = tl.load(dy + row * dy_row + t[:, None] * dy_token + d[None, :], mask=own, other=0.0).to(tl.float32)
+def _gradient(window, taps, bias, dy, WIDTH: tl.constexpr, SILU: tl.constexpr):
+    """The gradient of z."""
+    dz = dy.to(tl.float32)
     if SILU:
-        z = _convolve(
-            x, weight, bias, state, row, n, t, start, end, d, x_row, x_token, D, WIDTH, HAS_BIAS, HAS_STATE, REVERSE
-        )  # fmt: skip
-        gate = tl.sigmoid(z)
-        dz = dz * gate * (1.0 + z * (1.0 - gate))
+        z = _convolve(window, taps, bias, WIDTH)
+        gate = 1.0 / (1.0 + tl.exp2(z * MINUS_LOG2_E))
+        dz *= gate * (1.0 + z * (1.0 - gate))
     return dz
 
 
 @triton.jit
-def _place(T, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """This program's row, tokens and channels, and the number of its block of tokens over all rows."""
-    over_d = tl.cdiv(D, BLOCK_D)
-    over_t = tl.cdiv(T, BLOCK_T)
-    tile = tl.program_id(0) // over_d
-    row = (tile // over_t).to(tl.int64)
-    t = (tile % over_t) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-    d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    return row, t, d, tile.to(tl.int64)
+def _spread(behind, taps, dz, age, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """Add a token's share to the gradients of the W inputs that it saw, of which the oldest is complete with it."""
+    spread = (taps[0] * dz,)
+    for k in tl.static_range(1, WIDTH):
+        share = dz
+        if PACKED:
+            share = tl.where(age >= k, dz, 0.0)
+        spread = spread + (behind[k - 1] + taps[k] * share,)
+    return spread
 
 
 @triton.jit
+def _zeros(like, WIDTH: tl.constexpr):
+    zeros = (tl.zeros((like.shape[0],), tl.float32),)
+    for _ in tl.static_range(1, WIDTH):
+        zeros = zeros + (tl.zeros((like.shape[0],), tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _accumulate(sums, window, dz, WIDTH: tl.constexpr):
+    added = (sums[0] + dz * window[0],)
+    for k in tl.static_range(1, WIDTH):
+        added = added + (sums[k] + dz * window[k],)
+    return added
+
+
+@triton.jit(do_not_specialize=PLAIN)
 def _forward(
-    x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token,
+    x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row, t, d, _ = _place(T, D, BLOCK_T, BLOCK_D)
-    n, start, end = _sequence(row, t, T, cu_seqlens, segment_of, PACKED)
-    z = _convolve(
-        x, weight, bias, state, row, n, t, start, end, d, x_row, x_token, D, WIDTH, HAS_BIAS, HAS_STATE, REVERSE
-    )  # fmt: skip
-    if SILU:
-        z = z * tl.sigmoid(z)
-    tl.store(y + (row * T + t[:, None]) * D + d[None, :], z, mask=(t < T)[:, None] & (d < D)[None, :])
+    _, row, first, end, d = _place(T, D, stretch, BLOCK_D)
+    taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
+    at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
+    y_at, y_step = _token(y, row * T, first, D, D, T, REVERSE)
+    n, age = row, first
+    if PACKED:
+        n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
+    window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
+
+    for t in range(first, end, UNROLL):
+        rows = _load_rows(at, step, t, T, d, D, UNROLL)
+        for i in tl.static_range(UNROLL):
+            if PACKED:
+                n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
+                window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
+            window = _push(window, rows[i].to(tl.float32), WIDTH)
+            z = _convolve(window, taps, offset, WIDTH)
+            if SILU:
+                z = z / (1.0 + tl.exp2(z * MINUS_LOG2_E))
+            tl.store(y_at + i * y_step + d, z, mask=_channels(t + i < T, d, D))
+        at += UNROLL * step
+        y_at += UNROLL * y_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def _backward(
-    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, dweight, dbias, T, D, x_row, x_token, dy_row, dy_token,
+    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row, t, d, tile = _place(T, D, BLOCK_T, BLOCK_D)
-    STEP: tl.constexpr = -1 if REVERSE else 1
-    n, start, end = _sequence(row, t, T, cu_seqlens, segment_of, PACKED)
-    dx_t = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    for j in tl.static_range(WIDTH):
-        dz = _gradient(
-            x, weight, bias, state, dy, row, n, t + STEP * j, start, end, d, x_row, x_token, dy_row, dy_token, D,
-            WIDTH, HAS_BIAS, HAS_STATE, REVERSE, SILU,
-        )  # fmt: skip
-        tap = tl.load(weight + d * WIDTH + (WIDTH - 1 - j), mask=d < D, other=0.0).to(tl.float32)
-        dx_t += tap[None, :] * dz
-        if j == 0:
-            if HAS_BIAS:
-                tl.store(dbias + tile * D + d, tl.sum(dz, 0), mask=d < D)
-            for i in tl.static_range(WIDTH):
-                seen = _inputs(
-                    x, state, row, n, t - STEP * i, start, end, d, x_row, x_token, D, WIDTH, HAS_STATE, REVERSE
-                )  # fmt: skip
-                tl.store(dweight + (tile * D + d) * WIDTH + (WIDTH - 1 - i), tl.sum(dz * seen, 0), mask=d < D)
-    tl.store(dx + (row * T + t[:, None]) * D + d[None, :], dx_t, mask=(t < T)[:, None] & (d < D)[None, :])
+    tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
+    taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
+    at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
+    dy_at, dy_step = _token(dy, row, first, dy_row, dy_token, T, REVERSE)
+    dx_at, dx_step = _token(dx, row * T, first - (WIDTH - 1), D, D, T, REVERSE)
+    n, age = row, first
+    if PACKED:
+        n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
+    window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
+    behind = _zeros(d, WIDTH)
+    dweight = _zeros(d, WIDTH)
+    dbias = tl.zeros((BLOCK_D,), tl.float32)
+
+    for t in range(first, end + (WIDTH - 1), UNROLL):
+        rows = _load_rows(at, step, t, T, d, D, UNROLL)
+        dy_rows = _load_rows(dy_at, dy_step, t, T, d, D, UNROLL)
+        for i in tl.static_range(UNROLL):
+            if PACKED:
+                n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
+                window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
+            window = _push(window, rows[i].to(tl.float32), WIDTH)
+            dz = _gradient(window, taps, offset, dy_rows[i], WIDTH, SILU)
+            own = tl.where(t + i < end, dz, 0.0)
+            dweight = _accumulate(dweight, window, own, WIDTH)
+            dbias += own
+            behind = _spread(behind, taps, dz, age, WIDTH, PACKED)
+            done = t + i - (WIDTH - 1)
+            tl.store(dx_at + i * dx_step + d, behind[WIDTH - 1], mask=_channels((done >= first) & (done < end), d, D))
+        at += UNROLL * step
+        dy_at += UNROLL * dy_step
+        dx_at += UNROLL * dx_step
+
+    sums_at = sums + tile * (WIDTH + HAS_BIAS) * D
+    for k in tl.static_range(WIDTH):
+        tl.store(sums_at + (WIDTH - 1 - k) * D + d, dweight[k], mask=d < D)
+    if HAS_BIAS:
+        tl.store(sums_at + WIDTH * D + d, dbias, mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def _backward_state(
     x, weight, bias, state, cu_seqlens, dy, dstate, T, D, x_row, x_token, dy_row, dy_token,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one sequence's state, from its first BLOCK_T >= W - 1 tokens."""
+    """The gradient of one sequence's state, from its first W - 1 tokens."""
     over_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // over_d).to(tl.int64)
     d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -168,17 +295,18 @@ def _backward_state(
     if PACKED:
         row = n * 0
         start, end = _borders(n, T, cu_seqlens)
-    i = tl.arange(0, BLOCK_T)
-    t = end - 1 - i if REVERSE else start + i
-    dz = _gradient(
-        x, weight, bias, state, dy, row, n + t * 0, t, start + t * 0, end + t * 0, d, x_row, x_token, dy_row, dy_token,
-        D, WIDTH, HAS_BIAS, True, REVERSE, SILU,
-    )  # fmt: skip
-    for place in tl.static_range(WIDTH - 1):
-        # The token i sees this input through the tap i + 1 to the right of the input's own place.
-        seen = (i <= place)[:, None] & (d < D)[None, :]
-        tap = tl.load(weight + d[None, :] * WIDTH + (place - i)[:, None], mask=seen, other=0.0).to(tl.float32)
-        tl.store(dstate + (n * D + d) * (WIDTH - 1) + place, tl.sum(tap * dz, 0), mask=d < D)
+    skipped = T - end if REVERSE else start
+    taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
+    at, step = _token(x, row, skipped, x_row, x_token, T, REVERSE)
+    dy_at, dy_step = _token(dy, row, skipped, dy_row, dy_token, T, REVERSE)
+    window = _load_window(at, step, state, n, 0, d, D, WIDTH, True)
+    behind = _zeros(d, WIDTH)
+    for i in range(WIDTH - 1):
+        seen = _channels(i < end - start, d, D)
+        window = _push(window, tl.load(at + i * step + d, mask=seen, other=0.0).to(tl.float32), WIDTH)
+        dz = _gradient(window, taps, offset, tl.load(dy_at + i * dy_step + d, mask=seen, other=0.0), WIDTH, SILU)
+        behind = _spread(behind, taps, dz, i, WIDTH, False)
+        tl.store(dstate + (n * D + d) * (WIDTH - 1) + i, behind[WIDTH - 1], mask=d < D)
 
 
 @torch.library.custom_op("longseq::causal_convolution", mutates_args=())
@@ -196,16 +324,17 @@ def causal_convolution(
     y is in x's dtype.
     """
     x, weight, bias = channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
+    state = None if initial_state is None else initial_state.contiguous()
     y = x.new_empty(x.shape)
-    block = _tile_tokens(initial_state)
+    launch, block, stretch, tiles = _split(x, weight, "forward")
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _forward[(x.shape[0] * triton.cdiv(x.shape[1], block) * triton.cdiv(x.shape[2], BLOCK_D),)](
-                x, weight, bias, None if initial_state is None else initial_state.contiguous(),
-                cu_seqlens, _segment_of(x, cu_seqlens), y, x.shape[1], x.shape[2], x.stride(0), x.stride(1),
-                WIDTH=weight.shape[1], HAS_BIAS=bias is not None, HAS_STATE=_has(initial_state),
-                PACKED=cu_seqlens is not None, REVERSE=reverse, SILU=silu, BLOCK_T=block, BLOCK_D=BLOCK_D,
-                num_warps=NUM_WARPS,
+            _forward[(tiles * triton.cdiv(x.shape[2], block),)](
+                x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), y,
+                x.shape[1], x.shape[2], x.stride(0), x.stride(1), stretch,
+                WIDTH=weight.shape[1], HAS_BIAS=bias is not None, HAS_STATE=_has(state),
+                PACKED=cu_seqlens is not None, REVERSE=reverse, SILU=silu, UNROLL=launch.step, BLOCK_D=block,
+                **launch.options,
             )  # fmt: skip
     return y
 
@@ -231,30 +360,28 @@ def causal_convolution_backward(
     bias = None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
     channels, width = weight.shape
-    block = _tile_tokens(state)
-    tiles, blocks = x.shape[0] * triton.cdiv(x.shape[1], block), triton.cdiv(channels, BLOCK_D)
+    launch, block, stretch, tiles = _split(x, weight, "backward")
     dx = x.new_empty(x.shape)
-    dweight = x.new_empty((tiles, channels, width), dtype=torch.float32)
-    dbias = x.new_empty((0 if bias is None else tiles, channels), dtype=torch.float32)
+    sums = x.new_empty((tiles, width + (bias is not None), channels), dtype=torch.float32)
     dstate = x.new_empty((0,)) if state is None else state.new_empty(state.shape)
     shape = (x.shape[1], channels, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
     constants = {
         "WIDTH": width, "HAS_BIAS": bias is not None, "PACKED": cu_seqlens is not None, "REVERSE": reverse,
-        "SILU": silu,
-        "BLOCK_D": BLOCK_D, "num_warps": NUM_WARPS,
+        "SILU": silu, "BLOCK_D": block, **launch.options,
     }  # fmt: skip
     with torch.cuda.device_of(x):
         if dx.numel():
-            _backward[(tiles * blocks,)](
-                x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), dy, dx, dweight, dbias, *shape,
-                HAS_STATE=_has(state), BLOCK_T=block, **constants,
+            _backward[(tiles * triton.cdiv(channels, block),)](
+                x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), dy, dx, sums,
+                *shape, stretch, HAS_STATE=_has(state), UNROLL=launch.step, **constants,
             )  # fmt: skip
         if state is not None and state.numel():
-            _backward_state[(state.shape[0] * blocks,)](
-                x, weight, bias, state, cu_seqlens, dy, dstate, *shape,
-                BLOCK_T=triton.next_power_of_2(width - 1), **constants,
+            _backward_state[(state.shape[0] * triton.cdiv(channels, block),)](
+                x, weight, bias, state, cu_seqlens, dy, dstate, *shape, **constants,
             )  # fmt: skip
-    return dx, dweight.sum(0).to(weight.dtype), dbias if bias is None else dbias.sum(0).to(bias.dtype), dstate
+    total = sums.sum(0)
+    dweight = torch.empty_like(weight).copy_(total[:width].mT)
+    return dx, dweight, total[width:] if bias is None else total[width].to(bias.dtype), dstate
 
 
 @causal_convolution_backward.register_fake
@@ -350,5 +477,15 @@ def _has(state: Tensor | None) -> bool:
     return state is not None and state.numel() > 0
 
 
-def _tile_tokens(state: Tensor | None) -> int:
-    return STATE_BLOCK_T if _has(state) else BLOCK_T
+def _split(x: Tensor, weight: Tensor, kernel: str) -> tuple[Launch, int, int, int]:
+    """How the work is cut: the launch, channels and tokens of a program, and stretches of tokens over all rows."""
+    channels, width = weight.shape
+    launch = LAUNCHES[x.element_size()][kernel]
+    # A thread holds a few numbers for each tap of each of its channels.
+    block = min(launch.block // triton.next_power_of_2(triton.cdiv(width, 4)), triton.next_power_of_2(channels))
+    block = max(block, 32 * launch.warps)
+    batch, tokens, _ = x.shape
+    stretches = triton.cdiv(PROGRAMS[kernel], max(batch * triton.cdiv(channels, block), 1))
+    stretch = max(triton.cdiv(tokens, stretches), 8 * width)
+    stretch = triton.cdiv(stretch, launch.step) * launch.step
+    return launch, block, stretch, batch * triton.cdiv(tokens, stretch)
