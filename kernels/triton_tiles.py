@@ -93,11 +93,16 @@ def store_block(
         tl.store(place, x, mask=(i < HEIGHT)[:, None] & (e < WIDTH)[None, :])
 
 
+# The largest of many numbers is found, and kept, in so many parts.
+LARGEST_PARTS = tl.constexpr(512)
+
+
 @triton.jit
 def unit_scale(largest, SCALED: tl.constexpr):
-    """The power of two that brings numbers up to `largest` into float16's range, or 1 for float32."""
+    """The power of two that brings numbers up to the greatest in `largest` into float16's range, or 1 for float32."""
     if SCALED:
-        return tl.exp2(-tl.ceil(tl.log2(tl.maximum(tl.load(largest), 1e-30))))
+        greatest = tl.max(tl.load(largest + tl.arange(0, LARGEST_PARTS)), 0)
+        return tl.exp2(-tl.ceil(tl.log2(tl.maximum(greatest, 1e-30))))
     return 1.0
 
 
@@ -123,55 +128,82 @@ def decay_between(gate, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _diagonal_blocks(matrix, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The blocks [COUNT, SIZE, SIZE] on the diagonal of a matrix."""
-    n = tl.arange(0, COUNT)
-    same = n[:, None, None, None] == n[None, None, :, None]
-    return tl.sum(tl.where(same, tl.reshape(matrix, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
-
-
-@triton.jit
-def _product(a, b, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Products of matrices [COUNT, SIZE, SIZE] in plain float32."""
-    if COUNT == 1:
-        ab = tl.dot(tl.reshape(a, (SIZE, SIZE)), tl.reshape(b, (SIZE, SIZE)), input_precision="ieee")
-        return tl.reshape(ab, (1, SIZE, SIZE))
+def _product(a, b, HALVES: tl.constexpr):
+    """Of float32 matrices; of HALVES, three float16 products that together have 22 bits, or in plain float32."""
+    if HALVES:
+        a_high = a.to(tl.float16)
+        b_high = b.to(tl.float16)
+        a_low = (a - a_high.to(tl.float32)).to(tl.float16)
+        b_low = (b - b_high.to(tl.float32)).to(tl.float16)
+        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
-def _merge(inverse, lower, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """From inverses of 2 COUNT blocks of SIZE to those of COUNT blocks of twice that: [[A, 0], [-B L A, B]]."""
-    half = tl.arange(0, 2)
-    pairs = tl.reshape(inverse, (COUNT, 2, SIZE, SIZE))
-    above = tl.sum(tl.where(half[None, :, None, None] == 0, pairs, 0.0), 1)
-    below = tl.sum(tl.where(half[None, :, None, None] == 1, pairs, 0.0), 1)
-    quarters = tl.reshape(_diagonal_blocks(lower, COUNT, 2 * SIZE), (COUNT, 2, SIZE, 2, SIZE))
-    left = tl.sum(tl.where(half[None, None, None, :, None] == 0, quarters, 0.0), 3)
-    left = tl.sum(tl.where(half[None, :, None, None] == 1, left, 0.0), 1)
-    left = -_product(_product(below, left, COUNT, SIZE), above, COUNT, SIZE)
-    i = half[None, :, None, None, None]
-    j = half[None, None, None, :, None]
-    merged = tl.where(i == j, pairs[:, :, :, None, :], tl.where(i > j, left[:, None, :, None, :], 0.0))
-    return tl.reshape(merged, (COUNT, 2 * SIZE, 2 * SIZE))
+def _block_places(CHUNK: tl.constexpr, SIZE: tl.constexpr):
+    """Where in a matrix [CHUNK, CHUNK] every other block on the diagonal lies: [SIZE, SIZE], or a batch of that."""
+    COUNT: tl.constexpr = CHUNK // (2 * SIZE)
+    i = tl.arange(0, SIZE)
+    place = i[:, None] * CHUNK + i[None, :]
+    if COUNT > 1:
+        place = tl.arange(0, COUNT)[:, None, None] * (2 * SIZE * (CHUNK + 1)) + place[None, :, :]
+    return place
 
 
 @triton.jit
-def unit_lower_inverse(lower, CHUNK: tl.constexpr):
-    """(I + L)^{-1} for strictly lower triangular L [CHUNK, CHUNK] in float32; CHUNK is 16, 32 or 64.
+def _merge(room, CHUNK: tl.constexpr, SIZE: tl.constexpr, HALVES: tl.constexpr):
+    """For pairs of inverted blocks A and B of SIZE with L between them: A, B and -B L A, all of them at a time."""
+    place = _block_places(CHUNK, SIZE)
+    above = tl.load(room + place)
+    below = tl.load(room + place + SIZE * (CHUNK + 1))
+    between = tl.load(room + place + SIZE * CHUNK)
+    return above, below, -_product(_product(below, between, HALVES), above, HALVES)
+
+
+@triton.jit
+def leave_unit_lower_inverse(lower, room, CHUNK: tl.constexpr, HALVES: tl.constexpr):
+    """(I + L)^{-1} for strictly lower triangular L [CHUNK, CHUNK] in float32, to be read at `room`; CHUNK is 32 or 64.
 
     Blocks of 16 by forward substitution, all of them at a time, then merged in pairs: stable for repeated keys, which
-    the product of powers of L is not.
+    the product of powers of L is not. Numbers that other threads hold go through `room`, CHUNK * CHUNK float32 numbers
+    of memory that no other program uses. The result is there as float16 if HALVES, else as float32.
     """
-    i = tl.arange(0, 16)
-    blocks = _diagonal_blocks(lower, CHUNK // 16, 16)
-    inverse = tl.where(i[None, :, None] == i[None, None, :], 1.0, 0.0) + tl.zeros_like(blocks)
-    for j in tl.static_range(15):
-        column = tl.sum(tl.where(i[None, None, :] == j, blocks, 0.0), 2)
-        row = tl.sum(tl.where(i[None, :, None] == j, inverse, 0.0), 1)
-        inverse -= column[:, :, None] * row[:, None, :]
-    if CHUNK >= 32:
-        inverse = _merge(inverse, lower, CHUNK // 32, 16)
+    i = tl.arange(0, CHUNK)
+    full = i[:, None] * CHUNK + i[None, :]
+    tl.store(room + full, lower)
+    tl.debug_barrier()
+    column = tl.arange(0, 16)[None, :]
+    block = tl.arange(0, CHUNK // 16)[:, None] * (16 * (CHUNK + 1)) + tl.zeros_like(column)
+    rows = ()
+    for i in tl.static_range(16):
+        row = tl.where(column == i, 1.0, 0.0) + tl.zeros((CHUNK // 16, 16), tl.float32)
+        for j in tl.static_range(i):
+            row -= tl.load(room + block + (i * CHUNK + j)) * rows[j]
+        rows = rows + (row,)
+    tl.debug_barrier()
+    for i in tl.static_range(16):
+        tl.store(room + block + i * CHUNK + column, rows[i])
+    tl.debug_barrier()
+
+    place = _block_places(CHUNK, 16)
+    above, below, between = _merge(room, CHUNK, 16, HALVES)
+    tl.debug_barrier()
+    tl.store(room + place + 16 * CHUNK, between)
+    tl.debug_barrier()
+    result = room
+    if HALVES:
+        result = room.to(tl.pointer_type(tl.float16), bitcast=True)
     if CHUNK == 64:
-        inverse = _merge(inverse, lower, 1, 32)
-    return tl.reshape(inverse, (CHUNK, CHUNK))
+        place = _block_places(CHUNK, 32)
+        above, below, between = _merge(room, CHUNK, 32, HALVES)
+        tl.debug_barrier()
+        tl.store(result + place, above)
+        tl.store(result + place + 32, tl.zeros_like(above))
+        tl.store(result + place + 32 * CHUNK, between)
+        tl.store(result + place + 32 * (CHUNK + 1), below)
+        tl.debug_barrier()
+    elif HALVES:
+        inverse = tl.load(room + full)
+        tl.debug_barrier()
+        tl.store(result + full, inverse)
+        tl.debug_barrier()

@@ -37,12 +37,10 @@ def _delta_rule_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
     return delta_rule_triton(*args, **kwargs)
 
 
-# The Triton form stands behind the chunk form, to be asked for by name: it has run in Triton's interpreter and compiles
-# for Hopper, but its gradients have not been compared with float64 on a GPU yet.
 register(
     "delta_rule",
-    Backend("torch", delta_rule_chunk, unpacking_reasons),
     Backend("triton", _delta_rule_triton, _triton_reasons),
+    Backend("torch", delta_rule_chunk, unpacking_reasons),
     Backend("reference", delta_rule_reference, loop_reasons),
 )
 

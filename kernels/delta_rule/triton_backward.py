@@ -7,6 +7,7 @@ over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ 
 A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on is in
 units of the largest gradient, `d_largest`, and what they find from U and the states in units of `largest` as well.
+Gradients of states, of U and of V are handed on transposed, as those are themselves (see triton_forward.py).
 """
 
 import triton
@@ -46,7 +47,7 @@ def _store_scores(
 
 @triton.jit(do_not_specialize=PLAIN)
 def retreat(
-    g, d_largest, cu_seqlens, inverse, attention, queries, writes, erased, written, decays, d_output, d_final,
+    g, d_largest, cu_seqlens, squares, queries, writes, erased, written, decays, d_output, d_final,
     d_states, d_written, d_v, d_attention, d_lower, d_initial,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
@@ -66,50 +67,53 @@ def retreat(
     d_output += row * do_row + head * do_head
 
     unit = unit_scale(d_largest, SCALED)
-    d_state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    d_state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_FINAL:
-        d_state = load_block(d_final + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK).to(tl.float32) * unit
+        d_state = load_block(d_final + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
+        d_state = tl.trans(d_state.to(tl.float32) * unit)
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     for back in range(0, chunks):
         m = chunks - 1 - back
         t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
         live = end - start - m * CHUNK
         place = (slot + m) * H + head
+        whole = 1.0
+        if GATED:
+            whole = tl.load(decays + place)
         write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         do = load_tokens(d_output + t * do_token, do_token * NEXT, live, column, V, CHUNK, BLOCK)
         do = (do.to(tl.float32) * unit).to(DTYPE)
 
         after = d_state.to(DTYPE)
-        store_block(d_states + place * K * V, 0, column, after, K, V, BLOCK_K, BLOCK)
-        du = tl.dot(tl.trans(among), do, input_precision=PRECISION)
-        du = tl.dot(write, after, du, input_precision=PRECISION).to(DTYPE)
-        if GATED:
-            d_state *= tl.load(decays + place)
-        d_state = tl.dot(tl.trans(query), do, d_state, input_precision=PRECISION)
-        d_state = tl.dot(tl.trans(erase), du, d_state, input_precision=PRECISION)
+        store_block(d_states + place * K * V, column, 0, after, V, K, BLOCK, BLOCK_K)
+        du = tl.dot(tl.trans(do), among, input_precision=PRECISION)
+        du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION).to(DTYPE)
+        d_state = tl.dot(tl.trans(do), query, d_state * whole, input_precision=PRECISION)
+        d_state = tl.dot(du, erase, d_state, input_precision=PRECISION)
         if SHORT:
-            x = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK)
-            dv = tl.dot(tl.trans(x), du, input_precision=PRECISION)
-            store_tokens(d_v + ((row * T + t) * H + head) * V, H * V * NEXT, live, column, dv / unit, V, CHUNK, BLOCK)
-            store_block(d_written + place * CHUNK * V, 0, column, dv, CHUNK, V, CHUNK, BLOCK)
-            d_reading = tl.dot(do, tl.trans(u), input_precision=PRECISION)
-            d_erasing = tl.dot(dv.to(DTYPE), tl.trans(u), input_precision=PRECISION)
+            x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+            dv = tl.dot(du, x, input_precision=PRECISION)
+            store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
+            d_v_row = d_v + ((row * T + t) * H + head) * V
+            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv / unit), V, CHUNK, BLOCK)
+            d_reading = tl.dot(do, u, input_precision=PRECISION)
+            d_erasing = tl.dot(tl.trans(u), dv.to(DTYPE), input_precision=PRECISION)
             gate = tl.zeros((CHUNK,), tl.float32)
             if GATED:
                 gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-            _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
+            _store_scores(d_attention, d_lower, d_reading, tl.trans(d_erasing), gate, scale, place, GATED, CHUNK)
         else:
-            store_block(d_written + place * CHUNK * V, 0, column, du, CHUNK, V, CHUNK, BLOCK)
-    store_block(d_initial + (n * H + head) * K * V, 0, column, d_state / unit, K, V, BLOCK_K, BLOCK)
+            store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
+    store_block(d_initial + (n * H + head) * K * V, 0, column, tl.trans(d_state / unit), K, V, BLOCK_K, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_scores(
-    g, d_largest, cu_seqlens, sequence_of, inverse, written, d_output, d_written, d_v, d_attention, d_lower,
+    g, d_largest, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
     V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
@@ -125,16 +129,17 @@ def differentiate_scores(
     d_v += ((row * T + start) * H + head) * V
 
     unit = unit_scale(d_largest, SCALED)
-    xt = tl.trans(load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
+    x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     for e in range(0, V, STEP):
-        du = load_block(d_written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP)
-        u = tl.trans(load_block(written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP))
+        du = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
+        u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
         do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
-        dv = tl.dot(xt, du, input_precision=PRECISION)
+        dv = tl.dot(du, x, input_precision=PRECISION)
+        store_block(d_written + place * CHUNK * V, e, 0, dv, V, CHUNK, STEP, CHUNK)
+        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION)
         store_tokens(d_v, H * V * NEXT, live, e, dv / unit, V, CHUNK, STEP)
-        store_block(d_written + place * CHUNK * V, 0, e, dv, CHUNK, V, CHUNK, STEP)
         d_reading = tl.dot(do, u, d_reading, input_precision=PRECISION)
         d_erasing = tl.dot(dv.to(u.dtype), u, d_erasing, input_precision=PRECISION)
     gate = tl.zeros((CHUNK,), tl.float32)
@@ -183,27 +188,24 @@ def differentiate_inputs(
     dw = tl.zeros((CHUNK, BLOCK), tl.float32)
     d_whole = tl.zeros((BLOCK,), tl.float32)
     for e in range(0, V, STEP):
-        state = load_block(states + place * K * V, column, e, K, V, BLOCK, STEP)
-        after = load_block(d_states + place * K * V, column, e, K, V, BLOCK, STEP)
-        u = load_block(written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP)
+        state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
+        after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
+        u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
         do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
-        dv = load_block(d_written + place * CHUNK * V, 0, e, CHUNK, V, CHUNK, STEP)
-        dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)
-        dr = tl.dot(dv, tl.trans(state), dr, input_precision=PRECISION)
-        dw = tl.dot(u, tl.trans(after), dw, input_precision=PRECISION)
+        dv = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
+        dq = tl.dot(do, state, dq, input_precision=PRECISION)
+        dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
+        dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
         if GATED:
-            d_whole += tl.sum(state.to(tl.float32) * after.to(tl.float32), 1)
+            d_whole += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0)
     dq *= scale
     dr = -dr
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
-    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
-    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
+    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK).to(written.dtype.element_ty)
     write = read
     if OWN_WRITE_KEY:
-        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK).to(d_reading.dtype)
+        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
     d_end = 0.0
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
@@ -214,26 +216,29 @@ def differentiate_inputs(
         d_end = tl.sum(d_whole, 0) * tl.exp(tl.sum(gate, 0))
         d_end += tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0)
 
-    reading_strength = (d_reading.to(tl.float32) * strength[None, :]).to(d_reading.dtype)
-    erasing_strength = (d_erasing.to(tl.float32) * strength[None, :]).to(d_reading.dtype)
-    dq = tl.dot(reading_strength, write, dq, input_precision=PRECISION)
-    dr = tl.dot(erasing_strength, write, dr, input_precision=PRECISION)
-    dw = tl.dot(tl.trans(d_reading), query, dw, input_precision=PRECISION)
-    dw = tl.dot(tl.trans(d_erasing), read, dw, input_precision=PRECISION)
+    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
+    d_products = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     unit *= unit_scale(largest, SCALED)
-    dq /= unit
-    dr /= unit
-    dw /= unit
+    weighed = (d_products.to(tl.float32) * strength[None, :]).to(read.dtype)
+    dq = tl.dot(weighed, write, dq, input_precision=PRECISION) / unit
+    dw = tl.dot(tl.trans(d_products), query, dw, input_precision=PRECISION)
+    store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
+    later = strength
+    if GATED:
+        later = tl.sum(dq * query.to(tl.float32), 1)
+    d_products = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    weighed = (d_products.to(tl.float32) * strength[None, :]).to(read.dtype)
+    dr = tl.dot(weighed, write, dr, input_precision=PRECISION) / unit
+    dw = tl.dot(tl.trans(d_products), read, dw, input_precision=PRECISION) / unit
     d_strength = tl.sum(dw * write.to(tl.float32), 1)
     part = block.to(tl.int64) * tokens * H + token
+    tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
     if GATED:
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
         # one side of it are in both sums, with opposite signs.
-        read_later = tl.sum(dq * query.to(tl.float32) + dr * read.to(tl.float32), 1) - d_strength * strength
-        dg = tl.cumsum(read_later, 0, reverse=True) + d_end / unit
+        later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
+        dg = tl.cumsum(later, 0, reverse=True) + d_end / unit
         tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
-    tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
-    store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     dw *= strength[:, None]
     if OWN_WRITE_KEY:
         store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)

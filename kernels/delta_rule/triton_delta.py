@@ -19,9 +19,10 @@ import triton
 from torch import Tensor
 
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
-from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
+from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import (
+    ROW,
     TRITON_DTYPES,
     Launch,
     block_width,
@@ -30,34 +31,40 @@ from longseq.kernels.triton_launch import (
     strides,
     use_measured,
 )
+from longseq.kernels.triton_tiles import LARGEST_PARTS
 
-# By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256. Not measured yet.
+# By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
+# on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are asked for just
+# before they are needed.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
-        "prepare": Launch(64, 0, 4, 1),
+        "prepare": Launch(64, 0, 4, 1, 128),
         "read_through": Launch(64, 0, 4, 1),
-        "advance": Launch(64, 0, 4, 2),
-        "read_out": Launch(64, 64, 4, 2),
-        "retreat_short": Launch(64, 0, 4, 1),
-        "retreat": Launch(64, 0, 4, 2),
-        "differentiate_scores": Launch(0, 64, 4, 2),
-        "differentiate_inputs": Launch(64, 64, 4, 2),
+        "advance": Launch(64, 0, 4, 3),
+        "read_out": Launch(64, 64, 4, 1),
+        "retreat_short": Launch(64, 0, 4, 3),
+        "retreat": Launch(64, 0, 4, 3),
+        "differentiate_scores": Launch(0, 64, 4, 1),
+        "differentiate_inputs": Launch(64, 64, 4, 1, 128),
+        "differentiate_gated": Launch(64, 64, 8, 1),
     },
     (2, 128): {
-        "prepare": Launch(64, 0, 4, 1),
-        "advance": Launch(64, 0, 4, 2),
+        "prepare": Launch(64, 0, 4, 1, 168),
+        "advance": Launch(64, 0, 4, 3),
         "read_out": Launch(128, 64, 4, 2),
-        "retreat": Launch(64, 0, 4, 2),
-        "differentiate_scores": Launch(0, 64, 4, 2),
-        "differentiate_inputs": Launch(128, 64, 8, 2),
+        "retreat": Launch(64, 0, 4, 3),
+        "differentiate_scores": Launch(0, 64, 4, 1, 168),
+        "differentiate_inputs": Launch(64, 64, 4, 1),
+        "differentiate_gated": Launch(64, 64, 4, 1),
     },
     (2, 256): {
-        "prepare": Launch(64, 0, 4, 1),
-        "advance": Launch(32, 0, 4, 2),
+        "prepare": Launch(64, 0, 4, 1, 168),
+        "advance": Launch(64, 0, 8, 2),
         "read_out": Launch(128, 64, 4, 2),
-        "retreat": Launch(32, 0, 4, 1),
+        "retreat": Launch(32, 0, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2),
-        "differentiate_inputs": Launch(128, 64, 8, 2),
+        "differentiate_inputs": Launch(64, 64, 8, 1, 128),
+        "differentiate_gated": Launch(64, 64, 8, 1),
     },
 }
 LAUNCHES |= {
@@ -68,6 +75,7 @@ LAUNCHES |= {
         "retreat": Launch(16, 0, 8, 1),
         "differentiate_scores": Launch(0, 32, 4, 1),
         "differentiate_inputs": Launch(64, 32, 8, 1),
+        "differentiate_gated": Launch(64, 32, 8, 1),
     }
     for width in (64, 128, 256)
 }
@@ -76,6 +84,7 @@ CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Half precision sequences up to here are read through by one launch, and scored as the state retreats.
 SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
+LARGEST_ROWS = 64  # of values, that a program looks at at a time
 SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
 
 
@@ -87,7 +96,7 @@ class _Plan(NamedTuple):
     slots: int  # chunks of all sequences, at most
     sequences: int
     short: bool
-    block_k: int  # all key columns
+    narrowest: int  # block of columns
     launches: dict[str, Launch]
 
     @property
@@ -98,12 +107,16 @@ class _Plan(NamedTuple):
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
 
+    def whole(self, width: int) -> int:
+        """The width of a block that holds so many columns."""
+        return block_width(width, self.narrowest)
+
     def block(self, kernel: str, width: int) -> int:
         """The width of a program's block of so many columns."""
-        return min(self.launches[kernel].block, block_width(width))
+        return min(self.launches[kernel].block, self.whole(width))
 
     def step(self, kernel: str, width: int) -> int:
-        return min(self.launches[kernel].step, block_width(width))
+        return min(self.launches[kernel].step, self.whole(width))
 
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
@@ -116,7 +129,10 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
-    return _Plan(dtype, chunk, slots, sequences, short, block_width(key_dim), launches)
+    # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
+    # multiplied without descriptors, where they are narrower.
+    narrowest = ROW[2] if half and not short else 16
+    return _Plan(dtype, chunk, slots, sequences, short, narrowest, launches)
 
 
 def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
@@ -131,14 +147,25 @@ def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
     }
 
 
-def _largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
-    """The largest magnitude of values (or gradients) and states, [1]; not found for float32, which needs no scale."""
+def _allocate_largest(plan: _Plan, like: Tensor) -> Tensor:
+    """Of float32, which needs no scale, nothing is looked for."""
+    return like.new_empty((0 if plan.dtype == torch.float32 else LARGEST_PARTS.value,), dtype=torch.float32)
+
+
+def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
+    """The largest magnitude of values (or gradients) and states, in parts."""
+    largest = _allocate_largest(plan, values)
     if plan.dtype == torch.float32:
-        return values.new_empty((0,), dtype=torch.float32)
-    largest = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
-    if state is not None:
-        largest = torch.maximum(largest, torch.linalg.vector_norm(state, torch.inf, dtype=torch.float32))
-    return largest.reshape(1)
+        return largest
+    batch, tokens, heads, width = values.shape
+    programs = min(LARGEST_PARTS.value, triton.cdiv(batch * tokens * heads, LARGEST_ROWS))
+    find_largest[(programs,)](
+        values, state, largest, tokens, heads, batch * tokens, programs, 0 if state is None else state.numel(),
+        *strides(values), WIDTH=width, HAS_STATE=state is not None,
+        EVEN=batch == 1 or values.stride(0) == tokens * values.stride(1),
+        ROWS=LARGEST_ROWS, BLOCK=block_width(width), num_warps=8,
+    )  # fmt: skip
+    return largest
 
 
 @torch.library.custom_op("longseq::delta_rule", mutates_args=())
@@ -170,9 +197,9 @@ def delta_rule(
     constants = _constants(plan, k, v, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     output, final, kept = _allocate(plan, k, v, g, save)
-    largest = _largest(plan, v, initial_state)
     score_dtype = TRITON_DTYPES[_score_dtype(plan, q, k, write)]
     with torch.cuda.device_of(q):  # Triton launches on the current device
+        largest = _find_largest(plan, v, initial_state)
         if plan.short:
             read_through[(plan.sequences * heads,)](
                 q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept, output, final,
@@ -180,16 +207,16 @@ def delta_rule(
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
                 SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
-                BLOCK_K=plan.block_k, BLOCK=block_width(value_dim),
+                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
                 **constants, **plan.options("read_through"),
             )  # fmt: skip
             return output, final, [*kept, largest] if save else []
         prepare[(plan.slots * heads,)](
             q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
-            kept.inverse, kept.attention, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
+            kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
+            GATED=g is not None, REVERSE=reverse, SAVE=save, SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
             BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
         )  # fmt: skip
@@ -197,13 +224,15 @@ def delta_rule(
         advance[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
             initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, kept.states,
             final, tokens, heads, GATED=g is not None, HAS_INITIAL=initial_state is not None,
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
+            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
             **constants, **plan.options("advance"),
         )  # fmt: skip
         block = plan.block("read_out", value_dim)
         read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
-            largest, cu_seqlens, sequence_of, kept.attention, kept.queries, kept.written, kept.states, output,
-            tokens, heads, REVERSE=reverse, BLOCK=block, STEP=plan.step("read_out", key_dim),
+            q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
+            scale, tokens, heads, *strides(q), *strides(g),
+            GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
+            BLOCK=block, STEP=plan.step("read_out", key_dim),
             **constants, **plan.options("read_out"),
         )  # fmt: skip
     return output, final, [*kept, largest] if save else []
@@ -213,37 +242,38 @@ def delta_rule(
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
     plan = _plan(k, v, cu_seqlens, half)
     output, final, kept = _allocate(plan, k, v, g, save)
-    largest = v.new_empty((0 if plan.dtype == torch.float32 else 1,), dtype=torch.float32)
-    return output, final, [*kept, largest] if save else []
+    return output, final, [*kept, _allocate_largest(plan, v)] if save else []
 
 
 class _Kept(NamedTuple):
     """What `prepare` and `advance`, or `read_through`, leave by slot and head."""
 
-    inverse: Tensor  # X
-    attention: Tensor  # tril(Q Wᵀ ⊙ D)
+    squares: Tensor  # X and tril(Q Wᵀ ⊙ D)
     queries: Tensor  # e^b Q
     writes: Tensor  # e^{b_C - b} W
     erased: Tensor  # -X e^b R
-    written: Tensor  # X V, then U
+    written: Tensor  # (X V)ᵀ, then Uᵀ
     decays: Tensor  # e^{b_C}, empty without gates
-    states: Tensor  # before each chunk
+    states: Tensor  # Sᵀ before each chunk
 
 
 def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
     """The output, the final state and the rest, not yet written."""
     heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
 
-    needed = save or not plan.short
+    slots = plan.slots if save or not plan.short else 0
 
-    def tiles(*shape: int) -> Tensor:
-        return v.new_empty((plan.slots if needed else 0, heads, *shape), dtype=plan.dtype)
+    def tiles(slots: int, *shape: int) -> Tensor:
+        return v.new_empty((slots, heads, *shape), dtype=plan.dtype)
 
-    matrix, keys, values = (plan.chunk, plan.chunk), (plan.chunk, key_dim), (plan.chunk, value_dim)
-    state = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    decays = v.new_empty((plan.slots if needed and g is not None else 0, heads), dtype=torch.float32)
-    kept = tiles(*matrix), tiles(*matrix), tiles(*keys), tiles(*keys), tiles(*keys), tiles(*values)
-    return v.new_empty(v.shape), state, _Kept(*kept, decays, tiles(key_dim, value_dim))
+    # Finding X takes room even where it is not kept: there of one chunk of each sequence at a time.
+    squares = tiles(slots or plan.sequences, 2, plan.chunk, plan.chunk)
+    queries = tiles(slots if save else 0, plan.chunk, key_dim)
+    keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
+    decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
+    written, states = tiles(slots, value_dim, plan.chunk), tiles(slots, value_dim, key_dim)
+    final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+    return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states)
 
 
 def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
@@ -279,31 +309,33 @@ def delta_rule_backward(
     constants = _constants(plan, k, d_output, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     ours, largest = _Kept(*kept[:-1]), kept[-1]
-    d_largest = _largest(plan, d_output, d_final)
 
     d_states, d_written = torch.empty_like(ours.states), torch.empty_like(ours.written)
-    d_attention, d_lower = torch.empty_like(ours.attention), torch.empty_like(ours.attention)
+    squares = ours.squares[:, :, 0].shape
+    d_attention, d_lower = ours.squares.new_empty(squares), ours.squares.new_empty(squares)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), d_output.new_empty(d_output.shape)
     d_write_key = k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape)
-    block_k = plan.block("differentiate_inputs", key_dim)
+    differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
+    block_k = plan.block(differentiate, key_dim)
     parts = triton.cdiv(key_dim, block_k)
     d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
     block = plan.block(plan.retreat, value_dim)
     assert not plan.short or block >= value_dim, "of short sequences one program of `retreat` holds all value columns"
     with torch.cuda.device_of(q):
+        d_largest = _find_largest(plan, d_output, d_final)
         retreat[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
-            g, d_largest, cu_seqlens, ours.inverse, ours.attention, ours.queries, ours.writes, ours.erased,
-            ours.written, ours.decays, d_output, d_final,
+            g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
+            ours.decays, d_output, d_final,
             d_states, d_written, d_v, d_attention, d_lower, d_initial,
             scale, tokens, heads, *strides(g), *strides(d_output),
             GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.block_k, BLOCK=block,
+            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
             **constants, **plan.options(plan.retreat),
         )  # fmt: skip
         if not plan.short:
             differentiate_scores[(plan.slots * heads,)](
-                g, d_largest, cu_seqlens, sequence_of, ours.inverse, ours.written, d_output, d_written, d_v,
+                g, d_largest, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
                 d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
                 GATED=g is not None, REVERSE=reverse, STEP=plan.step("differentiate_scores", value_dim),
                 **{name: value for name, value in constants.items() if name != "K"},
@@ -315,8 +347,8 @@ def delta_rule_backward(
             scale, tokens, heads, batch * tokens,
             *strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output),
             GATED=g is not None, REVERSE=reverse, OWN_WRITE_KEY=write_key is not None,
-            BLOCK=block_k, STEP=plan.step("differentiate_inputs", value_dim),
-            **constants, **plan.options("differentiate_inputs"),
+            BLOCK=block_k, STEP=plan.step(differentiate, value_dim),
+            **constants, **plan.options(differentiate),
         )  # fmt: skip
     return d_q, d_k, d_v, _add_up(d_beta, beta), d_write_key, _add_up(d_g, g), d_initial
 

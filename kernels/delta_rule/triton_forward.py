@@ -4,26 +4,65 @@
 time, and `read_out` takes the outputs over chunks in parallel. Of short sequences there are enough to leave that to
 `read_through`, one launch that walks along time with everything on chip. Values, U and states are handed on in units
 of `largest`, the largest value (see `unit_scale`).
+
+States and what is written are handed on transposed, [V, K] and [V, C]: so `advance` multiplies from the left what it
+holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk.
 """
 
 import triton
 import triton.language as tl
 
 from longseq.kernels.triton_tiles import (
+    LARGEST_PARTS,
     PLAIN,
     chunk,
     decay_between,
     decay_since,
     decay_until,
+    leave_unit_lower_inverse,
     load_block,
     load_numbers,
     load_tokens,
     sequence,
     store_block,
     store_tokens,
-    unit_lower_inverse,
     unit_scale,
 )
+
+
+@triton.jit(do_not_specialize=["T", "H", "tokens", "programs", "state_numbers"])
+def find_largest(
+    values, state, largest, T, H, tokens, programs, state_numbers, row_stride, token_stride, head_stride,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, HAS_STATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of values [B, T, H, WIDTH] and of a contiguous state, in LARGEST_PARTS parts.
+
+    EVEN says that all tokens of the batch lie at equal distances.
+    """
+    program = tl.program_id(0)
+    rows = tokens * H
+    e = tl.arange(0, BLOCK)
+    found = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(program * ROWS, rows, programs * ROWS):
+        i = first + tl.arange(0, ROWS)
+        token = i // H
+        place = i % H * head_stride
+        if EVEN:
+            place += token.to(tl.int64) * token_stride
+        else:
+            place += (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
+        mask = (i < rows)[:, None] & (e < WIDTH)[None, :]
+        numbers = tl.load(values + place[:, None] + e[None, :], mask=mask, other=0.0)
+        found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
+    if HAS_STATE:
+        step = programs.to(tl.int64) * ROWS * BLOCK
+        for first in range(program.to(tl.int64) * ROWS * BLOCK, state_numbers, step):
+            i = first + tl.arange(0, ROWS)[:, None] * BLOCK + e[None, :]
+            numbers = tl.load(state + i, mask=i < state_numbers, other=0.0)
+            found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
+    part = tl.arange(0, LARGEST_PARTS)
+    greatest = tl.zeros((LARGEST_PARTS,), tl.float32) + tl.max(tl.max(found, 1), 0)
+    tl.store(largest + part, greatest, mask=part % programs == program)
 
 
 @triton.jit
@@ -39,15 +78,15 @@ def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHU
 @triton.jit(do_not_specialize=PLAIN)
 def prepare(
     q, k, v, beta, write_key, g, largest, cu_seqlens, sequence_of,
-    inverse, attention, queries, writes, erased, offered, decays,
+    squares, queries, writes, erased, offered, decays,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, SAVE: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: X, tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, X V and e^{b_C}; Q is scaled."""
+    """One chunk of one head: X, tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, scaled e^b Q."""
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
@@ -64,7 +103,7 @@ def prepare(
     write_token *= NEXT
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     gate = strength
-    since = strength * 0.0 + 1.0
+    since = tl.full((CHUNK,), 1.0, tl.float32)
     until = since
     if GATED:
         g += row * g_row + start * g_token + head * g_head
@@ -79,32 +118,35 @@ def prepare(
         write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK).to(SCORES)
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(SCORES)
         products = tl.dot(read, tl.trans(write), products, input_precision=PRECISION)
-    x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK)
-    store_block(inverse + place * CHUNK * CHUNK, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
-    x_values = x.to(DTYPE)
-    x_keys = x_values
-    if GATED:
-        x_keys = (x * since[None, :]).to(DTYPE)
+    squares += place * 2 * CHUNK * CHUNK
+    room = squares.to(tl.pointer_type(tl.float32), bitcast=True)
+    leave_unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), room, CHUNK, SCALED)
 
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     for e in range(0, K, BLOCK):
         write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
         query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), products, input_precision=PRECISION)
-        query = query.to(tl.float32) * (since * scale)[:, None]
+        if SAVE:
+            query = query.to(tl.float32) * (since * scale)[:, None]
+            store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
         write = write.to(tl.float32) * (until * strength)[:, None]
-        store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
         store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
-        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(DTYPE)
-        read = tl.dot(x_keys, read, input_precision=PRECISION)
-        store_block(erased + place * CHUNK * K, 0, e, -read, CHUNK, K, CHUNK, BLOCK)
     among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK)
-    store_block(attention + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+
+    x = load_block(squares, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     unit = unit_scale(largest, SCALED)
     for e in range(0, V, BLOCK):
         value = (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK).to(tl.float32) * unit).to(DTYPE)
-        value = tl.dot(x_values, value, input_precision=PRECISION)
-        store_block(offered + place * CHUNK * V, 0, e, value, CHUNK, V, CHUNK, BLOCK)
+        value = tl.dot(tl.trans(value), tl.trans(x), input_precision=PRECISION)
+        store_block(offered + place * CHUNK * V, e, 0, value, V, CHUNK, BLOCK, CHUNK)
+    if GATED:
+        x = (x.to(tl.float32) * since[None, :]).to(DTYPE)
+    for e in range(0, K, BLOCK):
+        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(DTYPE)
+        read = tl.dot(x, read, input_precision=PRECISION)
+        store_block(erased + place * CHUNK * K, 0, e, -read, CHUNK, K, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -122,30 +164,39 @@ def advance(
     _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
 
     unit = unit_scale(largest, SCALED)
-    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK).to(tl.float32) * unit
-    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
+        state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
+        state = tl.trans(state.to(tl.float32) * unit)
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    offered = load_block(written + (slot * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    for m in range(0, chunks):
         place = (slot + m) * H + head
+        whole = 1.0
+        if GATED:
+            whole = tl.load(decays + place)
         erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK).to(tl.float32)
+        # A turn early: the compiler prefetches the operands of products alone.
+        following = (slot + tl.minimum(m + 1, chunks - 1)) * H + head
+        later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
 
         before = state.to(DTYPE)
-        store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, BLOCK)
-        u = tl.dot(erase, before, u, input_precision=PRECISION).to(DTYPE)
-        store_block(written + place * CHUNK * V, 0, column, u, CHUNK, V, CHUNK, BLOCK)
-        if GATED:
-            state *= tl.load(decays + place)
-        state = tl.dot(tl.trans(write), u, state, input_precision=PRECISION)
-    store_block(final + (n * H + head) * K * V, 0, column, state / unit, K, V, BLOCK_K, BLOCK)
+        store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
+        u = tl.dot(before, tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
+        store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
+        offered = later
+    store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def read_out(
-    largest, cu_seqlens, sequence_of, attention, queries, written, states, output, T, H,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    q, g, largest, cu_seqlens, sequence_of, squares, written, states, output, scale, T, H,
+    q_row, q_token, q_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one chunk of one head: the output."""
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -156,21 +207,26 @@ def read_out(
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT: tl.constexpr = -1 if REVERSE else 1
 
+    q += row * q_row + start * q_token + head * q_head
+    among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
     for e in range(0, K, STEP):
-        query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-        state = load_block(states + place * K * V, e, column, K, V, STEP, BLOCK)
-        o = tl.dot(query, state, o, input_precision=PRECISION)
-    among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    u = load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK)
-    o = tl.dot(among, u, o, input_precision=PRECISION) / unit_scale(largest, SCALED)
+        query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, STEP).to(DTYPE)
+        state = load_block(states + place * K * V, column, e, V, K, BLOCK, STEP)
+        o = tl.dot(query, tl.trans(state), o, input_precision=PRECISION)
+    o *= scale
+    if GATED:
+        g += row * g_row + start * g_token + head * g_head
+        o *= decay_since(load_numbers(g, g_token * NEXT, live, CHUNK))[:, None]
+    o = tl.dot(among, tl.trans(u), o, input_precision=PRECISION) / unit_scale(largest, SCALED)
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def read_through(
     q, k, v, beta, write_key, g, initial, largest, cu_seqlens,
-    inverse, attention, queries, writes, erased, written, decays, states, output, final,
+    squares, queries, writes, erased, written, decays, states, output, final,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
@@ -202,7 +258,7 @@ def read_through(
         t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
         strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
         gate = strength
-        since = strength * 0.0 + 1.0
+        since = tl.full((CHUNK,), 1.0, tl.float32)
         until = since
         whole = 1.0
         if GATED:
@@ -213,7 +269,9 @@ def read_through(
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK)
+        square = squares + (place if SAVE else n * H + head) * 2 * CHUNK * CHUNK
+        room = square.to(tl.pointer_type(tl.float32), bitcast=True)
+        leave_unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), room, CHUNK, SCALED)
         # Without a barrier the compiler takes the tiles loaded below for those above, and keeps them through the
         # inverse, for which there are not enough registers. The cache has them.
         tl.debug_barrier()
@@ -222,7 +280,8 @@ def read_through(
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK).to(tl.float32) * unit
         known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
         u = (value - known * since[:, None]).to(DTYPE)
-        u = tl.dot(x.to(DTYPE), u, input_precision=PRECISION).to(DTYPE)
+        x = load_block(square, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        u = tl.dot(x, u, input_precision=PRECISION).to(DTYPE)
 
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
@@ -235,13 +294,12 @@ def read_through(
         write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
         state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
         if SAVE:
-            store_block(states + place * K * V, 0, 0, before, K, V, BLOCK_K, BLOCK)
-            store_block(written + place * CHUNK * V, 0, 0, u, CHUNK, V, CHUNK, BLOCK)
-            store_block(inverse + place * CHUNK * CHUNK, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(attention + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
+            store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
+            store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
             store_block(writes + place * CHUNK * K, 0, 0, write, CHUNK, K, CHUNK, BLOCK_K)
-            erase = tl.dot((x * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
+            erase = tl.dot((x.to(tl.float32) * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
             store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
             if GATED:
                 tl.store(decays + place, whole)
