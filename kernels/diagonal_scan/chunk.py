@@ -162,7 +162,8 @@ class _LonghornScan(torch.autograd.Function):
         output, starts, final = _forward(layout, fill, key, value, query, state)
         ctx.save_for_backward(x, q, k, beta, starts)
         ctx.layout = layout
-        return layout.join(output, output), final
+        # No view: torch.compile of torch 2.11 loses the gradient of a first output that is one.
+        return layout.join(output, output).clone(), final
 
     @staticmethod
     @once_differentiable
@@ -180,7 +181,8 @@ class _SelectiveScan(torch.autograd.Function):
         output, starts, final = _forward(layout, fill, key, value, query, state)
         ctx.save_for_backward(x, delta, A, B, C, starts)
         ctx.layout = layout
-        return layout.join(output, output), final
+        # No view: torch.compile of torch 2.11 loses the gradient of a first output that is one.
+        return layout.join(output, output).clone(), final
 
     @staticmethod
     @once_differentiable
