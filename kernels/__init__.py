@@ -2,34 +2,43 @@
 
 Every operation, and its form for one token `<op>_step`, takes `backend`: "auto" runs the first backend without a reason
 against it, a name runs that backend or raises ValueError with the reasons. `explain(op, device=...)` returns the
-reasons that auto would judge by.
+reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `silu_product` and `token_loss` stand
+around them: they read each token alone, and have no state.
 """
 
+from longseq.kernels.add_norm import add_norm
 from longseq.kernels.cumulative_softmax import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.delta_rule import delta_rule, delta_rule_step
 from longseq.kernels.diagonal_scan import longhorn_scan, longhorn_scan_step, selective_scan, selective_scan_step
 from longseq.kernels.dispatch import explain, list_ops
+from longseq.kernels.head_features import head_features
 from longseq.kernels.linear_attention import linear_attention, linear_attention_step
+from longseq.kernels.map_features import map_features
 from longseq.kernels.orthogonal_recurrence import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.recursive_least_squares import recursive_least_squares, recursive_least_squares_step
 from longseq.kernels.short_convolution import short_convolution, short_convolution_step
+from longseq.kernels.silu_product import silu_product
 from longseq.kernels.slot_attention import slot_attention, slot_attention_step
+from longseq.kernels.token_loss import token_loss
 from longseq.kernels.variational_linear_attention import (
     variational_linear_attention,
     variational_linear_attention_step,
 )
 
 __all__ = [
+    "add_norm",
     "cumulative_softmax",
     "cumulative_softmax_step",
     "delta_rule",
     "delta_rule_step",
     "explain",
+    "head_features",
     "linear_attention",
     "linear_attention_step",
     "list_ops",
     "longhorn_scan",
     "longhorn_scan_step",
+    "map_features",
     "orthogonal_recurrence",
     "orthogonal_recurrence_step",
     "recursive_least_squares",
@@ -38,8 +47,10 @@ __all__ = [
     "selective_scan_step",
     "short_convolution",
     "short_convolution_step",
+    "silu_product",
     "slot_attention",
     "slot_attention_step",
+    "token_loss",
     "variational_linear_attention",
     "variational_linear_attention_step",
 ]

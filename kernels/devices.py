@@ -36,3 +36,8 @@ def width_reasons(call: Call, limit: int, *names: str) -> list[str]:
 def channels_adjacent(tensor: Tensor) -> Tensor:
     """The tensor with adjacent channels; batch and time may have any stride."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as [rows, channels] with adjacent channels: a view, where its strides allow one."""
+    return channels_adjacent(tensor).reshape(-1, tensor.shape[-1])

@@ -40,6 +40,8 @@ class Backend:
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
 # Of the one-token forms, by name. They are no operations: the contracts over `list_ops` are those of whole sequences.
 _STEPS: dict[str, tuple[Backend, ...]] = {}
+# Of operations on each token alone, by name. They have neither time nor state, and so none of those contracts.
+_LOCAL: dict[str, tuple[Backend, ...]] = {}
 
 
 def register(op: str, *backends: Backend) -> None:
@@ -55,6 +57,22 @@ def register_step(op: str, *backends: Backend) -> None:
     _STEPS[f"{op}_step"] = backends
 
 
+def register_local(op: str, *backends: Backend) -> None:
+    """Register an operation on each token alone with its backends, the preferred one first."""
+    assert op not in _LOCAL, f"operation {op} is registered twice"
+    _LOCAL[op] = backends
+
+
+def backend_of_local(backend: str) -> str:
+    """The backend of operations on each token alone beside a recurrence that runs on `backend`: one form is plain."""
+    return "torch" if backend == "reference" else backend
+
+
+def list_local_ops() -> tuple[str, ...]:
+    """Names of the operations on each token alone, sorted."""
+    return tuple(sorted(_LOCAL))
+
+
 def list_ops() -> tuple[str, ...]:
     """Names of the registered operations, sorted."""
     return tuple(sorted(_BACKENDS))
@@ -62,7 +80,7 @@ def list_ops() -> tuple[str, ...]:
 
 def backends(op: str) -> tuple[Backend, ...]:
     """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
-    found = _BACKENDS.get(op) or _STEPS.get(op)
+    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op)
     if found is None:
         raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
     return found

@@ -51,10 +51,14 @@ REVERSED = {"reverse": True}
 # Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones, both
 # directions. One-token kernels are tried with the variants of their operation.
 TRIALS: dict[str, Trial] = {
+    "add_norm": Trial({"D": 64}, tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch"))),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
         {"K": 64, "V": 64},
         (Case("plain", 1100), Case("gated", 1100), Case("gated_write_key", 130), Case("gated", 130, REVERSED)),
+    ),
+    "head_features": Trial(
+        {"K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
     ),
     "linear_attention": Trial(
         {"K": 64, "V": 64},
@@ -66,6 +70,9 @@ TRIALS: dict[str, Trial] = {
         ),
     ),
     "longhorn_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
+    "map_features": Trial(
+        {"K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
+    ),
     "orthogonal_recurrence": Trial(
         {"D": 64, "M": 64, "C": 1},
         (Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
@@ -73,9 +80,11 @@ TRIALS: dict[str, Trial] = {
     "recursive_least_squares": Trial({"K": 64}, (Case("plain", 130), Case("plain", 600))),
     "selective_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
     "short_convolution": Trial({"W": 4}, (Case("silu", 70), Case("plain", 70, REVERSED)), channels=70),
+    "silu_product": Trial({}, (Case("plain", 70), Case("skip", 70)), channels=70),
     "slot_attention": Trial(
         {"K": 64, "V": 64, "M": 64}, (Case("plain", 130), Case("write", 130), Case("plain", 130, REVERSED))
     ),
+    "token_loss": Trial({}, (Case("plain", 70),), channels=5000),
     "variational_linear_attention": Trial({"K": 64, "V": 64}, (Case("plain", 600),)),
 }
 

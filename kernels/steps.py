@@ -18,7 +18,7 @@ TRITON_STEP_WIDTH = 512  # of a dimension that one program holds whole
 
 
 def register_steps(op: str, torch_form: Callable[..., Any], triton_form: Callable[..., Any], *held: str) -> None:
-    """Register the forms of an operation's step; `held` names the dimensions that a program of the kernel holds whole."""
+    """Register the forms of an operation's step; `held` names what a program of the kernel holds whole."""
 
     def reasons(call: Call) -> list[str]:
         return _step_reasons(call, held)

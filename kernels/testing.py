@@ -19,7 +19,10 @@ from longseq.kernels.recurrence import each
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call of an operation: its float tensors by argument name, those with time in dimension 1 apart."""
+    """One call of an operation: its float tensors by argument name, those with time in dimension 1 apart.
+
+    An operation on each token alone has the empty state ().
+    """
 
     op: str
     sequences: dict[str, Tensor]
@@ -77,9 +80,13 @@ class Inputs:
         return output.flip(1), each(lambda x: x.flip(0), state)
 
     def run(self, **options: Any) -> tuple[Tensor, Any]:
-        """Output and final state of the operation."""
-        call = {**self.sequences, **self.parameters, "initial_state": self.initial_state, "output_final_state": True}
-        return getattr(kernels, self.op)(**{**call, **self.options, **options})
+        """Output and final state of the operation; without a state, the first output and a tuple of the others."""
+        call = {**self.sequences, **self.parameters, **self.options, **options}
+        function = getattr(kernels, self.op)
+        if isinstance(self.initial_state, tuple) and not self.initial_state:
+            output = function(**call)
+            return (output, ()) if isinstance(output, Tensor) else (output[0], tuple(output[1:]))
+        return function(**{"initial_state": self.initial_state, "output_final_state": True, **call})
 
     def step(self, t: int, state: Any, **options: Any) -> tuple[Tensor, Any]:
         """Output and next state of the operation's one-token form at token t."""
@@ -416,6 +423,47 @@ def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
         options=options,
         absent_state=(torch.zeros_like(memory), first, torch.zeros_like(sums), torch.zeros_like(steps)),
     )
+
+
+@_maker("head_features", "silu", "relu", "elu_plus_one", "identity", "l1")
+def _head_features(draw: Draw, variant: str) -> Inputs:
+    heads, key_dim, value_dim = draw.size(H=2, K=5, V=3)
+    x = draw.normal(draw.batch, draw.tokens, heads * (2 * key_dim + value_dim))
+    features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {"feature_map": variant}
+    return Inputs("head_features", {"x": x}, (), options={"num_heads": heads, "key_dim": key_dim, **features})
+
+
+@_maker("map_features", "silu", "relu", "elu_plus_one", "l1", "l2")
+def _map_features(draw: Draw, variant: str) -> Inputs:
+    x = draw.normal(draw.batch, draw.tokens, *draw.size(H=2, K=5))
+    options = {"norm": variant} if variant in ("l1", "l2") else {"feature_map": variant}
+    return Inputs("map_features", {"x": x}, (), options={"scale": 0.5, **options})
+
+
+@_maker("add_norm", "plain", "branch", "bias", "centred", "centred_branch")
+def _add_norm(draw: Draw, variant: str) -> Inputs:
+    shape = (draw.batch, draw.tokens, *draw.size(D=6))
+    sequences = {"x": draw.normal(*shape)} | ({"branch": draw.normal(*shape)} if "branch" in variant else {})
+    parameters = {"weight": draw.normal(shape[2])} | ({} if variant == "plain" else {"bias": draw.normal(shape[2])})
+    return Inputs("add_norm", sequences, (), parameters, options={"centred": "centred" in variant})
+
+
+@_maker("silu_product", "plain", "skip")
+def _silu_product(draw: Draw, variant: str) -> Inputs:
+    shape = (draw.batch, draw.tokens, *draw.size(D=6))
+    sequences, parameters = {"x": draw.normal(*shape), "gate": 3 * draw.normal(*shape)}, {}
+    if variant == "skip":
+        sequences["skip"], parameters["skip_weight"] = draw.normal(*shape), draw.normal(shape[2])
+    return Inputs("silu_product", sequences, (), parameters)
+
+
+@_maker("token_loss", "plain", "ignored")
+def _token_loss(draw: Draw, variant: str) -> Inputs:
+    shape = (draw.batch, draw.tokens, *draw.size(D=6))
+    target = torch.randint(shape[2], shape[:2], generator=draw.generator)
+    if variant == "ignored":
+        target = torch.where(target % 2 == 0, target, -100)
+    return Inputs("token_loss", {"logits": 3 * draw.normal(*shape), "target": target}, ())
 
 
 def list_forms(op: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[str, ...]:

@@ -20,13 +20,14 @@ from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.triton_launch import Launch
 
-# Not measured yet. By bytes of an input: channels of a program, tokens whose loads are issued together, warps.
-LAUNCHES = {
-    2: {"forward": Launch(256, 8, 1, 1), "backward": Launch(128, 4, 1, 1)},
+# By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those of two bytes were
+# measured on an H200.
+WALKS = {
+    2: {"forward": Launch(128, 4, 1, 1), "backward": Launch(128, 4, 1, 1)},
     4: {"forward": Launch(128, 8, 1, 1), "backward": Launch(128, 4, 1, 1)},
 }
 # Rows are cut into stretches for about so many programs; backward writes and reads partial sums of each.
-PROGRAMS = {"forward": 16384, "backward": 8192}
+PROGRAMS = {"forward": 16384, "backward": 4096}
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
 PLAIN = ["T", "stretch"]
@@ -480,7 +481,7 @@ def _has(state: Tensor | None) -> bool:
 def _split(x: Tensor, weight: Tensor, kernel: str) -> tuple[Launch, int, int, int]:
     """How the work is cut: the launch, channels and tokens of a program, and stretches of tokens over all rows."""
     channels, width = weight.shape
-    launch = LAUNCHES[x.element_size()][kernel]
+    launch = WALKS[x.element_size()][kernel]
     # A thread holds a few numbers for each tap of each of its channels.
     block = min(launch.block // triton.next_power_of_2(triton.cdiv(width, 4)), triton.next_power_of_2(channels))
     block = max(block, 32 * launch.warps)

@@ -58,7 +58,7 @@ class ImageBackbone(nn.Module):
             hybrid each mixer alternates by itself.
         share_directions: what several readings of the image share: projections, all or none.
         merge: sum or mean of the readings.
-        backend: the kernel backend of all mixers; auto takes the first that can run.
+        backend: the kernel backend of mixers and norms; auto takes the first that can run.
         class_token: middle, first or none. Features come out with the token first, wherever it stood.
         global_pool: token, avg (mean over the patches), or "" for no pooling.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
@@ -126,7 +126,7 @@ class ImageBackbone(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, embed_dim))
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
-        make_norm = partial(_make_norm, norm, embed_dim)
+        make_norm = partial(_make_norm, norm, embed_dim, backend)
         make_mixing = partial(
             make_directions,
             d_model=embed_dim,
@@ -378,11 +378,11 @@ def make_directions(
     return Directions(partial(create_mixer, mixer, d_model, **options), orders, share=share, merge=merge)
 
 
-def _make_norm(kind: str, width: int) -> nn.Module:
+def _make_norm(kind: str, width: int, backend: str) -> nn.Module:
     if kind == "rms":
-        return ResidualRMSNorm(width, eps=1e-5)
+        return ResidualRMSNorm(width, eps=1e-5, backend=backend)
     if kind == "layer":
-        return ResidualLayerNorm(width, eps=1e-6)
+        return ResidualLayerNorm(width, eps=1e-6, backend=backend)
     raise ValueError(f"norm={kind!r} is not one of rms, layer")
 
 

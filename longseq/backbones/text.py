@@ -14,25 +14,39 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import Mlp, SwiGLU, trunc_normal_
+from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
 from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.residual import SequenceBlock
 from longseq.blocks.rotary import count_positions
 from longseq.mixers import create as create_mixer
+from longseq.mixers import options as mixer_options_of
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
 from longseq.parameters import no_weight_decay
 
-NORMS: dict[str, Callable[[int], nn.Module]] = {
+NORMS: dict[str, Callable[..., nn.Module]] = {
     "rms": partial(ResidualRMSNorm, eps=1e-5),
     "layer": partial(ResidualLayerNorm, eps=1e-5),
 }
-MLPS: dict[str, Callable[..., nn.Module]] = {"swiglu": partial(SwiGLU, bias=False), "gelu": Mlp}
+MLPS: dict[str, Callable[..., nn.Module]] = {
+    "swiglu": SwiGLU,
+    "gelu": lambda width, hidden, **options: Mlp(width, hidden),
+}
 POSITIONS = ("none", "learned")
+
+
+def mlp_width(d_model: int, ratio: float | None = None) -> int:
+    """Width of an MLP: `ratio` times `d_model`, or the least multiple of 64 that is at least 8/3 of it.
+
+    With 8/3, a gated MLP of three matrices has as many parameters as one of two matrices and the ratio 4. Matrix
+    products of half precision need a multiple of 8 to be fast.
+    """
+    return -(-8 * d_model // 192) * 64 if ratio is None else round(d_model * ratio)
 
 
 class TextState(NamedTuple):
@@ -55,7 +69,7 @@ class TextBackbone(nn.Module):
         mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
-        mlp_ratio: width of the MLP relative to `d_model`.
+        mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
         norm: rms or layer.
         positions: none (the recurrence tells the order), or learned: a table of `max_length` vectors that is added to
             the embeddings.
@@ -63,7 +77,9 @@ class TextBackbone(nn.Module):
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
-        backend: the kernel backend of all mixers; auto takes the first that can run.
+        recompute: keep less for the gradient, at the price of cheap parts that run twice: the products of gated MLPs,
+            and all between the projections of mixers that have the option.
+        backend: the kernel backend of mixers, norms and MLPs; auto takes the first that can run.
 
     Raises:
         ValueError: an option has a value that does not exist or contradicts another.
@@ -78,7 +94,7 @@ class TextBackbone(nn.Module):
         mixer: Pattern = "deltanet",
         mixer_options: dict[str, Any] | None = None,
         mlp: str | None = "swiglu",
-        mlp_ratio: float = 8 / 3,
+        mlp_ratio: float | None = None,
         norm: str = "rms",
         positions: str = "none",
         max_length: int | None = None,
@@ -86,6 +102,7 @@ class TextBackbone(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         residual_in_float32: bool = True,
+        recompute: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -108,16 +125,16 @@ class TextBackbone(nn.Module):
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
         options = options_by_name(mixer, mixer_options)
+        make_norm = partial(NORMS[norm], d_model, backend=backend)
+        switches = {"recompute": recompute, "backend": backend}
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
         self.blocks: Any = nn.ModuleList()
         for name, rate in zip(expand_pattern(mixer, depth), rates, strict=True):
-            layer = create_mixer(name, d_model, **_layer_options(name, options[name], backend))
-            channels = None if mlp is None else MLPS[mlp](d_model, round(d_model * mlp_ratio))
-            mlp_norm = None if mlp is None else NORMS[norm](d_model)
-            self.blocks.append(
-                SequenceBlock(layer, NORMS[norm](d_model), mlp=channels, mlp_norm=mlp_norm, drop_path=rate)
-            )
-        self.norm = NORMS[norm](d_model)
+            layer = create_mixer(name, d_model, **_layer_options(name, options[name], recompute, backend))
+            channels = None if mlp is None else MLPS[mlp](d_model, mlp_width(d_model, mlp_ratio), **switches)
+            mlp_norm = None if mlp is None else make_norm()
+            self.blocks.append(SequenceBlock(layer, make_norm(), mlp=channels, mlp_norm=mlp_norm, drop_path=rate))
+        self.norm = make_norm()
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
         self.init_weights()
 
@@ -300,11 +317,13 @@ def sample(
     return tokens.gather(1, drawn).squeeze(1)
 
 
-def _layer_options(mixer: str, options: dict[str, Any], backend: str) -> dict[str, Any]:
+def _layer_options(mixer: str, options: dict[str, Any], recompute: bool, backend: str) -> dict[str, Any]:
     if not options.get("causal", True):
         raise ValueError(
             f"the options of {mixer} set causal=False, and each token is scored from its past: leave it out"
         )
+    if recompute and "recompute" in mixer_options_of(mixer):
+        options = options | {"recompute": True}
     if backend == "auto":
         return options
     if options.get("backend", backend) != backend:

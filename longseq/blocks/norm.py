@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
-from torch.nn import functional
+
+from longseq.blocks.precision import product_dtype
+from longseq.kernels.add_norm import add_norm
+from longseq.kernels.dispatch import backend_of_local
 
 
+@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` whose weight is cast to the input's type; the output has the input's type.
+    """`nn.RMSNorm` over the last dimension, for a weight of any type; the output has the input's type."""
 
-    Under autocast the input is bfloat16 while the weight stays float32; torch's fused kernel, which accumulates in
-    float32 either way, takes them only in one type.
+    eps: float
+
+    def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
+        super().__init__(width, eps=eps)
+        self.backend = backend_of_local(backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add_norm(x, self.weight, eps=self.eps, backend=self.backend)[1]
+
+
+@register_notrace_module
+class ResidualRMSNorm(RMSNorm):
+    """RMS norm that reads a residual in float32 and answers in the type that the next layer computes in.
+
+    That is autocast's, or else that of the weight.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
+        """Normalise x; or, with a branch, return x + branch and its norm."""
+        dtype = product_dtype(self.weight)
+        total, y = add_norm(x, self.weight, branch=branch, eps=self.eps, dtype=dtype, backend=self.backend)
+        return y if branch is None else (total, y)
 
 
-class ResidualRMSNorm(RMSNorm):
-    """RMS norm that reads a residual in float32 and answers in the type of its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).to(self.weight.dtype)
-
-
+@register_notrace_module
 class ResidualLayerNorm(nn.LayerNorm):
-    """Layer norm that reads a residual in float32 and answers in the type of its weight."""
+    """Layer norm that reads a residual in float32 and answers in the type that the next layer computes in."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
+    def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
+        super().__init__(width, eps=eps)
+        self.backend = backend_of_local(backend)
+
+    def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
+        """Normalise x; or, with a branch, return x + branch and its norm."""
+        total, y = add_norm(
+            x,
+            self.weight,
+            bias=self.bias,
+            branch=branch,
+            eps=self.eps,
+            centred=True,
+            dtype=product_dtype(self.weight),
+            backend=self.backend,
+        )
+        return y if branch is None else (total, y)
+
+
+def add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    """x + branch and its norm: in one operation where the norm is one of ours."""
+    if isinstance(norm, (ResidualRMSNorm, ResidualLayerNorm)):
+        total, y = norm(x, branch)
+        return total, y
+    total = x + branch
+    return total, norm(total)

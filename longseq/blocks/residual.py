@@ -7,6 +7,7 @@ from typing import Any
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from longseq.blocks.norm import add_and_norm
 from longseq.blocks.positions import Layout
 
 
@@ -39,11 +40,13 @@ class ResidualBlock(nn.Module):
         self.mlp = mlp
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def add_mlp(self, x: Tensor) -> Tensor:
-        """Add the MLP's branch to `x`, where there is one."""
-        if self.mlp is not None and self.norm2 is not None:
-            x = x + self.drop_path(self.mlp(self.norm2(x)))
-        return x
+    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add the mixing layer's branch to `x`, and then the MLP's, where there is one."""
+        branch = self.drop_path(branch)
+        if self.mlp is None or self.norm2 is None:
+            return x + branch
+        x, y = add_and_norm(self.norm2, x, branch)
+        return x + self.drop_path(self.mlp(y))
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations over one sequence, without norms and additions."""
@@ -56,7 +59,7 @@ class Block(ResidualBlock):
 
     def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns."""
-        return self.add_mlp(x + self.drop_path(self.mixer(self.norm1(x), layout)))
+        return self.add_branches(x, self.mixer(self.norm1(x), layout))
 
 
 class SequenceBlock(ResidualBlock):
@@ -67,9 +70,9 @@ class SequenceBlock(ResidualBlock):
     ) -> tuple[Tensor, Any]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.mixers.Mixer`."""
         y, state = self.mixer(self.norm1(x), state, cu_seqlens=cu_seqlens, mask=mask)
-        return self.add_mlp(x + self.drop_path(y)), state
+        return self.add_branches(x, y), state
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Transform one more token `x [B, D]`."""
         y, state = self.mixer.step(self.norm1(x), state)
-        return self.add_mlp(x + self.drop_path(y)), state
+        return self.add_branches(x, y), state

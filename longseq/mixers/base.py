@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.recompute import run_again
 from longseq.kernels.checks import check_mask
-from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.dispatch import backend_of_local, is_exporting
 from longseq.kernels.steps import backend_of_step
 
 
@@ -28,7 +30,7 @@ class Mixer(nn.Module):
 
     Class attributes:
         paper: the source of the layer.
-        operations: names of the `longseq.kernels` operations that `scan` calls.
+        operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
         undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse=True`, with which it reads from the last token, and from the state behind
@@ -98,6 +100,11 @@ class Mixer(nn.Module):
         """The backend that the operations' one-token forms are asked for."""
         return backend_of_step(self.backend)
 
+    @property
+    def local_backend(self) -> str:
+        """The backend of the operations on each token alone."""
+        return backend_of_local(self.backend)
+
     def project_in(self, x: Tensor) -> Tensor:
         """Project tokens `[..., d_model]` to what `scan` reads `[..., P]`, each token alone."""
         assert self.in_proj is not None, "this copy only scans: its projections belong to another mixer"
@@ -150,6 +157,16 @@ class Mixer(nn.Module):
         """Keep only the scan, for a mixer that shares another one's projections."""
         self.in_proj = None
         self.out_proj = None
+
+
+def recomputed(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a mixer's `scan` the option `recompute`: it keeps its arguments alone, and runs again for its gradient."""
+
+    @wraps(scan)
+    def run(self: Any, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+        return run_again(self.recompute, scan, self, projected, state, **options)
+
+    return run
 
 
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.mixers.base import Mixer, memory_dtype
@@ -72,7 +73,7 @@ class CompressionMixer(Mixer):
         self.recurrence = recurrence
         self.chunk_size = chunk_size
         self.widths = [self.num_heads * self.num_slots, d_model, d_model, self.num_heads * (1 + forget_gate)]
-        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.query_convolution, self.key_convolution = (
             ShortConvolution(self.widths[0], convolution_width, activation=None, backend=backend) for _ in range(2)
         )

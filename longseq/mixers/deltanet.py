@@ -6,37 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels import delta_rule, delta_rule_step
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels import delta_rule, delta_rule_step, head_features
+from longseq.kernels.head_features import check_features
+from longseq.mixers.base import Mixer, memory_dtype, recomputed
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
-
-FEATURE_MAPS = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "elu_plus_one": lambda x: functional.elu(x) + 1,
-    "identity": lambda x: x,
-}
-KEY_NORMS = {"l2": 2.0, "l1": 1.0}
-
-
-def check_features(feature_map: str, key_norm: str) -> None:
-    """Refuse names that `unit_features` does not know."""
-    if feature_map not in FEATURE_MAPS:
-        raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
-    if key_norm not in KEY_NORMS:
-        raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
-
-
-def unit_features(x: Tensor, feature_map: str, key_norm: str) -> Tensor:
-    """Map queries or keys `[..., K]` to features of norm one, in float32 at least."""
-    return functional.normalize(FEATURE_MAPS[feature_map](at_least_float32(x)), p=KEY_NORMS[key_norm], dim=-1)
 
 
 class DeltaNetState(NamedTuple):
@@ -59,7 +39,7 @@ class DeltaNet(Mixer):
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
         negative_eigenvalues: β in (0, 2), which lets a step reverse what a key stores.
-        recompute: the Triton kernels keep less for the gradient, for one more pass (see `delta_rule`).
+        recompute: keep nothing between the projections for the gradient, and scan once more before it.
 
     Source: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024), section 3.3.
     """
@@ -89,15 +69,16 @@ class DeltaNet(Mixer):
         self.feature_map = feature_map
         self.key_norm = key_norm
         self.negative_eigenvalues = negative_eigenvalues
-        self.in_proj = nn.Linear(d_model, 3 * d_model + self.num_heads, bias=False)
+        self.in_proj = AlignedLinear(d_model, 3 * d_model + self.num_heads, bias=False)
         self.convolution = (
             ShortConvolution(3 * d_model, convolution_width, activation=None, backend=backend)
             if convolution_width > 0
             else None
         )
-        self.norm = RMSNorm(self.head_dim, eps=norm_eps)
+        self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
+    @recomputed
     def scan(
         self,
         projected: Tensor,
@@ -113,7 +94,7 @@ class DeltaNet(Mixer):
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         q, k, v = self._features(mixed)
         self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
-        self.observe("key_write_norm", lambda: token_mean(beta * k.square().sum(-1), mask))
+        self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         o, memory = delta_rule(
             q,
             k,
@@ -123,7 +104,6 @@ class DeltaNet(Mixer):
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
-            recompute=self.recompute,
             backend=self.backend,
         )
         assert memory is not None
@@ -150,9 +130,14 @@ class DeltaNet(Mixer):
         return mixed, 2 * beta if self.negative_eigenvalues else beta
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        q, k = (unit_features(x, self.feature_map, self.key_norm) for x in (q, k))
-        return q, k, functional.silu(v)
+        return head_features(
+            mixed,
+            num_heads=self.num_heads,
+            key_dim=self.head_dim,
+            feature_map=self.feature_map,
+            key_norm=self.key_norm,
+            backend=self.local_backend,
+        )
 
     def scan_flops(self, tokens: int) -> int:
         # Reading at the key, writing there and reading at the query take 2 K V each.

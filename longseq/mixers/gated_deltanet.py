@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels import delta_rule, delta_rule_step
-from longseq.mixers.base import Mixer, memory_dtype
-from longseq.mixers.deltanet import check_features, unit_features
+from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
+from longseq.kernels.head_features import check_features
+from longseq.mixers.base import Mixer, memory_dtype, recomputed
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -50,7 +50,7 @@ class GatedDeltaNet(Mixer):
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
         dt_min, dt_max: range of the first step sizes softplus(dt_bias).
-        recompute: the Triton kernels keep less for the gradient, for one more pass (see `delta_rule`).
+        recompute: keep nothing between the projections for the gradient, and scan once more before it.
 
     Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
     section 3.4; initial decays as in Mamba-2.
@@ -96,7 +96,7 @@ class GatedDeltaNet(Mixer):
         self.dt_max = dt_max
         self.mixed_width = 2 * self.key_width + self.value_width
         gate_width = self.value_width if output_gate else 0
-        self.in_proj = nn.Linear(d_model, self.mixed_width + 2 * self.num_heads + gate_width, bias=False)
+        self.in_proj = AlignedLinear(d_model, self.mixed_width + 2 * self.num_heads + gate_width, bias=False)
         self.convolution = (
             ShortConvolution(self.mixed_width, convolution_width, activation=None, backend=backend)
             if convolution_width > 0
@@ -104,7 +104,7 @@ class GatedDeltaNet(Mixer):
         )
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
-        self.norm = RMSNorm(self.value_dim, eps=norm_eps)
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
         self.init_recurrence()
 
@@ -112,6 +112,7 @@ class GatedDeltaNet(Mixer):
         draw_decay_rates(self.A_log)
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
+    @recomputed
     def scan(
         self,
         projected: Tensor,
@@ -127,7 +128,7 @@ class GatedDeltaNet(Mixer):
         if self.convolution is not None:
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         q, k, v = self._features(mixed)
-        self.observe("key_write_norm", lambda: token_mean(beta * k.square().sum(-1), mask))
+        self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         real = None if mask is None else mask.unsqueeze(-1)
         o, memory = delta_rule(
             q,
@@ -139,7 +140,6 @@ class GatedDeltaNet(Mixer):
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
-            recompute=self.recompute,
             backend=self.backend,
         )
         assert memory is not None
@@ -169,14 +169,18 @@ class GatedDeltaNet(Mixer):
         return mixed, at_least_float32(beta).sigmoid(), g, gate
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        split = mixed.split([self.key_width, self.key_width, self.value_width], dim=-1)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in split)
-        q, k = (unit_features(x, self.feature_map, self.key_norm) for x in (q, k))
-        return q, k, functional.silu(v)
+        return head_features(
+            mixed,
+            num_heads=self.num_heads,
+            key_dim=self.key_dim,
+            feature_map=self.feature_map,
+            key_norm=self.key_norm,
+            backend=self.local_backend,
+        )
 
     def _read_out(self, o: Tensor, gate: Tensor) -> Tensor:
         y = self.norm(o).flatten(-2)
-        return y * functional.silu(gate) if self.output_gate else y
+        return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y
 
     def scan_flops(self, tokens: int) -> int:
         # The decay takes K V a head; reading at the key, writing there and reading at the query take 2 K V each.

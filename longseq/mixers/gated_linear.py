@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from longseq.kernels import linear_attention, linear_attention_step
+from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.mixers.base import Mixer
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -69,7 +68,7 @@ class GatedLinearMixer(Mixer):
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
         """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`."""
-        return self.norm(o).flatten(-2) * functional.silu(gate)
+        return silu_product(self.norm(o).flatten(-2), gate, backend=self.local_backend)
 
 
 def recurrence_flops(heads: int, key_dim: int, value_dim: int) -> int:

@@ -59,7 +59,7 @@ class GatedLinearAttention(GatedLinearMixer):
         self.gate_temperature = gate_temperature
         self.in_proj = nn.Linear(d_model, 2 * self.key_width + 2 * self.value_width + gate_rank, bias=False)
         self.decay_proj = nn.Linear(gate_rank, self.key_width)
-        self.norm = RMSNorm(self.value_dim, eps=norm_eps)
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
 
     def scan(

@@ -53,7 +53,7 @@ class HGRN2(GatedLinearMixer):
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
         self.lower_bound = lower_bound
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.norm = RMSNorm(d_model, eps=norm_eps)
+        self.norm = RMSNorm(d_model, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def scan(

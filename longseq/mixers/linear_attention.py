@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels import linear_attention, linear_attention_step
+from longseq.kernels import linear_attention, linear_attention_step, map_features
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
@@ -93,7 +93,8 @@ class LinearAttention(Mixer):
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        q, k = (functional.elu(at_least_float32(x)) + 1 for x in (q, k))
+        dtype = torch.promote_types(projected.dtype, torch.float32)
+        q, k = (map_features(x, feature_map="elu_plus_one", dtype=dtype, backend=self.local_backend) for x in (q, k))
         if self.normalizer:
             # A value channel of ones sums the keys: numerator and denominator in one pass over one state.
             v = functional.pad(at_least_float32(v), (0, 1), value=1.0)

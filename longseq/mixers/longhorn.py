@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from longseq.blocks.precision import at_least_float32
 from longseq.kernels import longhorn_scan, longhorn_scan_step
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -50,7 +49,7 @@ class Longhorn(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None, reverse: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        beta = at_least_float32(rate).sigmoid()
+        beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
         self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(
             x,
@@ -67,5 +66,5 @@ class Longhorn(SelectiveMixer):
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        beta = at_least_float32(rate).sigmoid()
+        beta = rate.sigmoid()
         return longhorn_scan_step(x, query, key, beta, memory, backend=self.step_backend)

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels import silu_product
 from longseq.mixers.base import memory_dtype
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
@@ -77,7 +79,7 @@ class Mamba2(GatedLinearMixer):
         self.dt_max = dt_max
         self.norm_eps = norm_eps
         self.mixed_width = self.inner + 2 * n_groups * state_size
-        self.in_proj = nn.Linear(d_model, self.inner + self.mixed_width + self.num_heads, bias=False)
+        self.in_proj = AlignedLinear(d_model, self.inner + self.mixed_width + self.num_heads, bias=False)
         self.convolution = ShortConvolution(self.mixed_width, convolution_width, bias=True, backend=backend)
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
@@ -142,8 +144,9 @@ class Mamba2(GatedLinearMixer):
         return (step.unsqueeze(-1) * x).to(x.dtype), -at_least_float32(self.A_log).exp() * step
 
     def _read_out(self, y: Tensor, x: Tensor, z: Tensor) -> Tensor:
-        y = torch.addcmul(y, x, self.D.to(y.dtype).unsqueeze(-1)).flatten(-2)
-        return self.norm(y * functional.silu(z))
+        weight = self.D.repeat_interleave(self.head_dim)
+        y, x = y.flatten(-2), x.flatten(-2)
+        return self.norm(silu_product(y, z, skip=x, skip_weight=weight, backend=self.local_backend))
 
     def scan_flops(self, tokens: int) -> int:
         recurrence = recurrence_flops(self.num_heads, self.state_size, self.head_dim)

@@ -62,7 +62,7 @@ class RetNet(GatedLinearMixer):
         self.rotary_base = rotary_base
         values = self.num_heads * self.value_dim
         self.in_proj = nn.Linear(d_model, 2 * d_model + 2 * values, bias=False)
-        self.norm = RMSNorm(self.value_dim, eps=norm_eps)
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(values, d_model, bias=False)
 
     def scan(

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import AlignedLinear
+from longseq.kernels import silu_product
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.measures import mean_norm
 
@@ -59,7 +60,7 @@ class SelectiveMixer(Mixer):
         self.rate_rank = math.ceil(d_model / 16) if rate_rank is None else rate_rank
         self.in_proj = nn.Linear(d_model, 2 * self.inner, bias=False)
         self.convolution = ShortConvolution(self.inner, convolution_width, bias=True, backend=backend)
-        self.x_proj = nn.Linear(self.inner, self.rate_rank + 2 * state_size, bias=False)
+        self.x_proj = AlignedLinear(self.inner, self.rate_rank + 2 * state_size, bias=False)
         self.rate_proj = nn.Linear(self.rate_rank, self.inner if rates is None else rates, bias=rate_bias)
         self.D = nn.Parameter(torch.ones(self.inner))
         self.out_proj = nn.Linear(self.inner, d_model, bias=False)
@@ -111,7 +112,7 @@ class SelectiveMixer(Mixer):
         return self.rate_proj(rank), key, query
 
     def _gate(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-        return torch.addcmul(y, x, self.D.to(y.dtype)) * functional.silu(gate)
+        return silu_product(y, gate, skip=x, skip_weight=self.D, backend=self.local_backend)
 
     def scan_flops(self, tokens: int) -> int:
         projections = sum(p.in_features * p.out_features for p in (self.x_proj, self.rate_proj))

@@ -69,7 +69,7 @@ class SlotMixer(Mixer):
         self.scale = scale
         self.gate_width = gate_width
         self.in_proj = nn.Linear(d_model, 3 * d_model + gate_width, bias=False)
-        self.norm = RMSNorm(d_model, eps=norm_eps)
+        self.norm = RMSNorm(d_model, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def write(

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.precision import at_least_float32
-from longseq.kernels import variational_linear_attention, variational_linear_attention_step
+from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
@@ -170,13 +168,13 @@ class VLA(Mixer):
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        options: dict[str, Any] = {"dtype": torch.promote_types(k.dtype, torch.float32), "backend": self.local_backend}
         u = None
         if self.penalty is not None:
             u = torch.einsum("...hk,hjk->...hj", k, self.penalty.to(k.dtype))
-            u = functional.normalize(at_least_float32(u), dim=-1)
-            if self.scale_penalty:
-                u = u / math.sqrt(self.head_dim)
-        q, k = (functional.elu(at_least_float32(x)) + 1 for x in (q, k))
+            scale = 1 / math.sqrt(self.head_dim) if self.scale_penalty else 1.0
+            u = map_features(u, norm="l2", scale=scale, **options)
+        q, k = (map_features(x, feature_map="elu_plus_one", **options) for x in (q, k))
         return q, k, v, u
 
     def scan_flops(self, tokens: int) -> int:

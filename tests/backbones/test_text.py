@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
-from longseq.backbones.text import TextBackbone, sample
+from longseq.backbones.text import TextBackbone, mlp_width, sample
 from longseq.state import map_state, select_state, state_size
 
 VOCABULARY = 11
@@ -181,7 +181,13 @@ def test_flops_count_blocks_and_head() -> None:
     assert gated.flops(7) - bare.flops(7) == 2 * 7 * 3 * 32 * 64
 
 
-@pytest.mark.parametrize("option", [{"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"mlp_ratio": 4.0},
+@pytest.mark.parametrize(("d_model", "ratio", "width"), [(24, None, 64), (32, None, 128), (1024, None, 2752),
+                                                         (1024, 8 / 3, 2731), (32, 2, 64), (10, 0.5, 5)])  # fmt: skip
+def test_an_mlp_is_as_wide_as_asked_or_a_multiple_of_64(d_model: int, ratio: float | None, width: int) -> None:
+    assert mlp_width(d_model, ratio) == width
+
+
+@pytest.mark.parametrize("option", [{"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"mlp_ratio": 3.0},
                                     {"positions": "learned", "max_length": 13}, {"tie_embeddings": False}])  # fmt: skip
 def test_every_option_changes_the_model_and_keeps_it_causal(option: dict[str, Any]) -> None:
     model, usual = make(**option), make()
@@ -192,6 +198,25 @@ def test_every_option_changes_the_model_and_keeps_it_causal(option: dict[str, An
     changed[:, 8] = (changed[:, 8] + 1) % VOCABULARY
     assert_same(model(changed)[0][:, :8], model(tokens)[0][:, :8])
     assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), model(tokens)[0])
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_recomputing_keeps_less_and_changes_nothing(mixer: str) -> None:
+    results, kept = [], []
+    for recompute in (False, True):
+        model, held = make(mixer, recompute=recompute, mlp_ratio=4.0), {}
+
+        def keep(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:
+            held[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits, _ = model(make_tokens(2))
+        results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+        kept.append(sum(tensor.numel() for place, tensor in held.items() if place not in own))
+    assert_same(results[1], results[0])
+    assert kept[1] < 0.9 * kept[0]
 
 
 def test_dropout_and_drop_path_act_in_training_only() -> None:

@@ -6,7 +6,7 @@ from timm.layers import Mlp
 from torch import nn
 
 from longseq import mixers
-from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
@@ -32,6 +32,27 @@ def test_the_norm_reads_the_residual_and_answers_in_the_type_of_the_weights(kind
     expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert norm(x).dtype == torch.bfloat16
     torch.testing.assert_close(norm(x).float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [ResidualRMSNorm, ResidualLayerNorm])
+def test_the_norm_answers_in_the_type_of_autocast(kind):
+    x, branch = torch.randn(3, 16), torch.randn(3, 16).bfloat16()
+    norm = kind(16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm(x).dtype == torch.bfloat16
+        total, y = norm(x, branch)
+        assert (total.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+        assert norm.double()(x.double()).dtype == torch.float64
+    assert kind(16)(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [ResidualRMSNorm, ResidualLayerNorm, nn.LayerNorm])
+def test_a_branch_is_added_before_the_norm(kind):
+    x, branch = torch.randn(2, 3, 16)
+    norm = kind(16, eps=1e-5)
+    total, y = add_and_norm(norm, x, branch)
+    torch.testing.assert_close(total, x + branch)
+    torch.testing.assert_close(y, norm(x + branch))
 
 
 def test_the_block_adds_its_branches_to_the_residual():

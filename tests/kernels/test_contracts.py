@@ -13,6 +13,7 @@ from longseq.kernels.testing import (
     Inputs,
     assert_accurate,
     assert_equal_up_to_rounding,
+    error,
     gradients,
     list_forms,
     list_variants,
@@ -264,4 +265,6 @@ def test_a_gpu_gives_the_same(op, variant, tokens):
     for backend in list_forms(op, "cuda", torch.float32):
         actual = gradients(inputs.to("cuda"), backend=backend)
         for name, value in exact.items():
-            assert_accurate(actual[name].cpu(), peer[name], value, f"{backend}: {name}")
+            # The last term is that of the hardware's exp, sigmoid and division, which count in float32 alone.
+            allowed = 8 * error(peer[name], value) + 64 * torch.finfo(torch.float32).eps
+            assert error(actual[name].cpu(), value) <= allowed, f"{backend}: {name}"

@@ -394,7 +394,7 @@ def test_known_bad_combinations_are_refused_untested(kernel, tests_run, monkeypa
 
 
 def test_every_kernel_has_its_trial():
-    for op in [*TRITON_OPS, *dispatch._STEPS]:
+    for op in [*TRITON_OPS, *dispatch._STEPS, *dispatch.list_local_ops()]:
         assert self_test.find_trial(op).cases
     for op, trial in self_test.TRIALS.items():
         for case in trial.cases:
@@ -438,7 +438,7 @@ def test_emulated_kernels_are_trusted(monkeypatch, tests_run):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("op", [*TRITON_OPS, *dispatch._STEPS])
+@pytest.mark.parametrize("op", [*TRITON_OPS, *dispatch._STEPS, *dispatch.list_local_ops()])
 def test_the_kernels_pass_on_this_gpu(op, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)

@@ -192,7 +192,7 @@ def test_states_of_another_precision_are_refused(interpreted, op):
 def test_steps_are_no_operations_but_answer_like_them(op):
     step = f"{op}_step"
     assert step not in list_ops()
-    assert list(explain(step)) == ["torch", "triton"]
+    assert list(explain(step)) == ["triton", "torch"]
     assert explain(step, device="cuda") == {"torch": [], "triton": []}
     assert any("backend='torch'" in reason for reason in explain(step, device="cuda", exporting=True)["triton"])
     inputs = make_inputs(op, tokens=1)

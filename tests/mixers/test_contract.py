@@ -359,3 +359,26 @@ def test_mamba_step_sizes_start_in_their_range() -> None:
     assert steps.min() >= 0.0099
     assert steps.max() <= 0.0501
     torch.testing.assert_close(-mixer.A_log.exp()[0], -torch.arange(1.0, 17.0))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "recompute" in mixers.options(name)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_recomputing_keeps_less_and_changes_nothing(name: str, compiled: bool) -> None:
+    x, results, kept = make_tokens(2).requires_grad_(), [], []
+    for recompute in (False, True):
+        torch._dynamo.reset()
+        mixer = make(name, recompute=recompute)
+        call = torch.compile(mixer, fullgraph=True, backend="aot_eager") if compiled else mixer
+        held: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:
+            held[tensor.data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y, state = call(x)
+        loss = y.square().sum() + sum(tensor.square().sum() for _, tensor in state_tensors(state))
+        results.append([y, *torch.autograd.grad(loss, [x, *mixer.parameters()])])
+        kept.append(sum(tensor.numel() for tensor in held.values()))
+    assert_same(results[1], results[0])
+    assert compiled or kept[1] < 0.7 * kept[0]

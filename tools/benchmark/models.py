@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import longseq  # noqa: F401  registers the image models
 from longseq import mixers
 from longseq.backbones.step_graph import StepGraph
-from longseq.backbones.text import TextBackbone
+from longseq.backbones.text import TextBackbone, mlp_width
+from longseq.kernels import token_loss
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
@@ -132,6 +133,7 @@ def language_models(text: Row, backend: str) -> Iterator[tuple[Row, Callable[[],
     if unknown := set(text["peers"]) - {"llama"}:
         raise ValueError(f"text.peers has {', '.join(sorted(unknown))}: there is llama alone")
     size = {"vocab_size": text["vocabulary"], "d_model": text["d_model"], "depth": text["depth"]}
+    size["recompute"] = text["recompute"]
     for mixer in text["mixers"]:
         yield {"model": "longseq", "mixer": mixer}, partial(TextBackbone, mixer=mixer, backend=backend, **size)
     if "llama" in text["peers"] and importlib.util.find_spec("transformers") is not None:
@@ -156,7 +158,7 @@ class _Llama(nn.Module):
         config = LlamaConfig(
             vocab_size=text["vocabulary"],
             hidden_size=width,
-            intermediate_size=round(width * 8 / 3),
+            intermediate_size=mlp_width(width),
             num_hidden_layers=text["depth"],
             num_attention_heads=max(1, width // 64),
             max_position_embeddings=max(text["lengths"]) + text["new_tokens"],
@@ -258,7 +260,7 @@ def measure_training(make: Callable[[], nn.Module], tokens: int, asked: Row, dev
 
     def loss() -> Tensor:
         logits, _ = called(read[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), read[:, 1:].flatten())
+        return token_loss(logits, read[:, 1:]).mean()
 
     step = _trainer(model, loss, device)
     head = {"parameters": count_parameters(model), "batch": batch}

@@ -1,0 +1,75 @@
+"""A branch added to the residual, and the norm of the sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.add_norm.norm import add_norm_torch
+from longseq.kernels.devices import triton_reasons, width_reasons
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.precision import call_dtype
+
+__all__ = ["add_norm"]
+
+TRITON_WIDTH = 8192  # of a row, which one program reads whole
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "D")
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _add_norm_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    from longseq.kernels.add_norm.triton_norm import add_norm_triton
+
+    return add_norm_triton(*args, **kwargs)
+
+
+register_local(
+    "add_norm",
+    Backend("triton", _add_norm_triton, _triton_reasons),
+    Backend("torch", add_norm_torch),
+)
+
+
+def add_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    branch: Tensor | None = None,
+    eps: float = 1e-5,
+    centred: bool = False,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Add a branch to the residual, and take the norm of the sum over its channels.
+
+        s = x + branch;   y = weight ⊙ s / √(mean(s²) + eps) + bias
+
+    With `centred`, s in y is less its mean over the channels: a layer norm in place of an RMS norm.
+
+    Shapes: x, branch, s, y [..., D]; weight, bias [D]. Without a branch s is x itself. Arithmetic is float32, or
+    float64 for float64 inputs; s has the type that torch gives to x + branch, y has `dtype`, by default that of s.
+    Returns (s, y).
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run them.
+    """
+    # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
+    if not is_exporting():
+        _check(x, weight, branch)
+    call = Call(x.device, call_dtype(x, branch, weight), exporting=is_exporting(), sizes={"D": x.shape[-1]})
+    run = select("add_norm", backend, call)
+    if dtype is None:
+        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
+
+
+def _check(x: Tensor, weight: Tensor, branch: Tensor | None) -> None:
+    if weight.ndim != 1 or x.shape[-1:] != weight.shape or (branch is not None and branch.shape != x.shape):
+        raise ValueError(
+            f"add_norm: x has shape {tuple(x.shape)}, its branch {None if branch is None else tuple(branch.shape)} and "
+            f"weight {tuple(weight.shape)}, but must have [..., D], the same, and [D]"
+        )

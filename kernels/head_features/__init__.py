@@ -1,0 +1,74 @@
+"""Features of queries, keys and values: a feature map and unit norm for each head."""
+
+from typing import Any
+
+from torch import Tensor
+
+from longseq.kernels.devices import triton_reasons, width_reasons
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, head_features_torch
+
+__all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
+
+TRITON_WIDTH = 8192  # of a head, which one program reads whole
+
+
+def _triton_reasons(call: Call) -> list[str]:
+    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V")
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _head_features_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from longseq.kernels.head_features.triton_features import head_features_triton
+
+    return head_features_triton(*args, **kwargs)
+
+
+register_local(
+    "head_features",
+    Backend("triton", _head_features_triton, _triton_reasons),
+    Backend("torch", head_features_torch),
+)
+
+
+def check_features(feature_map: str, key_norm: str) -> None:
+    """Raise ValueError for a feature map or a norm that `head_features` does not know."""
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
+    if key_norm not in KEY_NORMS:
+        raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
+
+
+def head_features(
+    x: Tensor,
+    *,
+    num_heads: int,
+    key_dim: int,
+    feature_map: str = "silu",
+    key_norm: str = "l2",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of norm one for each head, and values, from projected channels.
+
+        q, k, v = x;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v)
+
+    φ is `feature_map`: silu, relu, elu_plus_one or identity. `key_norm` is l2 or l1; a norm below 1e-12 counts as that.
+
+    Shapes: x [..., H K + H K + H V] with H = `num_heads` and K = `key_dim`; q, k [..., H, K]; v [..., H, V]. Arithmetic
+    is float32, or float64 for float64 inputs; q, k and v have x's dtype.
+
+    Raises ValueError for channels that do not fit the heads and for a backend that cannot run.
+    """
+    check_features(feature_map, key_norm)
+    channels = x.shape[-1]
+    values = channels - 2 * num_heads * key_dim
+    if not is_exporting() and (min(num_heads, key_dim) < 1 or values < num_heads or values % num_heads):
+        raise ValueError(
+            f"head_features: x has {channels} channels, which num_heads={num_heads} with key_dim={key_dim} do not "
+            "share out: give 2 H K and a multiple of H"
+        )
+    sizes = {"K": key_dim, "V": values // num_heads}
+    call = Call(x.device, x.dtype, exporting=is_exporting(), sizes=sizes)
+    run = select("head_features", backend, call)
+    return run(x, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)

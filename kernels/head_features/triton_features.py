@@ -1,0 +1,202 @@
+"""Features of queries, keys and values in one kernel, and their gradient in another."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import as_rows
+from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
+
+# Measured on an H200. Numbers of a program's block of one head, and of a warp's.
+BLOCK = 1024
+WARP = 256
+
+KINDS = {name: number for number, name in enumerate(FEATURE_MAPS)}
+
+
+@triton.jit
+def load_rows(x, row, stride, first, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Channels of some rows from `first` on, in float32; zeros outside."""
+    column = tl.arange(0, BLOCK)
+    inside = mask[:, None] & (column < WIDTH)[None, :]
+    return tl.load(x + row[:, None] * stride + first + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(y, row, stride, first, mask, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = mask[:, None] & (column < WIDTH)[None, :]
+    tl.store(y + row[:, None] * stride + first + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def map_channels(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    """The feature map of a head, zero beyond its width."""
+    if KIND == 0:
+        feature = x * tl.sigmoid(x)
+    elif KIND == 1:
+        feature = tl.maximum(x, 0.0)
+    elif KIND == 2:
+        feature = tl.where(x > 0.0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+    else:
+        feature = x
+    return tl.where((tl.arange(0, BLOCK) < WIDTH)[None, :], feature, 0.0)
+
+
+@triton.jit
+def differentiate_map(x, KIND: tl.constexpr):
+    """The derivative of the feature map."""
+    if KIND == 0:
+        gate = tl.sigmoid(x)
+        slope = gate * (1.0 + x * (1.0 - gate))
+    elif KIND == 1:
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    elif KIND == 2:
+        slope = tl.exp(tl.minimum(x, 0.0))
+    else:
+        slope = x * 0.0 + 1.0
+    return slope
+
+
+@triton.jit
+def _norm(feature, L1: tl.constexpr):
+    """The norm of each row."""
+    return tl.sum(tl.abs(feature), 1) if L1 else tl.sqrt_rn(tl.sum(feature * feature, 1))
+
+
+@triton.jit
+def unit_rows(x, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
+    feature = map_channels(x, WIDTH, BLOCK, KIND)
+    return feature / tl.maximum(_norm(feature, L1), EPS)[:, None]
+
+
+@triton.jit
+def unit_gradient(
+    x, dy, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr
+):
+    """The gradient of x from that of its unit features."""
+    feature = map_channels(x, WIDTH, BLOCK, KIND)
+    norm = _norm(feature, L1)
+    clamped = tl.maximum(norm, EPS)[:, None]
+    along = tl.sum(dy * (feature / clamped), 1)[:, None]
+    direction = feature / clamped
+    if L1:
+        direction = tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
+    along = tl.where((norm >= EPS)[:, None], along, 0.0)
+    return (dy - along * direction) / clamped * differentiate_map(x, KIND)
+
+
+@triton.jit
+def place_rows(rows, H, BLOCK_R: tl.constexpr):
+    """This program's head and rows, and which of them there are."""
+    row = (tl.program_id(0) // H).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    return tl.program_id(0) % H, row, row < rows
+
+
+@triton.jit(do_not_specialize=["rows"])
+def unit_features(
+    x, q, k, v, rows, x_row,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """q, k and v of one head and some rows."""
+    head, row, there = place_rows(rows, H, BLOCK_R)
+    query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
+    key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
+    value = load_rows(x, row, x_row, 2 * H * K + head * V, there, V, BLOCK_V)
+    store_rows(q, row, H * K, head * K, there, unit_rows(query, EPS, K, BLOCK_K, KIND, L1), K, BLOCK_K)
+    store_rows(k, row, H * K, head * K, there, unit_rows(key, EPS, K, BLOCK_K, KIND, L1), K, BLOCK_K)
+    store_rows(v, row, H * V, head * V, there, value * tl.sigmoid(value), V, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def differentiate_features(
+    x, dq, dk, dv, dx, rows, x_row,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x, of the channels of one head and some rows."""
+    head, row, there = place_rows(rows, H, BLOCK_R)
+    width: tl.constexpr = 2 * H * K + H * V
+    query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
+    d_query = load_rows(dq, row, H * K, head * K, there, K, BLOCK_K)
+    d_query = unit_gradient(query, d_query, EPS, K, BLOCK_K, KIND, L1)
+    store_rows(dx, row, width, head * K, there, d_query, K, BLOCK_K)
+    key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
+    d_key = load_rows(dk, row, H * K, head * K, there, K, BLOCK_K)
+    d_key = unit_gradient(key, d_key, EPS, K, BLOCK_K, KIND, L1)
+    store_rows(dx, row, width, (H + head) * K, there, d_key, K, BLOCK_K)
+    value = load_rows(x, row, x_row, 2 * H * K + head * V, there, V, BLOCK_V)
+    d_value = load_rows(dv, row, H * V, head * V, there, V, BLOCK_V)
+    gate = tl.sigmoid(value)
+    store_rows(dx, row, width, 2 * H * K + head * V, there, d_value * gate * (1.0 + value * (1.0 - gate)), V, BLOCK_V)
+
+
+def _launch(kernel, tensors, x: Tensor, heads: int, key_dim: int, feature_map: str, l1: bool) -> None:
+    rows = as_rows(x)
+    value_dim = rows.shape[1] // heads - 2 * key_dim
+    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    widest = max(block_k, block_v)
+    block = max(1, BLOCK // widest)
+    if not rows.numel():
+        return
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernel[(triton.cdiv(rows.shape[0], block) * heads,)](
+            rows, *tensors, rows.shape[0], rows.stride(0),
+            H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=KINDS[feature_map], L1=l1,
+            BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v,
+            num_warps=min(max(block * widest // WARP, 1), 8),
+        )  # fmt: skip
+
+
+@torch.library.custom_op("longseq::head_features", mutates_args=())
+def head_features(x: Tensor, num_heads: int, key_dim: int, feature_map: str, l1: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's dtype."""
+    q, k, v = _allocate(x, num_heads, key_dim)
+    _launch(unit_features, (q, k, v), x, num_heads, key_dim, feature_map, l1)
+    return q, k, v
+
+
+@head_features.register_fake
+def _(x, num_heads, key_dim, feature_map, l1):
+    return _allocate(x, num_heads, key_dim)
+
+
+def _allocate(x: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys = (*x.shape[:-1], heads, key_dim)
+    return x.new_empty(keys), x.new_empty(keys), x.new_empty((*keys[:-1], x.shape[-1] // heads - 2 * key_dim))
+
+
+@torch.library.custom_op("longseq::head_features_backward", mutates_args=())
+def head_features_backward(x: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, feature_map: str, l1: bool) -> Tensor:
+    """The gradient of x."""
+    dx = x.new_empty(x.shape)
+    gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous(), dx)
+    _launch(differentiate_features, gradients, x, dq.shape[-2], dq.shape[-1], feature_map, l1)
+    return dx
+
+
+@head_features_backward.register_fake
+def _(x, dq, dk, dv, feature_map, l1):
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    x, _, _, ctx.feature_map, ctx.l1 = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate(ctx, dq, dk, dv):
+    dx = head_features_backward(*ctx.saved_tensors, dq, dk, dv, ctx.feature_map, ctx.l1)
+    return dx, None, None, None, None
+
+
+head_features.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def head_features_triton(
+    x: Tensor, *, num_heads: int, key_dim: int, feature_map: str, key_norm: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`head_features` as one kernel, whose gradient is one kernel, too."""
+    return head_features(x, num_heads, key_dim, feature_map, key_norm == "l1")

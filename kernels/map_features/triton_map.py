@@ -1,0 +1,114 @@
+"""A feature map of each head's channels in one kernel, and its gradient in another."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.head_features.features import EPS
+from longseq.kernels.head_features.triton_features import (
+    KINDS,
+    differentiate_map,
+    load_rows,
+    map_channels,
+    place_rows,
+    store_rows,
+    unit_gradient,
+    unit_rows,
+)
+
+# Not measured yet. Numbers of a program's block of one head, and of a warp's.
+BLOCK = 2048
+WARP = 512
+
+
+@triton.jit(do_not_specialize=["rows", "scale"])
+def apply_map(
+    x, y, rows, x_row, x_head, scale,
+    H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Features of one head and some rows. NORM is 0 without one, 1 or 2."""
+    head, row, there = place_rows(rows, H, BLOCK_R)
+    channels = load_rows(x, row, x_row, head * x_head, there, K, BLOCK_K)
+    if NORM == 0:
+        feature = map_channels(channels, K, BLOCK_K, KIND)
+    else:
+        feature = unit_rows(channels, EPS, K, BLOCK_K, KIND, NORM == 1)
+    store_rows(y, row, H * K, head * K, there, scale * feature, K, BLOCK_K)
+
+
+@triton.jit(do_not_specialize=["rows", "scale"])
+def differentiate_mapped(
+    x, dy, dx, rows, x_row, x_head, scale,
+    H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x, of one head and some rows."""
+    head, row, there = place_rows(rows, H, BLOCK_R)
+    channels = load_rows(x, row, x_row, head * x_head, there, K, BLOCK_K)
+    gradient = scale * load_rows(dy, row, H * K, head * K, there, K, BLOCK_K)
+    if NORM == 0:
+        gradient *= differentiate_map(channels, KIND)
+    else:
+        gradient = unit_gradient(channels, gradient, EPS, K, BLOCK_K, KIND, NORM == 1)
+    store_rows(dx, row, H * K, head * K, there, gradient, K, BLOCK_K)
+
+
+def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: int, scale: float) -> None:
+    rows = channels_adjacent(x).reshape(-1, *x.shape[-2:])
+    count, heads, width = rows.shape
+    columns = triton.next_power_of_2(width)
+    block = max(1, BLOCK // columns)
+    if not rows.numel():
+        return
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernel[(triton.cdiv(count, block) * heads,)](
+            rows, *tensors, count, rows.stride(0), rows.stride(1), scale,
+            H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
+            num_warps=min(max(block * columns // WARP, 1), 8),
+        )  # fmt: skip
+
+
+@torch.library.custom_op("longseq::map_features", mutates_args=())
+def map_features(x: Tensor, feature_map: str, norm: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """Features [..., H, K] in `dtype`; `norm` is 0 without one, 1 or 2."""
+    y = x.new_empty(x.shape, dtype=dtype)
+    _launch(apply_map, x, [y], feature_map, norm, scale)
+    return y
+
+
+@map_features.register_fake
+def _(x, feature_map, norm, scale, dtype):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.custom_op("longseq::map_features_backward", mutates_args=())
+def map_features_backward(x: Tensor, dy: Tensor, feature_map: str, norm: int, scale: float) -> Tensor:
+    """The gradient of x."""
+    dx = x.new_empty(x.shape)
+    _launch(differentiate_mapped, x, [dy.contiguous(), dx], feature_map, norm, scale)
+    return dx
+
+
+@map_features_backward.register_fake
+def _(x, dy, feature_map, norm, scale):
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    x, *ctx.options, _ = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate(ctx, dy):
+    return map_features_backward(*ctx.saved_tensors, dy, *ctx.options), None, None, None, None
+
+
+map_features.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def map_features_triton(x: Tensor, *, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """`map_features` as one kernel, whose gradient is one kernel, too."""
+    return map_features(x, feature_map, {None: 0, "l1": 1, "l2": 2}[norm], float(scale), dtype)

@@ -1,0 +1,65 @@
+"""A product gated by SiLU."""
+
+from typing import Any
+
+from torch import Tensor
+
+from longseq.kernels.devices import triton_reasons
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.precision import call_dtype
+from longseq.kernels.silu_product.product import silu_product_torch
+
+__all__ = ["silu_product"]
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _silu_product_triton(*args: Any, **kwargs: Any) -> Tensor:
+    from longseq.kernels.silu_product.triton_product import silu_product_triton
+
+    return silu_product_triton(*args, **kwargs)
+
+
+register_local(
+    "silu_product",
+    Backend("triton", _silu_product_triton, triton_reasons),
+    Backend("torch", silu_product_torch),
+)
+
+
+def silu_product(
+    x: Tensor,
+    gate: Tensor,
+    *,
+    skip: Tensor | None = None,
+    skip_weight: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """A product gated by SiLU, which keeps its inputs alone for its gradient.
+
+        y = (x + skip_weight ⊙ skip) ⊙ SiLU(gate)
+
+    `skip` and `skip_weight` go together, or are left out.
+
+    Shapes: x, gate, skip, y [..., D]; skip_weight [D]. Arithmetic is float32, or float64 for float64 inputs; y has the
+    type that torch gives to x times gate.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run.
+    """
+    if not is_exporting():
+        _check(x, gate, skip, skip_weight)
+    call = Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
+    return select("silu_product", backend, call)(x, gate, skip=skip, skip_weight=skip_weight)
+
+
+def _check(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> None:
+    if (skip is None) != (skip_weight is None):
+        raise ValueError("silu_product: skip and skip_weight go together, but one is missing; give both or neither")
+    shapes: dict[str, tuple[int, ...]] = {"gate": gate.shape, "skip": x.shape if skip is None else skip.shape}
+    if skip_weight is not None:
+        shapes["x of skip_weight's width"] = (*x.shape[:-1], *skip_weight.shape)
+    for name, shape in shapes.items():
+        if shape != x.shape:
+            raise ValueError(
+                f"silu_product: x has shape {tuple(x.shape)} and {name} {tuple(shape)}, but must have the same"
+            )

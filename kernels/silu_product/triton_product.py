@@ -1,0 +1,170 @@
+"""A product gated by SiLU in one kernel, and its gradients in another."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import as_rows
+
+# Measured on an H200, without a skip. Channels and numbers of a program's block, and numbers of a warp's; programs at
+# most of a gradient with a skip, each of which walks through blocks a whole grid apart and adds up the gradient of the
+# skip's weight.
+CHANNELS = 1024
+BLOCK = 2048
+WARP = 512
+PROGRAMS = 1024
+
+
+@triton.jit
+def _load(x, row, stride, column, inside):
+    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP: tl.constexpr):
+    """What the gate multiplies, and the skip."""
+    value = _load(x, row, x_row, column, inside)
+    skipped = value
+    if HAS_SKIP:
+        skipped = _load(skip, row, skip_row, column, inside)
+        value += scale * skipped
+    return value, skipped
+
+
+@triton.jit
+def _scale(skip_weight, column, D, HAS_SKIP: tl.constexpr):
+    """The skip's weights as a row."""
+    scale = (column * 0).to(tl.float32)[None, :]
+    if HAS_SKIP:
+        scale = tl.load(skip_weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    return scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply(
+    x, gate, skip, skip_weight, y, rows, D, x_row, gate_row, skip_row,
+    HAS_SKIP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The product of some rows and channels."""
+    over_d = tl.cdiv(D, BLOCK_D)
+    row = (tl.program_id(0) // over_d).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (row < rows)[:, None] & (column < D)[None, :]
+    scale = _scale(skip_weight, column, D, HAS_SKIP)
+    value, _ = _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP)
+    z = _load(gate, row, gate_row, column, inside)
+    tl.store(y + row[:, None] * D + column[None, :], value * z * tl.sigmoid(z), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "programs"])
+def differentiate_product(
+    x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, d_weight, rows, blocks, programs, D,
+    x_row, gate_row, skip_row, dy_row,
+    HAS_SKIP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradients of some rows and channels, and this program's part of that of the skip's weight."""
+    over_d = tl.cdiv(D, BLOCK_D)
+    first = tl.program_id(0) // over_d
+    column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    scale = _scale(skip_weight, column, D, HAS_SKIP)
+    weighed = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    for block in range(first, blocks, programs):
+        row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < D)[None, :]
+        value, skipped = _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP)
+        z = _load(gate, row, gate_row, column, inside)
+        share = tl.sigmoid(z)
+        gradient = _load(dy, row, dy_row, column, inside)
+        place = row[:, None] * D + column[None, :]
+        tl.store(d_gate + place, gradient * value * share * (1.0 + z * (1.0 - share)), mask=inside)
+        gradient *= z * share
+        tl.store(dx + place, gradient, mask=inside)
+        if HAS_SKIP:
+            tl.store(d_skip + place, gradient * scale, mask=inside)
+            weighed += gradient * skipped
+    if HAS_SKIP:
+        tl.store(d_weight + first * D + column, tl.sum(weighed, 0), mask=column < D)
+
+
+def _blocks(channels: int) -> dict[str, int]:
+    """Rows and columns of a program's block, and its warps."""
+    columns = min(triton.next_power_of_2(channels), CHANNELS)
+    rows = max(1, BLOCK // columns)
+    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
+
+
+@torch.library.custom_op("longseq::silu_product", mutates_args=())
+def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+    """The product [..., D], in the type of x times gate."""
+    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+    values, gates, skips = as_rows(x), as_rows(gate), None if skip is None else as_rows(skip)
+    rows, channels = values.shape
+    shape = _blocks(channels)
+    if y.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            multiply[(triton.cdiv(rows, shape["BLOCK_R"]) * triton.cdiv(channels, shape["BLOCK_D"]),)](
+                values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), y, rows, channels,
+                values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0),
+                HAS_SKIP=skip is not None, **shape,
+            )  # fmt: skip
+    return y
+
+
+@silu_product.register_fake
+def _(x, gate, skip, skip_weight):
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+
+
+@torch.library.custom_op("longseq::silu_product_backward", mutates_args=())
+def silu_product_backward(
+    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gate, skip and its weight, the last two empty without a skip."""
+    dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
+    values, gates, gradients = as_rows(x), as_rows(gate), as_rows(dy)
+    skips = None if skip is None else as_rows(skip)
+    rows, channels = values.shape
+    shape = _blocks(channels)
+    blocks, over_d = triton.cdiv(rows, shape["BLOCK_R"]), triton.cdiv(channels, shape["BLOCK_D"])
+    programs = blocks if skip is None else min(blocks, max(1, PROGRAMS // over_d))
+    d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
+    parts = x.new_empty((0 if skip is None else programs, channels), dtype=torch.float32)
+    if dx.numel():
+        with torch.cuda.device_of(x):
+            differentiate_product[(programs * over_d,)](
+                values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
+                dx, d_gate, d_skip, parts, rows, blocks, programs, channels,
+                values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0), gradients.stride(0),
+                HAS_SKIP=skip is not None, **shape,
+            )  # fmt: skip
+    d_weight = x.new_empty((0,)) if skip_weight is None else parts.sum(0).to(skip_weight.dtype)
+    return dx, d_gate, d_skip, d_weight
+
+
+@silu_product_backward.register_fake
+def _(x, gate, skip, skip_weight, dy):
+    return (
+        x.new_empty(x.shape),
+        gate.new_empty(gate.shape),
+        x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape),
+        x.new_empty((0,)) if skip_weight is None else skip_weight.new_empty(skip_weight.shape),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, dy):
+    x, gate, skip, skip_weight = ctx.saved_tensors
+    dx, d_gate, d_skip, d_weight = silu_product_backward(x, gate, skip, skip_weight, dy)
+    return dx, d_gate, None if skip is None else d_skip, None if skip is None else d_weight
+
+
+silu_product.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def silu_product_triton(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+    """`silu_product` as one kernel, whose gradients are one kernel, too."""
+    return silu_product(x, gate, skip, skip_weight)

@@ -1,0 +1,50 @@
+"""The cross entropy of each token of a language model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.devices import triton_reasons
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.token_loss.loss import token_loss_torch
+
+__all__ = ["token_loss"]
+
+
+# Imported in the call, because importing this package must not import Triton; an import statement, because
+# torch.compile follows one.
+def _token_loss_triton(*args: Any, **kwargs: Any) -> Tensor:
+    from longseq.kernels.token_loss.triton_loss import token_loss_triton
+
+    return token_loss_triton(*args, **kwargs)
+
+
+register_local(
+    "token_loss",
+    Backend("triton", _token_loss_triton, triton_reasons),
+    Backend("torch", token_loss_torch),
+)
+
+
+def token_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, backend: str = "auto") -> Tensor:
+    """Cross entropy of each token, from logits of any type without a copy of them in float32.
+
+        loss = log Σ_v exp(logits_v) − logits_target;   0 where the target is `ignore_index`
+
+    The mean over the tokens that count, as torch's `cross_entropy` returns it, is
+    `loss.sum() / (target != ignore_index).sum()`.
+
+    Shapes: logits [..., V]; target [...], int64 below V or `ignore_index`; loss [...]. Arithmetic and loss are float32,
+    or float64 for float64 logits; the gradient has the logits' type.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run. The values of `target` are checked
+    by the torch backend alone; with the triton backend the loss of one that is out of range is NaN.
+    """
+    if not is_exporting() and (logits.shape[:-1] != target.shape or target.dtype != torch.int64):
+        raise ValueError(
+            f"token_loss: target is {target.dtype} of shape {tuple(target.shape)}, but must be int64 of shape "
+            f"{tuple(logits.shape[:-1])}, that of the logits without their last dimension"
+        )
+    call = Call(logits.device, logits.dtype, exporting=is_exporting())
+    return select("token_loss", backend, call)(logits, target, ignore_index=ignore_index)

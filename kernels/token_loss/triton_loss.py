@@ -1,0 +1,116 @@
+"""The cross entropy of each token in one kernel, which reads the logits once, and its gradient in another."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.devices import as_rows
+
+# Not measured yet. Logits that a program reads at once, and warps of a program.
+BLOCK = 4096
+WARPS = 8
+
+
+@triton.jit
+def _has_loss(target, V, ignored):
+    return (target != ignored) & (target >= 0) & (target < V)
+
+
+@triton.jit(do_not_specialize=["ignored"])
+def measure_loss(logits, targets, losses, sums, V, row_stride, ignored, BLOCK: tl.constexpr):
+    """One token's loss and the logarithm of its sum of exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    first = logits + row * row_stride
+    largest = tl.full((BLOCK,), -1e38, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(first + column, mask=column < V, other=-float("inf")).to(tl.float32)
+        before = largest
+        largest = tl.maximum(largest, x)  # finite from the start: the difference of two infinities is no number
+        total = total * tl.exp(before - largest) + tl.exp(x - largest)
+    most = tl.max(largest, 0)
+    sum_of_exp = tl.sum(total * tl.exp(largest - most), 0)
+    log_sum = most + tl.log(sum_of_exp)
+    target = tl.load(targets + row)
+    counts = _has_loss(target, V, ignored)
+    own = tl.load(first + target, mask=counts, other=0.0).to(tl.float32)
+    tl.store(sums + row, log_sum)
+    tl.store(losses + row, tl.where(counts, log_sum - own, tl.where(target == ignored, 0.0, float("nan"))))
+
+
+@triton.jit(do_not_specialize=["ignored"])
+def differentiate_loss(logits, targets, sums, d_losses, d_logits, V, row_stride, ignored, BLOCK: tl.constexpr):
+    """The gradient of one block of one token's logits."""
+    blocks = tl.cdiv(V, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + row)
+    weight = tl.where(_has_loss(target, V, ignored), tl.load(d_losses + row), 0.0)
+    x = tl.load(logits + row * row_stride + column, mask=column < V, other=0.0).to(tl.float32)
+    share = tl.exp(x - tl.load(sums + row)) - tl.where(column == target, 1.0, 0.0)
+    share = tl.where(weight == 0.0, 0.0, share * weight)
+    tl.store(d_logits + row * V + column, share, mask=column < V)
+
+
+def _block(vocabulary: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(vocabulary))
+
+
+@torch.library.custom_op("longseq::token_loss", mutates_args=())
+def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Loss of each token and the logarithm of its sum of exponentials [...], in float32."""
+    rows = as_rows(logits)
+    losses = logits.new_empty(target.shape, dtype=torch.float32)
+    sums = torch.empty_like(losses)
+    if rows.shape[0]:
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
+            measure_loss[(rows.shape[0],)](
+                rows, target.contiguous(), losses, sums, rows.shape[1], rows.stride(0), ignore_index,
+                BLOCK=_block(rows.shape[1]), num_warps=WARPS,
+            )  # fmt: skip
+    return losses, sums
+
+
+@token_loss.register_fake
+def _(logits, target, ignore_index):
+    losses = logits.new_empty(target.shape, dtype=torch.float32)
+    return losses, torch.empty_like(losses)
+
+
+@torch.library.custom_op("longseq::token_loss_backward", mutates_args=())
+def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: Tensor, ignore_index: int) -> Tensor:
+    """The gradient of the logits."""
+    rows = as_rows(logits)
+    d_logits = logits.new_empty(logits.shape)
+    block = _block(rows.shape[1])
+    if rows.shape[0]:
+        with torch.cuda.device_of(logits):
+            differentiate_loss[(rows.shape[0] * triton.cdiv(rows.shape[1], block),)](
+                rows, target.contiguous(), sums, d_losses.contiguous(), d_logits, rows.shape[1], rows.stride(0),
+                ignore_index, BLOCK=block, num_warps=WARPS,
+            )  # fmt: skip
+    return d_logits
+
+
+@token_loss_backward.register_fake
+def _(logits, target, sums, d_losses, ignore_index):
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    logits, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, target, output[1])
+
+
+def _differentiate(ctx, d_losses, _):
+    return token_loss_backward(*ctx.saved_tensors, d_losses, ctx.ignore_index), None, None
+
+
+token_loss.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def token_loss_triton(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    """`token_loss` as one kernel, whose gradient is one kernel, too."""
+    return token_loss(logits, target, ignore_index)[0]

@@ -1,0 +1,73 @@
+import pytest
+import torch
+from torch import nn
+
+from longseq import mixers
+from longseq.blocks import linear
+from longseq.blocks.linear import AlignedLinear
+
+
+@pytest.fixture
+def aligned(monkeypatch):
+    """What a GPU does in half precision, and the widths of its products."""
+    widths = []
+    product = nn.functional.linear
+
+    def watched(x, weight, bias=None):
+        widths.append(weight.shape[0])
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(linear, "gains_by_alignment", lambda weight: True)
+    monkeypatch.setattr(linear.functional, "linear", watched)
+    return widths
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("width", "product"), [(13, 16), (16, 16)])
+def test_a_padded_projection_is_the_plain_one(aligned, bias, width, product):
+    plain = nn.Linear(5, width, bias=bias).double()
+    padded = AlignedLinear(5, width, bias=bias).double()
+    padded.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    results = []
+    for layer in (plain, padded):
+        y = layer(x)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()])])
+    torch.testing.assert_close(results[1], results[0])
+    assert aligned == [width, product]
+
+
+def test_one_token_is_not_worth_a_copy_of_the_weight(aligned):
+    AlignedLinear(5, 13)(torch.randn(2, 5))
+    assert aligned == [13]
+
+
+@pytest.mark.parametrize("name", mixers.mixer_names())
+@pytest.mark.parametrize("d_model", [192, 384, 768, 1024])
+def test_projections_into_mixers_are_aligned_or_become_so(name, d_model):
+    with torch.device("meta"):
+        mixer = mixers.create(name, d_model)
+    first = mixer.in_proj
+    assert first is None or first.out_features % 8 == 0 or isinstance(first, AlignedLinear)
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "lattice", "mamba", "mamba2"])
+def test_mixers_read_a_padded_projection(aligned, name):
+    mixer = mixers.create(name, 24).double()
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    y, _ = mixer(x)
+    assert max(width % 8 for width in aligned if width > 3) == 0
+    aligned.clear()
+    expected = torch.stack([step for step, _ in steps(mixer, x)], 1)
+    torch.testing.assert_close(y, expected)
+
+
+def steps(mixer, x):
+    state = mixer.initial_state(len(x), dtype=x.dtype)
+    for t in range(x.shape[1]):
+        y, state = mixer.step(x[:, t], state)
+        yield y, state
+
+
+def test_the_cpu_gains_nothing():
+    assert not linear.gains_by_alignment(torch.zeros(1, dtype=torch.bfloat16))

@@ -1,0 +1,258 @@
+"""The operations on each token alone: their forms agree, and mixed types, strides and steps are as they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from longseq.kernels import add_norm, explain, head_features, silu_product, token_loss
+from longseq.kernels.dispatch import list_local_ops
+from longseq.kernels.testing import assert_accurate, error, gradients, list_variants, make_inputs, results
+
+CASES = [(op, variant) for op in list_local_ops() for variant in list_variants(op)]
+
+
+def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """The formula of each operation, in its plainest spelling."""
+    if op == "token_loss":
+        logits, target = tensors["logits"], tensors["target"]
+        own = logits.gather(-1, target.clamp_min(0)[..., None])[..., 0]
+        return (torch.where(target == -100, 0.0, logits.exp().sum(-1).log() - own),)
+    x = tensors["x"]
+    if op == "silu_product":
+        x = x + tensors.get("skip_weight", 0) * tensors.get("skip", 0)
+        return (x * tensors["gate"] * tensors["gate"].sigmoid(),)
+    if op == "add_norm":
+        total = x + tensors.get("branch", 0)
+        centred = total - total.mean(-1, keepdim=True) if "centred" in variant else total
+        unit = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return total, unit * tensors["weight"] + tensors.get("bias", 0)
+    feature = {"silu": lambda z: z * z.sigmoid(), "relu": lambda z: z.clamp_min(0),
+               "elu_plus_one": lambda z: torch.where(z > 0, z + 1, z.exp())}.get(variant, lambda z: z)  # fmt: skip
+
+    def unit(f: Tensor) -> Tensor:
+        norm = f.abs().sum(-1, keepdim=True) if variant == "l1" else f.square().sum(-1, keepdim=True).sqrt()
+        return f / norm.clamp_min(1e-12)
+
+    if op == "map_features":
+        return (0.5 * (unit(x) if variant in ("l1", "l2") else feature(x)),)
+    q, k, v = x[..., :10], x[..., 10:20], x[..., 20:]
+    heads = (feature(part.unflatten(-1, (2, 5))) for part in (q, k))
+    return *(unit(head) for head in heads), (v * v.sigmoid()).unflatten(-1, (2, 3))
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_the_torch_form_is_the_formula(op, variant):
+    inputs = make_inputs(op, variant)
+    expected = by_hand(op, variant, **inputs.sequences, **inputs.parameters)
+    torch.testing.assert_close(tuple(results(*inputs.run()).values()), expected)
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_gradients_are_those_of_finite_differences(op, variant):
+    inputs = make_inputs(op, variant, batch=1, tokens=4).map(lambda x: x.requires_grad_())
+
+    def call(*tensors):
+        return tuple(results(*inputs.replace(dict(zip(inputs.tensors, tensors, strict=True))).run()).values())
+
+    assert torch.autograd.gradcheck(call, tuple(inputs.tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+@pytest.mark.parametrize("sizes", [{}, {"D": 130, "K": 40, "V": 70}], ids=["small", "wide"])
+def test_kernel_equals_the_torch_form(interpreted, op, variant, sizes):
+    inputs = make_inputs(op, variant, dtype=torch.float32, tokens=41, sizes=sizes)
+    exact, plain = gradients(inputs.map(Tensor.double)), gradients(inputs, backend="torch")
+    for name, value in gradients(inputs, backend="triton").items():
+        assert_accurate(value, plain[name], exact[name], name)
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_half_precision_is_computed_in_float32(interpreted, op, variant, backend):
+    inputs = make_inputs(op, variant, dtype=torch.float16)
+    wide = gradients(inputs.map(Tensor.float), backend="torch")
+    for name, value in gradients(inputs, backend=backend).items():
+        assert value.dtype == (torch.float32 if (op, name) == ("token_loss", "output") else torch.float16)
+        assert error(value, wide[name]) <= 2e-3, name
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_strided_inputs(interpreted, op, variant):
+    inputs = make_inputs(op, variant, dtype=torch.float32)
+    apart = inputs.map(lambda x: torch.stack((x, x), -2).unbind(-2)[1] if x.ndim > 1 else x)
+    assert not any(x.is_contiguous() for x in apart.sequences.values() if x.is_floating_point())
+    expected, actual = gradients(inputs, backend="triton"), gradients(apart, backend="triton")
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
+    torch._dynamo.reset()
+    inputs = make_inputs(op, variant, dtype=torch.float32)
+    compiled = torch.compile(lambda inputs: inputs.run(backend="triton"), fullgraph=True, backend="aot_eager")
+    expected, actual = gradients(inputs, backend="triton"), gradients(inputs, run=compiled)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("op", list_local_ops())
+def test_autocast_does_not_reach_inside(op):
+    inputs = make_inputs(op, dtype=torch.float32)
+    expected = gradients(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = gradients(inputs)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("op", list_local_ops())
+def test_reasons_name_the_remedy(op):
+    reasons = explain(op, dtype=torch.float64, exporting=True)["triton"]
+    assert any("float64" in reason and "backend='torch'" in reason for reason in reasons)
+    assert explain(op)["torch"] == []
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_residual_in_float32_takes_a_branch_in_half_precision(interpreted, backend):
+    inputs = make_inputs("add_norm", "branch", dtype=torch.float32)
+    mixed = inputs.replace({"branch": inputs.arguments["branch"].half()})
+    exact = gradients(mixed.map(Tensor.double))
+    actual = gradients(mixed, backend=backend)
+    assert actual["output"].dtype == actual["gradient of x"].dtype == torch.float32
+    assert actual["gradient of branch"].dtype == torch.float16
+    total, y = mixed.run(backend=backend, dtype=torch.float16)
+    assert (total.dtype, y[0].dtype) == (torch.float32, torch.float16)
+    for name, value in exact.items():
+        assert error(actual[name], value) <= (1e-3 if name == "gradient of branch" else 1e-6), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_loss_on_one_output_alone(interpreted, backend):
+    inputs = make_inputs("add_norm", "branch", dtype=torch.float32).map(lambda x: x.requires_grad_())
+    for index in (0, 1):
+        total, y = add_norm(**inputs.sequences, **inputs.parameters, backend=backend)
+        weights = torch.linspace(-1, 1, total.numel()).view_as(total)
+        loss = ((total, y)[index] * weights).sum()
+        actual = torch.autograd.grad(loss, list(inputs.tensors.values()), materialize_grads=True)
+        exact = inputs.map(lambda x: x.detach().double().requires_grad_())
+        loss = (by_hand("add_norm", "branch", **exact.sequences, **exact.parameters)[index] * weights).sum()
+        expected = torch.autograd.grad(loss, list(exact.tensors.values()), materialize_grads=True)
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_features_of_half_precision_in_float32(interpreted, backend):
+    inputs = make_inputs("map_features", "l2", dtype=torch.float16)
+    exact = gradients(inputs.map(Tensor.double))
+    actual = gradients(inputs, backend=backend, dtype=torch.float32)
+    assert (actual["output"].dtype, actual["gradient of x"].dtype) == (torch.float32, torch.float16)
+    assert error(actual["output"], exact["output"]) <= 1e-6
+    assert error(actual["gradient of x"], exact["gradient of x"]) <= 1e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_heads_of_zero_and_of_any_size(interpreted, backend):
+    x = torch.zeros(2, 13, requires_grad=True)
+    q, k, v = head_features(x, num_heads=1, key_dim=5, feature_map="identity", backend=backend)
+    assert not any(y.any() for y in (q, k, v))
+    (gradient,) = torch.autograd.grad(q.sum() + v.sum(), x)
+    expected = torch.tensor([1e12] * 5 + [0.0] * 5 + [0.5] * 3)
+    torch.testing.assert_close(gradient, expected.expand_as(x))
+    for size in (1e-5, 1e10):
+        large = torch.linspace(1, 2, 13).mul(size)
+        q, k, _ = head_features(large, num_heads=1, key_dim=5, feature_map="identity", backend=backend)
+        torch.testing.assert_close(torch.stack((q, k)).norm(dim=-1), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_loss_of_many_logits_of_any_size(interpreted, backend):
+    logits = torch.linspace(-300, 300, 5000).mul(torch.tensor([[1.0], [-1e3], [0.0]])).requires_grad_()
+    logits.data[2, :4100] = -torch.inf  # a first block without any number
+    target = torch.tensor([4999, 5, 4500])
+    weights = torch.tensor([1.0, 1e-30, 1e30])
+    losses = token_loss(logits, target, backend=backend)
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, target, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(losses, logits, weights)
+    (right,) = torch.autograd.grad(expected, exact, weights.double())
+    torch.testing.assert_close(gradient.double() / weights[:, None], right / weights[:, None], rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_a_target_out_of_range_is_no_number_in_the_kernel(interpreted):
+    logits = torch.randn(3, 7, requires_grad=True)
+    losses = token_loss(logits, torch.tensor([7, -1, 3]), backend="triton")
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert losses[:2].isnan().all()
+    assert losses[2] > 0
+    assert not gradient[:2].any()
+    assert gradient[2].any()
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    with pytest.raises(
+        ValueError, match=r"token_loss: target is torch.int64 of shape \(3,\), but must be int64 of shape"
+    ):
+        token_loss(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"x has 13 channels, which num_heads=2 with key_dim=3 do not share out"):
+        head_features(torch.zeros(1, 13), num_heads=2, key_dim=3)
+    with pytest.raises(ValueError, match="feature_map 'tanh' is not one of silu"):
+        head_features(torch.zeros(1, 3), num_heads=1, key_dim=1, feature_map="tanh")
+    with pytest.raises(ValueError, match=r"add_norm: x has shape \(2, 3\), its branch \(3, 3\) and weight \(3,\)"):
+        add_norm(torch.zeros(2, 3), torch.zeros(3), branch=torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=r"silu_product: x has shape \(2, 3\) and gate \(2, 4\)"):
+        silu_product(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="skip and skip_weight go together"):
+        silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3\) and x of skip_weight's width \(2, 4\)"):
+        silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3), skip_weight=torch.zeros(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (2001, {"D": 1024, "H": 8, "K": 128, "V": 128}),
+        (2001, {"D": 193, "H": 3, "K": 72, "V": 144}),
+        (101, {"D": 2752, "H": 3, "K": 64, "V": 64}),
+        (101, {"D": 8192, "H": 1, "K": 1000, "V": 8192}),
+        (11, {"D": 32000, "H": 1, "K": 1, "V": 2}),
+    ],
+)
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_the_kernel_on_the_gpu(op, variant, tokens, sizes, dtype):
+    if explain(op, device="cuda", dtype=dtype, sizes=sizes)["triton"]:
+        pytest.skip("too wide for one program")
+    inputs = make_inputs(op, variant, batch=3, tokens=tokens, dtype=dtype, sizes=sizes)
+    exact, plain = gradients(inputs.map(Tensor.double)), gradients(inputs, backend="torch")
+    first, second = (gradients(inputs.to("cuda"), backend="triton") for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        # The last term is that of the hardware's exp, sigmoid and division, which count in float32 alone.
+        allowed = 8 * error(plain[name], exact[name]) + 128 * torch.finfo(torch.float32).eps
+        assert error(value.cpu(), exact[name]) <= allowed, name
+
+
+@pytest.mark.gpu
+def test_a_residual_in_float32_with_a_branch_in_bfloat16_on_the_gpu():
+    inputs = make_inputs("add_norm", "branch", tokens=501, dtype=torch.float32, sizes={"D": 1024})
+    mixed = inputs.replace({"branch": inputs.arguments["branch"].bfloat16()})
+    exact = gradients(mixed.map(Tensor.double))
+    for name, value in gradients(mixed.to("cuda"), backend="triton").items():
+        assert error(value.cpu(), exact[name]) <= (5e-3 if name == "gradient of branch" else 1e-5), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", list_local_ops())
+def test_a_cuda_graph_replays_the_kernel(op):
+    inputs = make_inputs(op, list_variants(op)[-1], dtype=torch.float32).to("cuda")
+    expected = results(*inputs.run(backend="triton"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = results(*inputs.run(backend="triton"))
+    for value in actual.values():
+        value.zero_()
+    graph.replay()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
