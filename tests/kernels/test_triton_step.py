@@ -196,7 +196,7 @@ def test_steps_are_no_operations_but_answer_like_them(op):
     assert explain(step, device="cuda") == {"torch": [], "triton": []}
     assert any("backend='torch'" in reason for reason in explain(step, device="cuda", exporting=True)["triton"])
     inputs = make_inputs(op, tokens=1)
-    with pytest.raises(ValueError, match=f"{step} has no backend 'quantum': choose one of auto, torch, triton"):
+    with pytest.raises(ValueError, match=f"{step} has no backend 'quantum': choose one of auto, triton, torch"):
         inputs.step(0, inputs.initial_state, backend="quantum")
 
 
