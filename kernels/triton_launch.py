@@ -72,6 +72,11 @@ def strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
+def count_sequences(batch: int, cu_seqlens: Tensor | None) -> int:
+    """Rows of the batch, or packed segments: a state for each."""
+    return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def count_slots(batch: int, tokens: int, chunk: int, cu_seqlens: Tensor | None) -> int:
     """Chunks of all sequences, at most.
 

@@ -26,6 +26,7 @@ from longseq.kernels.triton_launch import (
     TRITON_DTYPES,
     Launch,
     block_width,
+    count_sequences,
     count_slots,
     sequence_of_slots,
     strides,
@@ -126,7 +127,7 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     width = max(key_dim, v.shape[3])
     short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
     chunk = SHORT_CHUNK if short else CHUNKS[dtype.itemsize]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
@@ -355,7 +356,7 @@ def delta_rule_backward(
 
 @delta_rule_backward.register_fake
 def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
-    sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(k.shape[0], cu_seqlens)
     return (
         q.new_empty(q.shape),
         k.new_empty(k.shape),

@@ -21,7 +21,7 @@ from torch import Tensor
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.diagonal_scan.triton_backward import backward, gather
 from longseq.kernels.diagonal_scan.triton_forward import forward, prepare, summarize
-from longseq.kernels.triton_launch import count_slots, sequence_of_slots
+from longseq.kernels.triton_launch import count_sequences, count_slots, sequence_of_slots
 
 
 class Walk(NamedTuple):
@@ -76,7 +76,7 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
     """The plan of a call."""
     batch, tokens, channels = x.shape
     width = triton.next_power_of_2(key.shape[2])
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(batch, cu_seqlens)
     warps = sequences * triton.cdiv(channels, FORWARD.tile(width)["BLOCK_D"])
     span, slots, sequence_of = 0, sequences, None
     if 0 < warps < FEWEST_WARPS:
@@ -195,7 +195,7 @@ def diagonal_scan_backward(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     plan = _plan(x, key, A, cu_seqlens, reverse)
     d_x, d_rate, d_key, d_query = (tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query))
-    d_initial = x.new_empty((plan.sequences, plan.width, channels), dtype=torch.float32)
+    d_initial = _allocate_states(x, key, plan.sequences)
     d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
         with torch.cuda.device_of(x):
@@ -223,8 +223,7 @@ def diagonal_scan_backward(
 
 @diagonal_scan_backward.register_fake
 def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse):
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = x.new_empty((sequences, triton.next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
+    state = _allocate_states(x, key, count_sequences(x.shape[0], cu_seqlens))
     d_A = x.new_empty((0, *state.shape[1:]) if A is None else A.shape, dtype=torch.float32)
     return (*(tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query)), d_A, state)
 
@@ -253,15 +252,15 @@ diagonal_scan.register_autograd(_differentiate, setup_context=_setup_context)
 
 def _allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the final state and the checkpoints, not yet written."""
-    batch, tokens, channels = x.shape
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch, tokens, _ = x.shape
+    sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens) if save else 0
-    state = (triton.next_power_of_2(key.shape[2]), channels)
-    return (
-        x.new_empty(x.shape),
-        x.new_empty((sequences, *state), dtype=torch.float32),
-        x.new_empty((slots, *state), dtype=torch.float32),
-    )
+    return x.new_empty(x.shape), _allocate_states(x, key, sequences), _allocate_states(x, key, slots)
+
+
+def _allocate_states(x: Tensor, key: Tensor, count: int) -> Tensor:
+    """So many states [W, D], not yet written."""
+    return x.new_empty((count, triton.next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -280,7 +279,7 @@ def longhorn_scan_triton(
     chunk_size: int | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`longhorn_scan` in Triton. `chunk_size` has no meaning here: the state never leaves the chip."""
+    """`longhorn_scan` in Triton. `chunk_size` has no meaning here: time is walked through token by token."""
     return _scan(x, beta, k, q, None, initial_state, output_final_state, cu_seqlens, reverse)
 
 
@@ -297,7 +296,7 @@ def selective_scan_triton(
     chunk_size: int | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`selective_scan` in Triton. `chunk_size` has no meaning here: the state never leaves the chip."""
+    """`selective_scan` in Triton. `chunk_size` has no meaning here: time is walked through token by token."""
     return _scan(x, delta, B, C, A, initial_state, output_final_state, cu_seqlens, reverse)
 
 

@@ -31,6 +31,7 @@ from longseq.kernels.triton_launch import (
     ROW,
     Launch,
     block_width,
+    count_sequences,
     count_slots,
     sequence_of_slots,
     strides,
@@ -121,7 +122,7 @@ def _plan(
     value_dim = v.shape[3]
     dtype = torch.float32 if precise else torch.float16
     chunk = CHUNKS[dtype.itemsize]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     gate = "value" if g_value is not None else "none" if g is None else "head" if g.dim() == 3 else "key"
     launches = LAUNCHES[dtype.itemsize, 64 if max(key_dim, value_dim) <= 64 else 512]

@@ -33,6 +33,7 @@ from longseq.kernels.orthogonal_recurrence.triton_tokens import advance_tokens, 
 from longseq.kernels.triton_launch import (
     Launch,
     block_width,
+    count_sequences,
     count_slots,
     sequence_of_slots,
     strides,
@@ -107,7 +108,7 @@ def _form(
         sequence_of = sequence_of_slots(slots, chunk, tokens, cu_seqlens)
         constants |= {"CHUNK": chunk, "BLOCK_C": block_width(chunk), "BLOCK_D": block_width(width)}
     side = next(side for _, side in LAUNCHES if side * side >= block_d * block_m)
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(batch, cu_seqlens)
     return _Form(constants, LAUNCHES[4, side], chunk, sequences, slots, sequence_of)
 
 

@@ -57,6 +57,7 @@ from longseq.kernels.triton_launch import (
     ROW,
     Launch,
     block_width,
+    count_sequences,
     count_slots,
     sequence_of_slots,
     strides,
@@ -111,7 +112,7 @@ def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
     batch, tokens, _, width = u.shape
     size = 2 if u.dtype.itemsize == 2 or precision == "tf32" else 4
     chunk = CHUNKS[size]
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(batch, cu_seqlens)
     constants: dict[str, object] = {"K": width, "PACKED": cu_seqlens is not None, "CHUNK": chunk}
     constants["BLOCK"] = block_width(width, ROW[4])
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
@@ -259,7 +260,7 @@ def recursive_least_squares_backward(
 
 @recursive_least_squares_backward.register_fake
 def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, precision):
-    sequences = u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(u.shape[0], cu_seqlens)
     return x.new_empty(x.shape), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import block_width, count_slots, sequence_of_slots, strides
+from longseq.kernels.triton_launch import block_width, count_sequences, count_slots, sequence_of_slots, strides
 from longseq.kernels.triton_tiles import PLAIN, load_numbers, load_tokens, sequence, store_tokens
 
 CHUNK = 64  # tokens
@@ -204,7 +204,7 @@ def _allocate(
 
 
 def _state(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = count_sequences(k.shape[0], cu_seqlens)
     return k.new_empty((sequences, *k.shape[2:]), dtype=torch.float32)
 
 

@@ -638,17 +638,8 @@ def variational_linear_attention_from(S, A, z, **arguments):
     return variational_linear_attention(**arguments, initial_state=(S, A, z, steps))
 
 
-HALF_PRODUCTS = (
-    delta_rule,
-    linear_attention,
-    slot_attention,
-    slot_attention_from,
-    variational_linear_attention,
-    variational_linear_attention_from,
-)
-
-
 VARIATIONAL = (variational_linear_attention, variational_linear_attention_from)
+HALF_PRODUCTS = (delta_rule, linear_attention, slot_attention, slot_attention_from, *VARIATIONAL)
 
 
 def mean_error(actual, expected):
