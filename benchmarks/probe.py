@@ -1,6 +1,7 @@
 """Keep the results of `longseq probe` beside this page: python benchmarks/probe.py RESULTS.json NAME TITLE [NOTE ...]
 
-Writes NAME.json, a row for each mixer with the mean over the seeds of each column, and NAME.png.
+Writes NAME.json, a row for each mixer with the mean over the seeds of each column, and NAME.png. RESULTS.json may be
+several files, with commas between them: the columns of one table.
 """
 
 from __future__ import annotations
@@ -38,13 +39,21 @@ def row(results: Mapping[str, Any], mixer: str) -> dict[str, Any]:
     return cells | {"seconds_a_run": round(sum(finished) / len(finished)) if finished else None}
 
 
+def read(files: str) -> dict[str, Any]:
+    """The results of one command, or of several as if they were one."""
+    first, *others = (json.loads(Path(file).read_text()) for file in files.split(","))
+    for other in others:
+        first["command"] += f"; {other['command']}"
+        for key in ("rows", "summary", "training_seconds"):
+            first[key] += other[key]
+    return first
+
+
 def main() -> None:
     if len(sys.argv) < 4:
         sys.exit(__doc__)
     source, name, title, *notes = sys.argv[1:]
-    results = json.loads(Path(source).read_text())
-    if unfinished := {one["mixer"] for one in results["rows"]} - {entry["mixer"] for entry in results["summary"]}:
-        sys.exit(f"{source} has no summary of {', '.join(sorted(unfinished))}")
+    results = read(source)
     seeds = sorted({one["seed"] for one in results["rows"]})
     kept = {
         "what": title,
