@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Core, Sequences, run_recurrence, segment_bounds
 
 
@@ -19,7 +20,7 @@ def short_convolution_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` by torch's convolution."""
 
@@ -51,14 +52,13 @@ def convolve_windows(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve with real tokens moved next to each other and the state in front of them.
 
     `convolve` takes a window [B, D, W-1 + L] of inputs to the L outputs [B, D, L] that see W of them.
     """
-    if mask is not None and reverse:
-        mask = mask.flip(1)
+    mask = None if mask is None else turn(mask, reverse)
 
     def dense(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat((state, sequences[0].to(state.dtype).mT), dim=-1)  # [B, D, W-1 + T]

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
 
 
@@ -31,11 +32,10 @@ def short_convolution_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution`, one token at a time."""
-    if mask is not None and reverse:
-        mask = mask.flip(1)
+    mask = None if mask is None else turn(mask, reverse)
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = sequences

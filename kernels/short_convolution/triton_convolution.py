@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.triton_launch import Launch
 
@@ -318,7 +319,7 @@ def causal_convolution(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     silu: bool,
-    reverse: bool,
+    reverse: int,
 ) -> Tensor:
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last), bias [D] and state [B or N, D, W-1].
 
@@ -354,7 +355,7 @@ def causal_convolution_backward(
     cu_seqlens: Tensor | None,
     dy: Tensor,
     silu: bool,
-    reverse: bool,
+    reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and state (empty without them)."""
     x, dy, weight = channels_adjacent(x), channels_adjacent(dy), weight.contiguous()
@@ -418,7 +419,7 @@ def short_convolution_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` as one kernel over tokens in their own layout; a mask first moves real tokens together."""
     taps = weight.shape[1] - 1
@@ -443,7 +444,7 @@ def short_convolution_triton(
     )
 
 
-def _last_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, taps: int, reverse: bool) -> Tensor:
+def _last_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, taps: int, reverse: Reverse) -> Tensor:
     """The last inputs [B or N, D, taps] of each sequence, reaching into its first state or into zeros."""
     if cu_seqlens is None:
         last = x[:, :taps].flip(1) if reverse else x[:, max(0, x.shape[1] - taps) :]
