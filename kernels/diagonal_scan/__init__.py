@@ -168,9 +168,9 @@ def selective_scan(
     [B, D, N]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each
     segment. With `reverse` sequences are read from their last token to their first: the initial state is the one behind
     the last token and the final state that at the first. With reverse="second_half" the second half of the rows of the
-    batch is read so, and the first half forward; A may then be [2, D, N], one for each half. Arithmetic and state
-    are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes) changes speed
-    and memory but not the result. Returns (o, final state or None).
+    batch is read so, and the first half forward; A may then be [2, D, N], one for each half. Arithmetic
+    and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes)
+    changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Core, Sequences, run_recurrence, segment_bounds
+from longseq.kernels.short_convolution.reference import convolve_each_way
 
 
 def short_convolution_chunk(
@@ -23,6 +24,12 @@ def short_convolution_chunk(
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` by torch's convolution."""
+
+    if weight.dim() == 3:
+        return convolve_each_way(
+            short_convolution_chunk, x, weight, bias, initial_state,
+            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
+        )  # fmt: skip
 
     def convolve(window: Tensor) -> Tensor:
         dtype = window.dtype
