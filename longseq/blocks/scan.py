@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -19,6 +19,12 @@ MERGES = ("sum", "mean")
 # An order reads rows or columns first, from the start or from the end.
 ROWS, ROWS_REVERSED, COLUMNS, COLUMNS_REVERSED = "rows", "rows_reversed", "columns", "columns_reversed"
 REVERSED = {ROWS_REVERSED: ROWS, COLUMNS_REVERSED: COLUMNS}  # and the orders that they reverse
+
+
+def are_pairs(orders: tuple[str, ...]) -> bool:
+    """Whether orders come in pairs, one and its reverse."""
+    pairs = zip(orders[::2], orders[1::2], strict=False)
+    return len(orders) % 2 == 0 and all(REVERSED.get(backward) == forward for forward, backward in pairs)
 
 
 def scan_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
@@ -117,20 +123,44 @@ class Directions(nn.Module):
                 ]
             )
         projected = first.project_in(x)
-        if self.share == "all":
-            return first.project_out(self._merge(self._read_stacked(projected, layout, mask)))
-        readings = [_scan(m, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
+        # What a pair of mixers reports together could not be told apart.
+        if first.reads_pairs and first.observed is None and are_pairs(self.orders):
+            readings = self._read_pairs(projected, layout, mask)
+        elif self.share == "all":
+            readings = self._read_stacked(projected, layout, mask)
+        else:
+            readings = [_scan(m, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
         return first.project_out(self._merge(readings))
 
-    def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        stacked = torch.cat([reorder(projected, order, layout) for order in self.orders])
-        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in self.orders])
-        readings = self.mixers[0].scan(stacked, mask=masks)[0].chunk(len(self.orders))
-        return [restore(reading, order, layout) for reading, order in zip(readings, self.orders, strict=True)]
+    def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
+        """One reading for each pair of orders, the sum of both."""
+        orders, mixers = self.orders[::2], list(self.mixers)
+        inputs = [reorder(projected, order, layout) for order in orders]
+        masks = [None if mask is None else reorder(mask, order, layout) for order in orders]
+        readings: Sequence[Tensor]
+        if self.share == "projections":
+            pairs = zip(mixers[::2], mixers[1::2], inputs, masks, strict=True)
+            readings = [forward.scan_pair(backward, x, real) for forward, backward, x, real in pairs]
+        elif len(orders) == 1:
+            readings = [mixers[0].scan_pair(mixers[0], inputs[0], masks[0])]
+        else:
+            stacked = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
+            readings = mixers[0].scan_pair(mixers[0], torch.cat(inputs), stacked).chunk(len(orders))
+        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
-    def _merge(self, readings: list[Tensor]) -> Tensor:
+    def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
+        """All orders in one batch, of which a mixer that can reads the second half from the end."""
+        mixer, orders, options = self.mixers[0], self.orders, {}
+        if mixer.reads_backwards and are_pairs(orders):
+            orders, options = orders[::2] * 2, {"reverse": "second_half"}
+        stacked = torch.cat([reorder(projected, order, layout) for order in orders])
+        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
+        readings = mixer.scan(stacked, mask=masks, **options)[0].chunk(len(orders))
+        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
+
+    def _merge(self, readings: Sequence[Tensor]) -> Tensor:
         total = reduce(torch.add, readings)
-        return total / len(readings) if self.merge == "mean" else total
+        return total / len(self.orders) if self.merge == "mean" else total
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""

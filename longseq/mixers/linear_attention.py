@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -38,6 +39,7 @@ class LinearAttention(Mixer):
     paper = "Linear attention (arXiv:2006.16236), equations 16 to 20"
     operations = ("linear_attention",)
     reads_backwards = True
+    reads_pairs = True
 
     def __init__(
         self,
@@ -64,11 +66,9 @@ class LinearAttention(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, LinearAttentionState]:
-        q, k, v = self._features(projected)
-        if mask is not None:
-            k = k * mask[..., None, None]
+        q, k, v = self._features(projected, mask)
         o, memory = linear_attention(
             q,
             k,
@@ -83,6 +83,11 @@ class LinearAttention(Mixer):
         self.observe("state_norm", lambda: mean_norm(memory))
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (twice(x) for x in self._features(projected, mask))
+        o, _ = linear_attention(q, k, v, reverse="second_half", backend=self.backend)
+        return self._normalise(o).unflatten(0, (2, -1)).sum(0).flatten(-2).to(projected.dtype)
+
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
         o, memory = linear_attention_step(*self._features(projected), state.memory, backend=self.step_backend)
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
@@ -91,14 +96,14 @@ class LinearAttention(Mixer):
         shape = (batch, self.num_heads, self.key_dim, self.head_dim + int(self.normalizer))
         return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 
-    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _features(self, projected: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
         dtype = torch.promote_types(projected.dtype, torch.float32)
         q, k = (map_features(x, feature_map="elu_plus_one", dtype=dtype, backend=self.local_backend) for x in (q, k))
         if self.normalizer:
             # A value channel of ones sums the keys: numerator and denominator in one pass over one state.
             v = functional.pad(at_least_float32(v), (0, 1), value=1.0)
-        return q, k, v
+        return q, k if mask is None else k * mask[..., None, None], v
 
     def _normalise(self, o: Tensor) -> Tensor:
         if not self.normalizer:
