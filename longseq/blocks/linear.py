@@ -35,15 +35,13 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
     weight = torch.stack((forward.weight, backward.weight))
-    missing = -forward.out_features % ALIGNMENT if gains_by_alignment(forward.weight) else 0
-    if missing:
+    bias = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
+    missing = -forward.out_features % ALIGNMENT
+    if missing and gains_by_alignment(forward.weight):
         weight = functional.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else functional.pad(bias, (0, missing))
     rows = halves.flatten(1, 2)
-    if forward.bias is None or backward.bias is None:
-        y = torch.bmm(rows, weight.mT)
-    else:
-        bias = functional.pad(torch.stack((forward.bias, backward.bias)), (0, missing))
-        y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    y = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return y[..., : forward.out_features].unflatten(1, halves.shape[1:3]).flatten(0, 1)
 
 

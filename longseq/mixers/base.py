@@ -171,7 +171,7 @@ class Mixer(nn.Module):
 
 
 def recomputed(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `scan` or `scan_pair` the option `recompute`: it keeps its arguments alone, and runs again for its gradient."""
+    """Give a mixer's scan the option `recompute`: it keeps its arguments alone, and runs again for its gradient."""
 
     @wraps(scan)
     def run(self: Any, *args: Any, **options: Any) -> Any:

@@ -68,7 +68,9 @@ class LinearAttention(Mixer):
         mask: Tensor | None = None,
         reverse: Reverse = False,
     ) -> tuple[Tensor, LinearAttentionState]:
-        q, k, v = self._features(projected, mask)
+        q, k, v = self._features(projected)
+        if mask is not None:
+            k = k * mask[..., None, None]
         o, memory = linear_attention(
             q,
             k,
@@ -84,7 +86,10 @@ class LinearAttention(Mixer):
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (twice(x) for x in self._features(projected, mask))
+        q, k, v = self._features(projected)
+        if mask is not None:
+            k = k * mask[..., None, None]
+        q, k, v = twice(q), twice(k), twice(v)
         o, _ = linear_attention(q, k, v, reverse="second_half", backend=self.backend)
         return self._normalise(o).unflatten(0, (2, -1)).sum(0).flatten(-2).to(projected.dtype)
 
@@ -96,14 +101,14 @@ class LinearAttention(Mixer):
         shape = (batch, self.num_heads, self.key_dim, self.head_dim + int(self.normalizer))
         return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 
-    def _features(self, projected: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
         dtype = torch.promote_types(projected.dtype, torch.float32)
         q, k = (map_features(x, feature_map="elu_plus_one", dtype=dtype, backend=self.local_backend) for x in (q, k))
         if self.normalizer:
             # A value channel of ones sums the keys: numerator and denominator in one pass over one state.
             v = functional.pad(at_least_float32(v), (0, 1), value=1.0)
-        return q, k if mask is None else k * mask[..., None, None], v
+        return q, k, v
 
     def _normalise(self, o: Tensor) -> Tensor:
         if not self.normalizer:
