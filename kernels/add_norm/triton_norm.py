@@ -62,18 +62,12 @@ def normalise(
 
 
 @triton.jit
-def _differentiate_rows(
-    total, total_row, d_unit, scale, row, inside, eps,
-    D: tl.constexpr, CENTRED: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The gradients of some rows and of their weights."""
-    unit, factor = _standardise(_load(total, row, total_row, inside, BLOCK_D), inside, eps, D, CENTRED)
-    weighed = d_unit * unit
-    d_unit *= scale
+def _pull_back(d_unit, unit, factor, D: tl.constexpr, CENTRED: tl.constexpr):
+    """The gradient of rows from that of what `_standardise` makes of them."""
     along = (tl.sum(d_unit * unit, 1) / D)[:, None] * unit
     if CENTRED:
         along += (tl.sum(d_unit, 1) / D)[:, None]
-    return (d_unit - along) * factor, weighed
+    return (d_unit - along) * factor
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "eps"])
@@ -96,17 +90,18 @@ def differentiate_norm(
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < D)[None, :]
+        unit, factor = _standardise(_load(total, row, total_row, inside, BLOCK_D), inside, eps, D, CENTRED)
         d_unit = _load(dy, row, D, inside, BLOCK_D)
-        gradient, d_scale = _differentiate_rows(total, total_row, d_unit, scale, row, inside, eps, D, CENTRED, BLOCK_D)
-        weighed += d_scale
-        if PAIRED:
-            other, d_scale = _differentiate_rows(
-                total, total_row, d_unit, other_scale, row + rows, inside, eps, D, CENTRED, BLOCK_D
-            )
-            added += d_scale
-            _store(dx, row + rows, D, inside, other, BLOCK_D)
+        weighed += d_unit * unit
         if HAS_BIAS:
             added += d_unit
+        gradient = _pull_back(d_unit * scale, unit, factor, D, CENTRED)
+        if PAIRED:
+            behind = row + rows
+            unit, factor = _standardise(_load(total, behind, total_row, inside, BLOCK_D), inside, eps, D, CENTRED)
+            added += d_unit * unit
+            other = _pull_back(d_unit * other_scale, unit, factor, D, CENTRED)
+            _store(dx, behind, D, inside, other, BLOCK_D)
         if HAS_TOTAL:
             gradient += _load(d_total, row, D, inside, BLOCK_D)
         _store(dx, row, D, inside, gradient, BLOCK_D)
@@ -118,11 +113,11 @@ def differentiate_norm(
         tl.store(d_bias + place, tl.sum(added, 0), mask=column < D)
 
 
-def _blocks(width: int) -> dict[str, int]:
-    """Rows and columns of a program's block, and its warps."""
+def _blocks(width: int, readings: int) -> dict[str, int]:
+    """Rows and columns of a program's block, of so many readings at a time, and its warps."""
     columns = triton.next_power_of_2(width)
-    rows = max(1, BLOCK // columns)
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
+    rows = max(1, BLOCK // (columns * readings))
+    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
 
 
 @torch.library.custom_op("longseq::add_norm", mutates_args=())
@@ -135,15 +130,16 @@ def add_norm(
     """
     total, y = _allocate(x, branch, weight, dtype)
     rows, branches = as_rows(x), None if branch is None else as_rows(branch)
-    blocks = _blocks(rows.shape[1])
-    count = rows.shape[0] // (2 if weight.dim() == 2 else 1)
+    readings = weight.dim()
+    blocks = _blocks(rows.shape[1], readings)
+    count = rows.shape[0] // readings
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             normalise[(triton.cdiv(count, blocks["BLOCK_R"]),)](
                 rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y,
                 count, rows.stride(0), 0 if branches is None else branches.stride(0), eps,
                 D=rows.shape[1], HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, CENTRED=centred,
-                PAIRED=weight.dim() == 2, **blocks,
+                PAIRED=readings == 2, **blocks,
             )  # fmt: skip
     return total, y
 
@@ -176,18 +172,20 @@ def add_norm_backward(
     rows, gradients = as_rows(total), None if d_total is None else d_total.contiguous()
     dx = total.new_empty(total.shape, dtype=dtype)
     d_branch = total.new_empty((0,) if branch_dtype is None else total.shape, dtype=branch_dtype)
-    shape = _blocks(rows.shape[1])
-    paired = weight.dim() == 2
-    count = rows.shape[0] // (2 if paired else 1)
+    readings = weight.dim()
+    shape = _blocks(rows.shape[1], readings)
+    count = rows.shape[0] // readings
     blocks = triton.cdiv(count, shape["BLOCK_R"])
-    parts = total.new_empty((1 + (has_bias or paired), min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32)
+    parts = total.new_empty(
+        (1 + (has_bias or readings == 2), min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32
+    )
     if dx.numel():
         with torch.cuda.device_of(total):
             differentiate_norm[(parts.shape[1],)](
                 rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts[0], parts[-1],
                 count, blocks, rows.stride(0), eps,
                 D=rows.shape[1], HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None,
-                HAS_BIAS=has_bias, CENTRED=centred, PAIRED=paired, **shape,
+                HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **shape,
             )  # fmt: skip
     return dx, d_branch, parts.sum(1).to(weight.dtype)
 

@@ -209,14 +209,6 @@ def _accumulate(sums, window, dz, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _own_parameters(weight, bias, D, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The weights and biases of the second half of the rows, behind those of the first."""
-    if HAS_BIAS:
-        bias += D
-    return weight + D * WIDTH, bias
-
-
-@triton.jit
 def _convolve_stretch(
     x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, n, first, end, d,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
@@ -258,7 +250,9 @@ def _forward(
         WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL,
     )  # fmt: skip
     if SHARED:
-        weight, bias = _own_parameters(weight, bias, D, WIDTH, HAS_BIAS)
+        weight += D * WIDTH  # those of the second direction
+        if HAS_BIAS:
+            bias += D
         _convolve_stretch(
             x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, row + B, T - end, T - first,
             d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 1, SILU, UNROLL,
@@ -331,7 +325,9 @@ def _backward(
     )  # fmt: skip
     if SHARED:
         tl.debug_barrier()  # the other threads' part of dx is read next
-        weight, bias = _own_parameters(weight, bias, D, WIDTH, HAS_BIAS)
+        weight += D * WIDTH  # those of the second direction
+        if HAS_BIAS:
+            bias += D
         sums += B * tl.cdiv(T, stretch) * (WIDTH + HAS_BIAS) * D
         _differentiate_stretch(
             x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
@@ -358,7 +354,9 @@ def _backward_state(
     if SHARED:
         if n >= B:
             row -= B
-            weight, bias = _own_parameters(weight, bias, D, WIDTH, HAS_BIAS)
+            weight += D * WIDTH
+            if HAS_BIAS:
+                bias += D
     skipped = T - end if REVERSE == 1 else start
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, skipped, x_row, x_token, T, REVERSE)
