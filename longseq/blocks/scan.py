@@ -123,8 +123,9 @@ class Directions(nn.Module):
                 ]
             )
         projected = first.project_in(x)
-        # What a pair of mixers reports together could not be told apart.
-        if first.reads_pairs and first.observed is None and are_pairs(self.orders):
+        # What a pair of mixers reported together could not be told apart.
+        is_watched = any(mixer.observed is not None for mixer in self.mixers)
+        if first.reads_pairs and are_pairs(self.orders) and not is_watched:
             readings = self._read_pairs(projected, layout, mask)
         elif self.share == "all":
             readings = self._read_stacked(projected, layout, mask)
