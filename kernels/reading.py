@@ -44,9 +44,9 @@ def check_own_parameters(op: str, name: str, parameter: Tensor, reverse: Reverse
         )
 
 
-def half(x: Tensor | None, index: int) -> Tensor | None:
+def half(x: Tensor, index: int) -> Tensor:
     """The rows of `x [B, ...]` that are read forward (0) or backward (1)."""
-    return None if x is None else x.unflatten(0, (2, -1))[index]
+    return x.unflatten(0, (2, -1))[index]
 
 
 def run_each_way(run: Callable[[int], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:

@@ -82,7 +82,7 @@ def selective_scan_chunk(
         return run_each_way(
             lambda i: selective_scan_chunk(
                 *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),
-                initial_state=half(initial_state, i),
+                initial_state=None if initial_state is None else half(initial_state, i),
                 output_final_state=output_final_state,
                 cu_seqlens=None,
                 chunk_size=chunk_size,

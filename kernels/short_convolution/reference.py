@@ -84,7 +84,7 @@ def convolve_each_way(
             x,
             weight[i],
             None if bias is None else bias[i],
-            initial_state=half(initial_state, i),
+            initial_state=None if initial_state is None else half(initial_state, i),
             reverse=bool(i),
             **options,
         )

@@ -132,6 +132,10 @@ class Mixer(nn.Module):
         """
         raise NotImplementedError
 
+    def stack_parameters(self, backward: Any, *names: str) -> tuple[Tensor, ...]:
+        """Parameters of a pair, `[2, ...]` each."""
+        return tuple(torch.stack((getattr(self, name), getattr(backward, name))) for name in names)
+
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError

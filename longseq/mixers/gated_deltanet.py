@@ -136,7 +136,7 @@ class GatedDeltaNet(Mixer):
     @recomputed
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, beta, rate, gate = self._split(projected)
-        A_log, dt_bias = (torch.stack((getattr(self, x), getattr(backward, x))) for x in ("A_log", "dt_bias"))
+        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
         g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
         if self.convolution is None:
             mixed = twice(mixed)

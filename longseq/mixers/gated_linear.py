@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from longseq.blocks.norm import RMSNorm
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer
@@ -26,7 +27,7 @@ class GatedLinearMixer(Mixer):
 
     operations: ClassVar[tuple[str, ...]] = ("linear_attention",)
 
-    norm: nn.Module
+    norm: RMSNorm
 
     def recur(
         self,

@@ -73,13 +73,12 @@ class Mamba(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None, reverse: Reverse, backward: Any = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        bias, A_log = self.rate_bias, self.A_log
-        if backward is not None:
-            bias, A_log = torch.stack((bias, backward.rate_bias))[:, None, None], torch.stack((A_log, backward.A_log))
-            rate = rate.unflatten(0, (2, -1))
-        step = step_size(rate, bias)
-        if backward is not None:
-            step = step.flatten(0, 1)
+        A_log: Tensor = self.A_log
+        if backward is None:
+            step = step_size(rate, self.rate_bias)
+        else:
+            A_log, bias = self.stack_parameters(backward, "A_log", "rate_bias")
+            step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
         y, final = selective_scan(
             x,

@@ -105,7 +105,7 @@ class SelectiveMixer(Mixer):
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
         mask = None if mask is None else twice(mask)
         y, _ = self.recur(x, rate, key, query, None, None, mask, "second_half", backward)
-        return self._gate(y, x, gate, torch.stack((self.D, backward.D)))
+        return self._gate(y, x, gate, *self.stack_parameters(backward, "D"))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:
         x, gate = projected.chunk(2, dim=-1)
