@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block, and of a warp's; programs of the gradient at most, each of which
 # walks through blocks a whole grid apart and adds up the gradients of weight and bias.
@@ -115,12 +117,12 @@ def differentiate_norm(
 
 def _blocks(width: int, readings: int) -> dict[str, int]:
     """Rows and columns of a program's block, of so many readings at a time, and its warps."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     rows = max(1, BLOCK // (columns * readings))
     return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
 
 
-@torch.library.custom_op("longseq::add_norm", mutates_args=())
+@custom_op("add_norm")
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -135,7 +137,7 @@ def add_norm(
     count = rows.shape[0] // readings
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            normalise[(triton.cdiv(count, blocks["BLOCK_R"]),)](
+            normalise[(cdiv(count, blocks["BLOCK_R"]),)](
                 rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y,
                 count, rows.stride(0), 0 if branches is None else branches.stride(0), eps,
                 D=rows.shape[1], HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, CENTRED=centred,
@@ -156,7 +158,7 @@ def _allocate(x: Tensor, branch: Tensor | None, weight: Tensor, dtype: torch.dty
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype)), y
 
 
-@torch.library.custom_op("longseq::add_norm_backward", mutates_args=())
+@custom_op("add_norm_backward")
 def add_norm_backward(
     total: Tensor,
     weight: Tensor,
@@ -175,7 +177,7 @@ def add_norm_backward(
     readings = weight.dim()
     shape = _blocks(rows.shape[1], readings)
     count = rows.shape[0] // readings
-    blocks = triton.cdiv(count, shape["BLOCK_R"])
+    blocks = cdiv(count, shape["BLOCK_R"])
     parts = total.new_empty(
         (1 + (has_bias or readings == 2), min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32
     )

@@ -15,9 +15,9 @@ keeps its inputs alone, and the backward pass begins with a forward pass.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
 from longseq.kernels.devices import channels_adjacent
@@ -27,6 +27,7 @@ from longseq.kernels.triton_launch import (
     TRITON_DTYPES,
     Launch,
     block_width,
+    cdiv,
     count_sequences,
     count_slots,
     sequence_of_slots,
@@ -160,7 +161,7 @@ def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
     if plan.dtype == torch.float32:
         return largest
     batch, tokens, heads, width = values.shape
-    programs = min(LARGEST_PARTS.value, triton.cdiv(batch * tokens * heads, LARGEST_ROWS))
+    programs = min(LARGEST_PARTS.value, cdiv(batch * tokens * heads, LARGEST_ROWS))
     find_largest[(programs,)](
         values, state, largest, tokens, heads, batch * tokens, programs, 0 if state is None else state.numel(),
         *strides(values), WIDTH=width, HAS_STATE=state is not None,
@@ -170,7 +171,7 @@ def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
     return largest
 
 
-@torch.library.custom_op("longseq::delta_rule", mutates_args=())
+@custom_op("delta_rule")
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -223,14 +224,14 @@ def delta_rule(
             **constants, **plan.options("prepare"),
         )  # fmt: skip
         block = plan.block("advance", value_dim)
-        advance[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
+        advance[(plan.sequences * heads * cdiv(value_dim, block),)](
             initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, kept.states,
             final, tokens, heads, GATED=g is not None, HAS_INITIAL=initial_state is not None,
             DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
             **constants, **plan.options("advance"),
         )  # fmt: skip
         block = plan.block("read_out", value_dim)
-        read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
+        read_out[(plan.slots * heads * cdiv(value_dim, block),)](
             q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
             scale, tokens, heads, *strides(q), *strides(g),
             GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
@@ -285,7 +286,7 @@ def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
     return tensors[0].dtype if agree and tensors[0].dtype.itemsize == plan.dtype.itemsize else plan.dtype
 
 
-@torch.library.custom_op("longseq::delta_rule_backward", mutates_args=())
+@custom_op("delta_rule_backward")
 def delta_rule_backward(
     q: Tensor,
     k: Tensor,
@@ -320,13 +321,13 @@ def delta_rule_backward(
     d_write_key = k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape)
     differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
     block_k = plan.block(differentiate, key_dim)
-    parts = triton.cdiv(key_dim, block_k)
+    parts = cdiv(key_dim, block_k)
     d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
     block = plan.block(plan.retreat, value_dim)
     assert not plan.short or block >= value_dim, "of short sequences one program of `retreat` holds all value columns"
     with torch.cuda.device_of(q):
         d_largest = _find_largest(plan, d_output, d_final)
-        retreat[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
+        retreat[(plan.sequences * heads * cdiv(value_dim, block),)](
             g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
             ours.decays, d_output, d_final,
             d_states, d_written, d_v, d_attention, d_lower, d_initial,
