@@ -39,8 +39,8 @@ def check_own_parameters(op: str, name: str, parameter: Tensor, reverse: Reverse
     """Check a parameter with a leading dimension: the first for reading forward, the second for reading backward."""
     if reverse != "second_half" or parameter.shape[0] != 2:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(parameter.shape)} and reverse is {reverse!r}, but one parameter for each "
-            "direction must be 2, with reverse='second_half'"
+            f"{op}: {name} has shape {tuple(parameter.shape)} and reverse is {reverse!r}, but with a parameter for "
+            "each direction they must be (2, ...) and 'second_half'"
         )
 
 

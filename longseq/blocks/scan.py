@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -137,16 +137,13 @@ class Directions(nn.Module):
         """One reading for each pair of orders, the sum of both."""
         orders, mixers = self.orders[::2], list(self.mixers)
         inputs = [reorder(projected, order, layout) for order in orders]
-        masks = [None if mask is None else reorder(mask, order, layout) for order in orders]
-        readings: Sequence[Tensor]
-        if self.share == "projections":
-            pairs = zip(mixers[::2], mixers[1::2], inputs, masks, strict=True)
-            readings = [forward.scan_pair(backward, x, real) for forward, backward, x, real in pairs]
-        elif len(orders) == 1:
-            readings = [mixers[0].scan_pair(mixers[0], inputs[0], masks[0])]
+        masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
+        if self.share == "all":
+            stacked = mixers[0].scan_pair(mixers[0], _stack(inputs), None if masks is None else _stack(masks))
+            readings = _unstack(stacked, len(orders))
         else:
-            stacked = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
-            readings = mixers[0].scan_pair(mixers[0], torch.cat(inputs), stacked).chunk(len(orders))
+            pairs = zip(mixers[::2], mixers[1::2], inputs, masks or len(orders) * (None,), strict=True)
+            readings = [forward.scan_pair(backward, x, real) for forward, backward, x, real in pairs]
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
@@ -154,12 +151,12 @@ class Directions(nn.Module):
         mixer, orders, options = self.mixers[0], self.orders, {}
         if mixer.reads_backwards and are_pairs(orders):
             orders, options = orders[::2] * 2, {"reverse": "second_half"}
-        stacked = torch.cat([reorder(projected, order, layout) for order in orders])
-        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
-        readings = mixer.scan(stacked, mask=masks, **options)[0].chunk(len(orders))
+        stacked = _stack([reorder(projected, order, layout) for order in orders])
+        masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
+        readings = _unstack(mixer.scan(stacked, mask=masks, **options)[0], len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
-    def _merge(self, readings: Sequence[Tensor]) -> Tensor:
+    def _merge(self, readings: list[Tensor]) -> Tensor:
         total = reduce(torch.add, readings)
         return total / len(self.orders) if self.merge == "mean" else total
 
@@ -170,6 +167,17 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+def _stack(readings: list[Tensor]) -> Tensor:
+    """Readings in one batch, one after the other."""
+    return readings[0] if len(readings) == 1 else torch.cat(readings)
+
+
+def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
+    """Undo `_stack`."""
+    # Not by chunk, of which the ONNX exporter does not know the size when that of the batch is open.
+    return list(stacked.unflatten(0, (count, -1)).unbind())
 
 
 def _scan(mixer: Any, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:

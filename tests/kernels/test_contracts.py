@@ -177,7 +177,7 @@ def test_half_of_the_rows_needs_two_halves(op):
         (make_inputs(op, tokens=5, segments=2), {"reverse": "second_half", "cu_seqlens": segments}, "packed segments"),
     ]
     if inputs.parameters:
-        refused.append((inputs.with_own_parameters(), {"reverse": True}, "reverse is True, but one parameter for each"))
+        refused.append((inputs.with_own_parameters(), {"reverse": True}, "reverse is True, but with a parameter for"))
     for call, options, message in refused:
         with pytest.raises(ValueError, match=message) as caught:
             call.run(**options)
