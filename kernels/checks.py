@@ -21,8 +21,8 @@ def check_tensors(
     `layouts` maps an argument's name to its tensor (None when it was left out) and its dimensions, such as "B T H K";
     the first one holds B and T (B alone for one token) and must be there. The same letter must have the same size
     everywhere. "S" is the leading dimension of a state: the batch size, or the number of segments when `cu_seqlens` is
-    given; "W-1" is one less than "W". While a graph is exported nothing is compared, because a comparison of symbolic
-    sizes would become a condition of the graph.
+    given; "W-1" is one less than "W", "2B" twice "B". While a graph is exported nothing is compared, because a
+    comparison of symbolic sizes would become a condition of the graph.
     """
     given = {name: (tensor, layout.split()) for name, (tensor, layout) in layouts.items() if tensor is not None}
     if is_exporting():
@@ -44,6 +44,7 @@ def check_tensors(
             raise ValueError(f"{op}: {name} is on {tensor.device} but {first_name} on {first.device}; move it there")
         for dim, size in zip(layout, shape, strict=True):
             if dim == "B":
+                sizes["2B"], source["2B"] = 2 * size, f"two readings of the batch of {name}"
                 sizes.setdefault("S", size)
                 source.setdefault("S", f"the batch of {name}")
             if dim == "W":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.precision import compute_dtype, without_autocast
+from longseq.kernels.reading import Reverse, turn
 
 # the tensors of a call that have time in dimension 1, None for each that was left out
 Sequences = Sequence[Any]
@@ -32,11 +33,12 @@ def run_recurrence(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     unpack: Unpack,
-    reverse: bool = False,
+    reverse: Reverse = False,
 ) -> tuple[Tensor, Any]:
     """Run `core` from the given state, or from a first one, on packed sequences or not.
 
     With `reverse` each sequence is read from its last token to its first: the given state is the one behind the last.
+    "second_half" does so to the second half of the rows alone, and not with packed sequences.
 
     The state is float32 (float64 if an input is float64; integers stay), and the core computes in its dtype. The
     sequences are passed as they are, so that what a core saves for its backward is no larger; the first one must be
@@ -55,7 +57,7 @@ def run_recurrence(
         else:
             state = first.new_zeros((rows, *state_shape), dtype=dtype)
         if reverse:
-            sequences = [None if x is None else x.flip(1) for x in sequences]
+            sequences = [None if x is None else turn(x, reverse) for x in sequences]
         if cu_seqlens is None:
             output, final_state = core(sequences, state)
         elif reverse:  # the last segment comes first, too
@@ -66,7 +68,7 @@ def run_recurrence(
         else:
             output, final_state = unpack(core, sequences, state, cu_seqlens)
         if reverse:
-            output = output.flip(1)
+            output = turn(output, reverse)
     return output.to(output_dtype), final_state if output_final_state else None
 
 

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     variant: str
     tokens: int
     options: Mapping[str, Any] = {}
+    own_parameters: bool = False  # see longseq.kernels.testing.Inputs.with_own_parameters
 
 
 class Trial(NamedTuple):
@@ -48,14 +49,18 @@ class Trial(NamedTuple):
 
 
 REVERSED = {"reverse": True}
+BOTH_WAYS = {"reverse": "second_half"}
 # Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones, both
 # directions. One-token kernels are tried with the variants of their operation.
 TRIALS: dict[str, Trial] = {
-    "add_norm": Trial({"D": 64}, tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch"))),
+    "add_norm": Trial({"D": 64}, tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair"))),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
         {"K": 64, "V": 64},
-        (Case("plain", 1100), Case("gated", 1100), Case("gated_write_key", 130), Case("gated", 130, REVERSED)),
+        (
+            *(Case("plain", 1100), Case("gated", 1100), Case("gated_write_key", 130)),
+            *(Case("gated", 130, REVERSED), Case("plain", 130, BOTH_WAYS), Case("gated", 1100, BOTH_WAYS)),
+        ),
     ),
     "head_features": Trial(
         {"K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
@@ -64,12 +69,12 @@ TRIALS: dict[str, Trial] = {
         {"K": 64, "V": 64},
         (
             *(Case(variant, 130) for variant in ("plain", "head_gated", "channel_gated", "value_gated")),
-            *(Case(variant, 130, REVERSED) for variant in ("head_gated", "channel_gated")),
+            *(Case(variant, 130, way) for way in (REVERSED, BOTH_WAYS) for variant in ("head_gated", "channel_gated")),
             # Strong decays have kernels of their own.
             *(Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")),
         ),
     ),
-    "longhorn_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
+    "longhorn_scan": Trial({"N": 16}, tuple(Case("plain", 70, way) for way in ({}, REVERSED, BOTH_WAYS)), channels=70),
     "map_features": Trial(
         {"K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
     ),
@@ -78,11 +83,23 @@ TRIALS: dict[str, Trial] = {
         (Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
     ),
     "recursive_least_squares": Trial({"K": 64}, (Case("plain", 130), Case("plain", 600))),
-    "selective_scan": Trial({"N": 16}, (Case("plain", 70), Case("plain", 70, REVERSED)), channels=70),
-    "short_convolution": Trial({"W": 4}, (Case("silu", 70), Case("plain", 70, REVERSED)), channels=70),
-    "silu_product": Trial({}, (Case("plain", 70), Case("skip", 70)), channels=70),
+    "selective_scan": Trial(
+        {"N": 16},
+        (Case("plain", 70), Case("plain", 70, REVERSED), Case("plain", 70, BOTH_WAYS, own_parameters=True)),
+        channels=70,
+    ),
+    "short_convolution": Trial(
+        {"W": 4},
+        (
+            *(Case("silu", 70), Case("plain", 70, REVERSED)),
+            *(Case("silu", 70, BOTH_WAYS), Case("silu", 70, BOTH_WAYS, own_parameters=True)),
+        ),
+        channels=70,
+    ),
+    "silu_product": Trial({}, tuple(Case(variant, 70) for variant in ("plain", "skip", "pair")), channels=70),
     "slot_attention": Trial(
-        {"K": 64, "V": 64, "M": 64}, (Case("plain", 130), Case("write", 130), Case("plain", 130, REVERSED))
+        {"K": 64, "V": 64, "M": 64},
+        (Case("plain", 130), Case("write", 130), Case("plain", 130, REVERSED), Case("plain", 130, BOTH_WAYS)),
     ),
     "token_loss": Trial({}, (Case("plain", 70),), channels=5000),
     "variational_linear_attention": Trial({"K": 64, "V": 64}, (Case("plain", 600),)),
@@ -304,13 +321,13 @@ def _find_error(test: _Test) -> str | None:
     return next((error for error in errors if error is not None), None)
 
 
-def _make(test: _Test, variant: str, tokens: int, dtype: torch.dtype) -> Any:
+def _make(test: _Test, variant: str, tokens: int, dtype: torch.dtype, batch: int = 1) -> Any:
     """A case's inputs, with float32 states as models keep them."""
     from longseq.kernels.testing import make_inputs
 
     op, trial = test.op.removesuffix("_step"), find_trial(test.op)
     sizes = test.widths if trial.channels is None else {**test.widths, "D": trial.channels}
-    inputs = make_inputs(op, variant, batch=1, tokens=tokens, dtype=dtype, sizes=sizes)
+    inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=dtype, sizes=sizes)
     states = {name: x for name, x in inputs.tensors.items() if name.startswith("initial_state")}
     return inputs.replace({name: x.float() for name, x in states.items()})
 
@@ -318,7 +335,9 @@ def _make(test: _Test, variant: str, tokens: int, dtype: torch.dtype) -> Any:
 def _find_case_error(test: _Test, case: Case) -> str | None:
     from longseq.kernels.testing import gradients
 
-    inputs = _make(test, case.variant, case.tokens, test.dtype)
+    inputs = _make(test, case.variant, case.tokens, test.dtype, batch=2 if case.options == BOTH_WAYS else 1)
+    if case.own_parameters:
+        inputs = inputs.with_own_parameters()
     options = {**case.options, **({"chunk_size": test.widths["C"]} if "C" in test.widths else {})}
 
     def run(inputs: Any, backend: str) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ class Inputs:
     options: dict[str, Any] = field(default_factory=dict)
     absent_state: Any = None  # the state that a call without one starts from, where that is not zero
     needs_state: bool = False  # the operation has no such state: a call must bring one
+    own_parameters: bool = False  # see `with_own_parameters`
 
     @property
     def tokens(self) -> int:
@@ -78,6 +79,32 @@ class Inputs:
         turned = replace(turned, initial_state=each(lambda x: x.flip(0), self.initial_state))
         output, state = turned.run(cu_seqlens=self.tokens - cu_seqlens.flip(0), **options)
         return output.flip(1), each(lambda x: x.flip(0), state)
+
+    def with_own_parameters(self) -> "Inputs":
+        """The call read both ways, with parameters of their own for reading backward.
+
+        A convolution then reads all of its rows both ways, the other operations half of them either way.
+        """
+        state = self.initial_state
+        if self.op == "short_convolution":
+            state = each(lambda x: torch.cat((x, 2 * x)), state)
+        parameters = {name: torch.stack((x, 0.5 * x)) for name, x in self.parameters.items()}
+        return replace(self, parameters=parameters, initial_state=state, own_parameters=True)
+
+    def run_both_ways(self, **options: Any) -> tuple[Tensor, Any]:
+        """What `reverse="second_half"` stands for: half of the rows is read forward, the other one turned round."""
+        is_whole = self.own_parameters and self.op == "short_convolution"
+        results = []
+        for i, run in enumerate((Inputs.run, Inputs.run_turned)):
+            part = replace(
+                self,
+                sequences={name: x if is_whole else x.chunk(2)[i] for name, x in self.sequences.items()},
+                parameters={name: x[i] if self.own_parameters else x for name, x in self.parameters.items()},
+                initial_state=each(lambda x, i=i: x.chunk(2)[i], self.initial_state),
+            )
+            results.append(run(part, **options))
+        (forward, ahead), (backward, behind) = results
+        return torch.cat((forward, backward)), each(lambda *x: torch.cat(x), ahead, behind)
 
     def run(self, **options: Any) -> tuple[Tensor, Any]:
         """Output and final state of the operation; without a state, the first output and a tuple of the others."""
@@ -440,17 +467,24 @@ def _map_features(draw: Draw, variant: str) -> Inputs:
     return Inputs("map_features", {"x": x}, (), options={"scale": 0.5, **options})
 
 
-@_maker("add_norm", "plain", "branch", "bias", "centred", "centred_branch")
+@_maker("add_norm", "plain", "branch", "bias", "centred", "centred_branch", "pair")
 def _add_norm(draw: Draw, variant: str) -> Inputs:
     shape = (draw.batch, draw.tokens, *draw.size(D=6))
+    if variant == "pair":
+        x, weight = draw.normal(2 * shape[0], *shape[1:]), draw.normal(2, shape[2])
+        return Inputs("add_norm", {"x": x}, (), {"weight": weight})
     sequences = {"x": draw.normal(*shape)} | ({"branch": draw.normal(*shape)} if "branch" in variant else {})
     parameters = {"weight": draw.normal(shape[2])} | ({} if variant == "plain" else {"bias": draw.normal(shape[2])})
     return Inputs("add_norm", sequences, (), parameters, options={"centred": "centred" in variant})
 
 
-@_maker("silu_product", "plain", "skip")
+@_maker("silu_product", "plain", "skip", "pair")
 def _silu_product(draw: Draw, variant: str) -> Inputs:
     shape = (draw.batch, draw.tokens, *draw.size(D=6))
+    if variant == "pair":
+        x, skip = (draw.normal(2 * shape[0], *shape[1:]) for _ in range(2))
+        sequences = {"x": x, "gate": 3 * draw.normal(*shape), "skip": skip}
+        return Inputs("silu_product", sequences, (), {"skip_weight": draw.normal(2, shape[2])})
     sequences, parameters = {"x": draw.normal(*shape), "gate": 3 * draw.normal(*shape)}, {}
     if variant == "skip":
         sequences["skip"], parameters["skip_weight"] = draw.normal(*shape), draw.normal(shape[2])

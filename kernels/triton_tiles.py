@@ -13,6 +13,31 @@ import triton.language as tl
 PLAIN = ["T", "H", "tokens", "beta_row", "beta_token", "beta_head", "g_row", "g_token", "g_head"]
 
 
+# REVERSE, how a kernel reads its sequences, is 0 for from their start, 1 for from their end, or this: the first half of
+# the batch from the start, the second from the end.
+SECOND_HALF = tl.constexpr(2)
+
+
+@triton.jit
+def direction(REVERSE: tl.constexpr):
+    """1, or -1 for a program that reads from the end. Programs are in the order of the rows of the batch."""
+    if REVERSE == SECOND_HALF:
+        return tl.where(tl.program_id(0) < tl.num_programs(0) // 2, 1, -1)
+    if REVERSE:
+        return -1
+    return 1
+
+
+@triton.jit
+def token_after(done, start, end, REVERSE: tl.constexpr):
+    """The token of a sequence, from start to end, that is read when `done` of them are."""
+    if REVERSE == SECOND_HALF:
+        return tl.where(tl.program_id(0) < tl.num_programs(0) // 2, start + done, end - 1 - done)
+    if REVERSE:
+        return end - 1 - done
+    return start + done
+
+
 @triton.jit
 def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
     """The batch row, first token, end and first slot of sequence n."""
@@ -27,18 +52,18 @@ def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk(
-    slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr = False
+    slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr = 0
 ):  # fmt: skip
     """The batch row, first token and number of tokens of a chunk; a slot of packed sequences may hold no token.
 
-    Read in REVERSE, chunks begin at a sequence's end, and the first token of each is its last.
+    Read from the end, chunks begin there, and the first token of each is its last.
     """
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = tl.load(sequence_of + slot).to(tl.int64)
     row, start, end, first = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     done = (slot - first) * CHUNK
-    return row, end - 1 - done if REVERSE else start + done, end - start - done
+    return row, token_after(done, start, end, REVERSE), end - start - done
 
 
 @triton.jit

@@ -51,15 +51,16 @@ def add_norm(
 
     With `centred`, s in y is less its mean over the channels: a layer norm in place of an RMS norm.
 
-    Shapes: x, branch, s, y [..., D]; weight, bias [D]. Without a branch s is x itself. Arithmetic is float32, or
-    float64 for float64 inputs; s has the type that torch gives to x + branch, y has `dtype`, by default that of s.
-    Returns (s, y).
+    Shapes: x, branch, s, y [..., D]; weight, bias [D]. Without a branch s is x itself. With weight [2, D], and neither
+    branch nor bias, x [2 B, ..., D] are two readings of one batch, and y [B, ..., D] is the sum of their norms, each by
+    its own weight. Arithmetic is float32, or float64 for float64 inputs; s has the type that torch gives to x + branch,
+    y has `dtype`, by default that of s. Returns (s, y).
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them.
     """
     # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
     if not is_exporting():
-        _check(x, weight, branch)
+        _check(x, weight, bias, branch)
     call = Call(x.device, call_dtype(x, branch, weight), exporting=is_exporting(), sizes={"D": x.shape[-1]})
     run = select("add_norm", backend, call)
     if dtype is None:
@@ -67,8 +68,17 @@ def add_norm(
     return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
 
 
-def _check(x: Tensor, weight: Tensor, branch: Tensor | None) -> None:
-    if weight.ndim != 1 or x.shape[-1:] != weight.shape or (branch is not None and branch.shape != x.shape):
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None) -> None:
+    if weight.ndim == 2 and (branch is not None or bias is not None or weight.shape[0] != 2 or x.shape[0] % 2):
+        raise ValueError(
+            f"add_norm: weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}, but of the two norms of a pair, "
+            "[2, D], x must have twice the rows and neither a branch nor a bias"
+        )
+    if (
+        weight.ndim not in (1, 2)
+        or x.shape[-1:] != weight.shape[-1:]
+        or (branch is not None and branch.shape != x.shape)
+    ):
         raise ValueError(
             f"add_norm: x has shape {tuple(x.shape)}, its branch {None if branch is None else tuple(branch.shape)} and "
             f"weight {tuple(weight.shape)}, but must have [..., D], the same, and [D]"

@@ -12,6 +12,13 @@ def add_norm_torch(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`add_norm` by torch's own functions, which accumulate in float32 whatever the type."""
+    if weight.dim() == 2:
+        forward, backward = x.unflatten(0, (2, -1))
+        _, forward = add_norm_torch(forward, weight[0], bias=None, branch=None, eps=eps, centred=centred, dtype=x.dtype)
+        _, backward = add_norm_torch(
+            backward, weight[1], bias=None, branch=None, eps=eps, centred=centred, dtype=x.dtype
+        )
+        return x, (forward + backward).to(dtype)
     with without_autocast(x):
         total = x if branch is None else x + branch
         own = weight.to(total.dtype)

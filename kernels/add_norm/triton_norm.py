@@ -39,10 +39,10 @@ def _standardise(total, inside, eps, D: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "eps"])
 def normalise(
     x, branch, weight, bias, total, y, rows, x_row, branch_row, eps,
-    D: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    D: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, PAIRED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sum and its norm, of some rows."""
+    """The sum and its norm, of some rows; if PAIRED the sum of the norms of those and of the rows behind all others."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < D)[None, :]
@@ -54,20 +54,39 @@ def normalise(
         added = added.to(tl.float32)
     unit, _ = _standardise(added, inside, eps, D, CENTRED)
     unit *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    if PAIRED:
+        x += rows.to(tl.int64) * x_row
+        other, _ = _standardise(_load(x, row, x_row, inside, BLOCK_D), inside, eps, D, CENTRED)
+        unit += other * tl.load(weight + D + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         unit += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     _store(y, row, D, inside, unit, BLOCK_D)
+
+
+@triton.jit
+def _pull_back(d_unit, unit, factor, D: tl.constexpr, CENTRED: tl.constexpr):
+    """The gradient of rows from that of what `_standardise` makes of them."""
+    along = (tl.sum(d_unit * unit, 1) / D)[:, None] * unit
+    if CENTRED:
+        along += (tl.sum(d_unit, 1) / D)[:, None]
+    return (d_unit - along) * factor
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "eps"])
 def differentiate_norm(
     total, weight, d_total, dy, dx, d_branch, d_weight, d_bias, rows, blocks, total_row, eps,
     D: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the summands, and this program's part of those of weight and bias."""
+    """The gradients of the summands, and this program's part of those of weight and bias.
+
+    If PAIRED, those of the rows behind all others, and in d_bias the part of their weight's.
+    """
     column = tl.arange(0, BLOCK_D)
     scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    other_scale = scale
+    if PAIRED:
+        other_scale = tl.load(weight + D + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     weighed = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     added = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -78,11 +97,13 @@ def differentiate_norm(
         weighed += d_unit * unit
         if HAS_BIAS:
             added += d_unit
-        d_unit *= scale
-        along = (tl.sum(d_unit * unit, 1) / D)[:, None] * unit
-        if CENTRED:
-            along += (tl.sum(d_unit, 1) / D)[:, None]
-        gradient = (d_unit - along) * factor
+        gradient = _pull_back(d_unit * scale, unit, factor, D, CENTRED)
+        if PAIRED:
+            behind = row + rows
+            unit, factor = _standardise(_load(total, behind, total_row, inside, BLOCK_D), inside, eps, D, CENTRED)
+            added += d_unit * unit
+            other = _pull_back(d_unit * other_scale, unit, factor, D, CENTRED)
+            _store(dx, behind, D, inside, other, BLOCK_D)
         if HAS_TOTAL:
             gradient += _load(d_total, row, D, inside, BLOCK_D)
         _store(dx, row, D, inside, gradient, BLOCK_D)
@@ -90,42 +111,48 @@ def differentiate_norm(
             _store(d_branch, row, D, inside, gradient, BLOCK_D)
     place = tl.program_id(0) * D + column
     tl.store(d_weight + place, tl.sum(weighed, 0), mask=column < D)
-    if HAS_BIAS:
+    if HAS_BIAS or PAIRED:
         tl.store(d_bias + place, tl.sum(added, 0), mask=column < D)
 
 
-def _blocks(width: int) -> dict[str, int]:
-    """Rows and columns of a program's block, and its warps."""
+def _blocks(width: int, readings: int) -> dict[str, int]:
+    """Rows and columns of a program's block, of so many readings at a time, and its warps."""
     columns = next_power_of_2(width)
-    rows = max(1, BLOCK // columns)
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
+    rows = max(1, BLOCK // (columns * readings))
+    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
 
 
 @custom_op("add_norm")
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and branch [..., D], empty without a branch, and its norm in `dtype`."""
-    total, y = _allocate(x, branch, dtype)
+    """The sum of x and branch [..., D], empty without a branch, and its norm in `dtype`.
+
+    Of a weight [2, D], the sum of the norms of both halves of x.
+    """
+    total, y = _allocate(x, branch, weight, dtype)
     rows, branches = as_rows(x), None if branch is None else as_rows(branch)
-    blocks = _blocks(rows.shape[1])
+    readings = weight.dim()
+    blocks = _blocks(rows.shape[1], readings)
+    count = rows.shape[0] // readings
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            normalise[(cdiv(rows.shape[0], blocks["BLOCK_R"]),)](
+            normalise[(cdiv(count, blocks["BLOCK_R"]),)](
                 rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y,
-                rows.shape[0], rows.stride(0), 0 if branches is None else branches.stride(0), eps,
-                D=rows.shape[1], HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, CENTRED=centred, **blocks,
+                count, rows.stride(0), 0 if branches is None else branches.stride(0), eps,
+                D=rows.shape[1], HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, CENTRED=centred,
+                PAIRED=readings == 2, **blocks,
             )  # fmt: skip
     return total, y
 
 
 @add_norm.register_fake
 def _(x, branch, weight, bias, eps, centred, dtype):
-    return _allocate(x, branch, dtype)
+    return _allocate(x, branch, weight, dtype)
 
 
-def _allocate(x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=dtype)
+def _allocate(x: Tensor, branch: Tensor | None, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y = x.new_empty((x.shape[0] // 2, *x.shape[1:]) if weight.dim() == 2 else x.shape, dtype=dtype)
     if branch is None:
         return x.new_empty((0,)), y
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype)), y
@@ -143,20 +170,24 @@ def add_norm_backward(
     dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x in `dtype`, of a branch of another type (else empty), and of weight and, if there is one, bias."""
+    """Gradients of x in `dtype`, of a branch of another type (else empty), and of weight (both) and bias."""
     rows, gradients = as_rows(total), None if d_total is None else d_total.contiguous()
     dx = total.new_empty(total.shape, dtype=dtype)
     d_branch = total.new_empty((0,) if branch_dtype is None else total.shape, dtype=branch_dtype)
-    shape = _blocks(rows.shape[1])
-    blocks = cdiv(rows.shape[0], shape["BLOCK_R"])
-    parts = total.new_empty((1 + has_bias, min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32)
+    readings = weight.dim()
+    shape = _blocks(rows.shape[1], readings)
+    count = rows.shape[0] // readings
+    blocks = cdiv(count, shape["BLOCK_R"])
+    parts = total.new_empty(
+        (1 + (has_bias or readings == 2), min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32
+    )
     if dx.numel():
         with torch.cuda.device_of(total):
             differentiate_norm[(parts.shape[1],)](
                 rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts[0], parts[-1],
-                rows.shape[0], blocks, rows.stride(0), eps,
+                count, blocks, rows.stride(0), eps,
                 D=rows.shape[1], HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None,
-                HAS_BIAS=has_bias, CENTRED=centred, **shape,
+                HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **shape,
             )  # fmt: skip
     return dx, d_branch, parts.sum(1).to(weight.dtype)
 
@@ -166,7 +197,7 @@ def _(total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype):
     return (
         total.new_empty(total.shape, dtype=dtype),
         total.new_empty((0,) if branch_dtype is None else total.shape, dtype=branch_dtype),
-        weight.new_empty((1 + has_bias, *weight.shape)),
+        weight.new_empty((1 + (has_bias or weight.dim() == 2), weight.shape[-1])),
     )
 
 
@@ -183,13 +214,14 @@ def _differentiate(ctx, d_total, dy):
     if not ctx.has_branch:
         d_total = None
     if dy is None:
-        dy = total.new_zeros(total.shape)
+        dy = total.new_zeros(total.shape if weight.dim() == 1 else (total.shape[0] // 2, *total.shape[1:]))
     dx, d_branch, sums = add_norm_backward(
         total, weight, d_total, dy, ctx.eps, ctx.centred, ctx.has_bias, ctx.dtype, ctx.branch_dtype
     )
     if ctx.branch_dtype is None:
         d_branch = dx
-    return dx, d_branch if ctx.has_branch else None, sums[0], sums[1] if ctx.has_bias else None, None, None, None
+    d_weight = sums[0] if weight.dim() == 1 else sums
+    return dx, d_branch if ctx.has_branch else None, d_weight, sums[1] if ctx.has_bias else None, None, None, None
 
 
 add_norm.register_autograd(_differentiate, setup_context=_setup_context)

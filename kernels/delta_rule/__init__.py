@@ -18,6 +18,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["delta_rule", "delta_rule_step"]
@@ -67,7 +68,7 @@ def delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
-    reverse: bool = False,
+    reverse: Reverse = False,
     recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -78,13 +79,14 @@ def delta_rule(
     where the write key w_t is k_t unless `write_key` is given. The recurrence is stable for k = w of unit length and
     beta in [0, 2]; the operation does not normalise keys. Tokens with beta = 0 and g = 0 leave the state as it is.
 
-    Shapes: q, k, write_key [B, T, H, K]; v, o [B, T, H, V]; beta, g [B, T, H] with g <= 0 (a log); states
-    [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V].
-    With `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
-    token and the final state that at the first. Arithmetic and state are float32, or float64 for float64 inputs; o has
-    v's dtype. `chunk_size`, a power of two, changes speed and memory but not the result. `recompute` lets the triton
-    backend keep its inputs alone for the gradient, and run forward again before it; the other backends keep little in
-    any case. Returns (o, final state or None).
+    Shapes: q, k, write_key [B, T, H, K]; v, o [B, T, H, V]; beta, g [B, T, H] with g <= 0 (a log); states [B, H, K, V].
+    With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V]. With `reverse`
+    sequences are read from their last token to their first: the initial state is the one behind the last token and the
+    final state that at the first. With reverse="second_half" the second half of the rows of the batch is read so, and
+    the first half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+    `chunk_size`, a power of two, changes speed and memory but not the result. `recompute` lets the triton backend keep
+    its inputs alone for the gradient, and run forward again before it; the other backends keep little in any case.
+    Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -106,6 +108,7 @@ def delta_rule(
         },
         cu_seqlens,
     )
+    check_reverse("delta_rule", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, beta, write_key, g, initial_state)
     call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("delta_rule", backend, call)

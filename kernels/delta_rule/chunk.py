@@ -33,6 +33,7 @@ from longseq.kernels.chunks import (
 )
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -49,7 +50,7 @@ def delta_rule_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
     recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -42,7 +43,7 @@ def delta_rule_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
     recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule`, one token at a time. `chunk_size` and `recompute` have no meaning here."""

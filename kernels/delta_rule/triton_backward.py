@@ -19,12 +19,14 @@ from longseq.kernels.triton_tiles import (
     decay_between,
     decay_since,
     decay_until,
+    direction,
     load_block,
     load_numbers,
     load_tokens,
     sequence,
     store_block,
     store_tokens,
+    token_after,
     unit_scale,
 )
 
@@ -63,7 +65,7 @@ def retreat(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
 
     unit = unit_scale(d_largest, SCALED)
@@ -74,7 +76,7 @@ def retreat(
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     for back in range(0, chunks):
         m = chunks - 1 - back
-        t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
+        t = token_after(m * CHUNK, start, end, REVERSE)
         live = end - start - m * CHUNK
         place = (slot + m) * H + head
         whole = 1.0
@@ -122,7 +124,7 @@ def differentiate_scores(
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     place = slot * H + head
     d_output += row * do_row + start * do_token + head * do_head
     do_token *= NEXT
@@ -166,7 +168,7 @@ def differentiate_inputs(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     place = slot * H + head
     token = (row * T + start) * H + head
     i = tl.arange(0, CHUNK)

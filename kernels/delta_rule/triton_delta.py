@@ -21,6 +21,7 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
     ROW,
     TRITON_DTYPES,
@@ -181,7 +182,7 @@ def delta_rule(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    reverse: bool,
+    reverse: int,
     half: bool,
     save: bool,
     recompute: bool,
@@ -297,7 +298,7 @@ def delta_rule_backward(
     d_output: Tensor,
     d_final: Tensor | None,
     scale: float,
-    reverse: bool,
+    reverse: int,
     half: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
@@ -436,7 +437,7 @@ def delta_rule_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
     recompute: bool,
     half: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -449,6 +450,6 @@ def delta_rule_triton(
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not recompute
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     half = v.dtype.itemsize == 2 if half is None else half
-    options = (float(scale), reverse, half, save, recompute)
+    options = (float(scale), number_of(reverse), half, save, recompute)
     o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None

@@ -19,6 +19,7 @@ from longseq.kernels.triton_tiles import (
     decay_between,
     decay_since,
     decay_until,
+    direction,
     leave_unit_lower_inverse,
     load_block,
     load_numbers,
@@ -26,6 +27,7 @@ from longseq.kernels.triton_tiles import (
     sequence,
     store_block,
     store_tokens,
+    token_after,
     unit_scale,
 )
 
@@ -91,7 +93,7 @@ def prepare(
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
@@ -205,7 +207,7 @@ def read_out(
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
 
     q += row * q_row + start * q_token + head * q_head
     among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
@@ -239,7 +241,7 @@ def read_through(
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     q += row * q_row + head * q_head
     k += row * k_row + head * k_head
     v += row * v_row + head * v_head
@@ -255,7 +257,7 @@ def read_through(
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
         place = (slot + m) * H + head
         live = end - start - m * CHUNK
-        t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
+        t = token_after(m * CHUNK, start, end, REVERSE)
         strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
         gate = strength
         since = tl.full((CHUNK,), 1.0, tl.float32)

@@ -23,6 +23,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype
+from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
@@ -91,7 +92,7 @@ def longhorn_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
-    reverse: bool = False,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Learn x online from the key k: each channel solves a least-squares step in closed form, diagonalised.
@@ -104,8 +105,9 @@ def longhorn_scan(
     Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N]. With `cu_seqlens` [N + 1]
     (0, the end of each packed segment) B is 1 and states have one row for each segment. With `reverse` sequences are
     read from their last token to their first: the initial state is the one behind the last token and the final state
-    that at the first. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size`
-    (None: chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
+    that at the first. With reverse="second_half" the second half of the rows of the batch is read so, and the first
+    half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None:
+    chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -125,6 +127,7 @@ def longhorn_scan(
         },
         cu_seqlens,
     )
+    check_reverse("longhorn_scan", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(x, q, k, beta, initial_state)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("longhorn_scan", backend, call)
@@ -152,7 +155,7 @@ def selective_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
-    reverse: bool = False,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba's state space model with input-dependent step sizes.
@@ -164,9 +167,10 @@ def selective_scan(
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
     [B, D, N]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each
     segment. With `reverse` sequences are read from their last token to their first: the initial state is the one behind
-    the last token and the final state that at the first. Arithmetic and state are float32, or float64 for float64
-    inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
-    Returns (o, final state or None).
+    the last token and the final state that at the first. With reverse="second_half" the second half of the rows of the
+    batch is read so, and the first half forward; A may then be [2, D, N], one for each half. Arithmetic
+    and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes)
+    changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -181,13 +185,16 @@ def selective_scan(
         {
             "x": (x, "B T D"),
             "delta": (delta, "B T D"),
-            "A": (A, "D N"),
+            "A": (A, "D N" if A.dim() == 2 else "P D N"),
             "B": (B, "B T N"),
             "C": (C, "B T N"),
             "initial_state": (initial_state, "S D N"),
         },
         cu_seqlens,
     )
+    check_reverse("selective_scan", reverse, sizes["B"], cu_seqlens)
+    if A.dim() == 3:
+        check_own_parameters("selective_scan", "A", A, reverse)
     dtype = call_dtype(x, delta, A, B, C, initial_state)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("selective_scan", backend, call)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse, half, run_each_way
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -36,7 +37,7 @@ def longhorn_scan_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -72,9 +73,21 @@ def selective_scan_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan`, one token at a time. `chunk_size` has no meaning here."""
+
+    if A.dim() == 3:
+        return run_each_way(
+            lambda i: selective_scan_reference(
+                *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),
+                initial_state=None if initial_state is None else half(initial_state, i),
+                output_final_state=output_final_state,
+                cu_seqlens=None,
+                chunk_size=chunk_size,
+                reverse=bool(i),
+            )
+        )
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []

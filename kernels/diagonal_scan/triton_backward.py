@@ -17,11 +17,13 @@ from longseq.kernels.diagonal_scan.triton_forward import (
     first_checkpoint,
     load_channels,
     load_norm,
+    load_rates,
     load_state,
     store_channels,
     store_state,
     strength,
 )
+from longseq.kernels.triton_tiles import direction
 
 
 @triton.jit
@@ -75,11 +77,11 @@ def _step_back(
     return g, d_rates
 
 
-@triton.jit(do_not_specialize=["T", "tokens"])
+@triton.jit(do_not_specialize=["T", "tokens", "A_half"])
 def backward(
     x, rate, prepared, norm, A, cu_seqlens, sequence_of, products, ends, checkpoints, scratch, d_output, d_final,
     d_x, d_rate, d_prepared, d_A, d_initial,
-    T, D, tokens, x_row, x_token, rate_row, rate_token,
+    T, D, tokens, A_half, x_row, x_token, rate_row, rate_token,
     HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
@@ -89,7 +91,7 @@ def backward(
     block = (tl.program_id(0) % tl.cdiv(D, BLOCK_D)).to(tl.int64)
     n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
-    STEP: tl.constexpr = -1 if REVERSE else 1
+    STEP = direction(REVERSE)
     STATE: tl.constexpr = P * Q
     zero = n * 0  # makes offsets 64 bits wide
 
@@ -102,7 +104,7 @@ def backward(
             g = load_state(products + place, e, d, D, D, EVEN) * g + load_state(ends + place, e, d, D, D, EVEN)
     rates = g
     if not LONGHORN:
-        rates = load_state(A, e, d, D, D, EVEN)
+        rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN)
     d_rates = g * 0.0
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
@@ -119,7 +121,7 @@ def backward(
     x_step = (zero + x_token) * STEP
     rate_step = (zero + rate_token) * STEP
     output_step = (zero + D) * STEP
-    NEXT: tl.constexpr = 2 * STATE * STEP
+    NEXT = 2 * STATE * STEP
 
     for behind in range(0, tl.cdiv(live, CHECKPOINT)):
         number = tl.cdiv(live, CHECKPOINT) - 1 - behind

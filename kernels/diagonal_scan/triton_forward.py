@@ -14,11 +14,11 @@ Keys and queries are used by all channels: `prepare` converts them once, and lea
 import triton
 import triton.language as tl
 
-from longseq.kernels.triton_tiles import sequence
+from longseq.kernels.triton_tiles import SECOND_HALF, direction, sequence, token_after
 
 # Of these, neither the values nor the alignment is compiled into a kernel. That D and the strides of numbers for each
 # channel are among them also keeps adjacent channels in adjacent threads, one in each.
-PLAIN = ["T", "D", "x_row", "x_token", "rate_row", "rate_token"]
+PLAIN = ["T", "D", "A_half", "x_row", "x_token", "rate_row", "rate_token"]
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.c
     if SPAN > 0:
         done = (slot - first).to(tl.int32) * SPAN
         live = tl.minimum(tl.maximum(length - done, 0), SPAN)
-    return n, row, length, first, end - 1 - done if REVERSE else start + done, live, done
+    return n, row, length, first, token_after(done, start, end, REVERSE), live, done
 
 
 @triton.jit
@@ -77,6 +77,14 @@ def store_state(base, e, d, D, limit, h, EVEN: tl.constexpr):
         tl.store(find_state(base, e, d, D), h)
     else:
         tl.store(find_state(base, e, d, D), h, mask=(e >= 0)[:, :, None] & (d < limit)[None, None, :])
+
+
+@triton.jit
+def load_rates(A, A_half, e, d, D, REVERSE: tl.constexpr, EVEN: tl.constexpr):
+    """Mamba's A as a state; those of the second half of the rows, if that has its own, are A_half numbers on."""
+    if REVERSE == SECOND_HALF:
+        A += tl.where(direction(REVERSE) < 0, A_half, 0)
+    return load_state(A, e, d, D, D, EVEN)
 
 
 @triton.jit
@@ -150,7 +158,7 @@ def _take(h, x, rate, key, query, norm, A, LONGHORN: tl.constexpr):
 @triton.jit(do_not_specialize=PLAIN)
 def forward(
     x, rate, prepared, norm, A, initial, cu_seqlens, sequence_of, products, ends, output, final, checkpoints,
-    T, D, x_row, x_token, rate_row, rate_token,
+    T, D, A_half, x_row, x_token, rate_row, rate_token,
     HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     SAVE: tl.constexpr, SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
@@ -159,7 +167,7 @@ def forward(
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
-    STEP: tl.constexpr = -1 if REVERSE else 1
+    STEP = direction(REVERSE)
     STATE: tl.constexpr = P * Q
     zero = n * 0  # makes offsets 64 bits wide
 
@@ -172,7 +180,7 @@ def forward(
             h = decay * h + load_state(ends + before * STATE * D, e, d, D, D, EVEN)
     rates = h
     if not LONGHORN:
-        rates = load_state(A, e, d, D, D, EVEN)
+        rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN)
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
     prepared += (row * T + token) * (2 * STATE)
@@ -184,7 +192,7 @@ def forward(
     x_step = (zero + x_token) * STEP
     rate_step = (zero + rate_token) * STEP
     output_step = (zero + D) * STEP
-    NEXT: tl.constexpr = 2 * STATE * STEP
+    NEXT = 2 * STATE * STEP
 
     # Numbers for each channel come from far: those of the next block are loaded before this one is worked on.
     full = live // TOKENS * TOKENS
@@ -232,7 +240,8 @@ def forward(
 
 @triton.jit(do_not_specialize=PLAIN)
 def summarize(
-    x, rate, prepared, norm, A, cu_seqlens, sequence_of, products, ends, T, D, x_row, x_token, rate_row, rate_token,
+    x, rate, prepared, norm, A, cu_seqlens, sequence_of, products, ends,
+    T, D, A_half, x_row, x_token, rate_row, rate_token,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr, ADJOINT: tl.constexpr, SPAN: tl.constexpr,
     EVEN: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +252,7 @@ def summarize(
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     _, row, _, _, token, live, _ = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
-    STEP: tl.constexpr = 1 if REVERSE == ADJOINT else -1
+    STEP = -direction(REVERSE) if ADJOINT else direction(REVERSE)
     STATE: tl.constexpr = P * Q
     zero = row * 0  # makes offsets 64 bits wide
     if ADJOINT:
@@ -252,7 +261,7 @@ def summarize(
     product = h + 1.0
     rates = h
     if not LONGHORN:
-        rates = load_state(A, e, d, D, D, EVEN)
+        rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN)
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
     prepared += (row * T + token) * (2 * STATE)

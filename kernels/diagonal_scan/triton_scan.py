@@ -21,6 +21,7 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.diagonal_scan.triton_backward import backward, gather
 from longseq.kernels.diagonal_scan.triton_forward import forward, prepare, summarize
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
@@ -78,7 +79,7 @@ class _Plan(NamedTuple):
         return {**self.constants, **tile, **options, "EVEN": channels % tile["BLOCK_D"] == 0, "TOKENS": walk.tokens}
 
 
-def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, reverse: bool) -> _Plan:
+def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, reverse: int) -> _Plan:
     """The plan of a call."""
     batch, tokens, channels = x.shape
     width = next_power_of_2(key.shape[2])
@@ -132,7 +133,7 @@ def _summarize(
     launch = plan.launch(SUMMARY, channels)
     summarize[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
         x, rate, prepared, norm, A, cu_seqlens, plan.sequence_of, products, ends,
-        tokens, channels, *_strides(x, rate), ADJOINT=adjoint, **launch,
+        tokens, channels, _half(A), *_strides(x, rate), ADJOINT=adjoint, **launch,
     )  # fmt: skip
     return products, ends
 
@@ -146,13 +147,14 @@ def diagonal_scan(
     A: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    reverse: bool,
+    reverse: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scan; without `A` the rate is Longhorn's beta, with it Mamba's delta.
 
-    x, rate [B, T, D]; key, query [B, T, N]; A [W, D]; states [B or segments, W, D]. Returns o [B, T, D] in x's dtype,
-    the final state, and the checkpoints that the backward pass needs (empty unless `save`).
+    x, rate [B, T, D]; key, query [B, T, N]; A [W, D], or [2, W, D] for each half of the rows; states
+    [B or segments, W, D]. Returns o [B, T, D] in x's dtype, the final state, and the checkpoints that the backward pass
+    needs (empty unless `save`).
     """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     tokens, channels = x.shape[1:]
@@ -168,7 +170,8 @@ def diagonal_scan(
             launch = plan.launch(FORWARD, channels)
             forward[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
                 x, rate, prepared, norm, A, final if initial_state is None else initial_state, cu_seqlens,
-                plan.sequence_of, products, ends, output, final, checkpoints, tokens, channels, *_strides(x, rate),
+                plan.sequence_of, products, ends, output, final, checkpoints,
+                tokens, channels, _half(A), *_strides(x, rate),
                 HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT, **launch,
             )  # fmt: skip
     return output, final, checkpoints
@@ -190,7 +193,7 @@ def diagonal_scan_backward(
     checkpoints: Tensor,
     d_output: Tensor,
     d_final: Tensor | None,
-    reverse: bool,
+    reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
@@ -216,7 +219,7 @@ def diagonal_scan_backward(
                 x, rate, prepared, norm, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
                 d_output, checkpoints if d_final is None else d_final.contiguous(),
                 d_x, d_rate, d_prepared, d_A, d_initial,
-                tokens, channels, batch * tokens, *_strides(x, rate),
+                tokens, channels, batch * tokens, _half(A), *_strides(x, rate),
                 HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, VECTOR=BACKWARD.vector, **launch,
             )  # fmt: skip
             if d_key.numel():
@@ -224,7 +227,9 @@ def diagonal_scan_backward(
                     d_prepared, d_key, d_query, blocks, batch * tokens,
                     N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
                 )  # fmt: skip
-    return d_x, d_rate, d_key, d_query, d_A.sum(0) if A is not None else d_A, d_initial
+    if A is not None:
+        d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
+    return d_x, d_rate, d_key, d_query, d_A, d_initial
 
 
 @diagonal_scan_backward.register_fake
@@ -269,6 +274,11 @@ def _allocate_states(x: Tensor, key: Tensor, count: int) -> Tensor:
     return x.new_empty((count, next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
 
 
+def _half(A: Tensor | None) -> int:
+    """How far from A that of the second half of the rows lies."""
+    return A.stride(0) if A is not None and A.dim() == 3 else 0
+
+
 def _strides(*tensors: Tensor) -> list[int]:
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
 
@@ -283,7 +293,7 @@ def longhorn_scan_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan` in Triton. `chunk_size` has no meaning here: time is walked through token by token."""
     return _scan(x, beta, k, q, None, initial_state, output_final_state, cu_seqlens, reverse)
@@ -300,7 +310,7 @@ def selective_scan_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in Triton. `chunk_size` has no meaning here: time is walked through token by token."""
     return _scan(x, delta, B, C, A, initial_state, output_final_state, cu_seqlens, reverse)
@@ -315,9 +325,9 @@ def _scan(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`diagonal_scan` on A and states as users hold them, [D, N] and [B or segments, D, N]."""
+    """`diagonal_scan` on A and states as users hold them, [D, N] or [2, D, N] and [B or segments, D, N]."""
     tensors = (x, rate, key, query, A, initial_state)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     entries = key.shape[2]
@@ -325,5 +335,5 @@ def _scan(
     A = None if A is None else F.pad(LOG2E * A.float().mT, spare)
     initial_state = None if initial_state is None else F.pad(initial_state.float().mT, spare)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)
-    o, final, _ = diagonal_scan(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save)
+    o, final, _ = diagonal_scan(x, rate, key, query, A, initial_state, cu_seqlens, number_of(reverse), save)
     return o, final[:, :entries].mT.contiguous() if output_final_state else None

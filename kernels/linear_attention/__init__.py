@@ -18,6 +18,7 @@ from longseq.kernels.dispatch import (
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
 from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
 from longseq.kernels.precision import call_dtype
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["linear_attention", "linear_attention_step"]
@@ -66,7 +67,7 @@ def linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
-    reverse: bool = False,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Accumulate outer products of keys and values in a decaying state.
@@ -77,12 +78,12 @@ def linear_attention(
     map and no normaliser are applied.
 
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g [B, T, H] (one decay per head) or [B, T, H, K] (one per key
-    channel); g_value [B, T, H, V] (one per value channel); gates <= 0 (logs; any magnitude is safe); states
-    [B, H, K, V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V].
-    With `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
-    token and the final state that at the first. Arithmetic and state are float32, or float64 for float64 inputs; o has
-    v's dtype. `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or
-    None).
+    channel); g_value [B, T, H, V] (one per value channel); gates <= 0 (logs; any magnitude is safe); states [B, H, K,
+    V]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V]. With `reverse`
+    sequences are read from their last token to their first: the initial state is the one behind the last token and the
+    final state that at the first. With reverse="second_half" the second half of the rows of the batch is read so, and
+    the first half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+    `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them. The
     values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read
@@ -106,6 +107,7 @@ def linear_attention(
         },
         cu_seqlens,
     )
+    check_reverse("linear_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, g_value, initial_state)
     call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("linear_attention", backend, call)

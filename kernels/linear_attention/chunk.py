@@ -39,6 +39,7 @@ from longseq.kernels.chunks import (
 )
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -54,7 +55,7 @@ def linear_attention_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward."""
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -40,7 +41,7 @@ def linear_attention_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention`, one token at a time. `chunk_size` has no meaning here."""
 

@@ -27,6 +27,7 @@ from longseq.kernels.linear_attention.triton_passes import (
     score_by_level,
     walk,
 )
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
@@ -160,7 +161,7 @@ class _Passes:
     """The launches of one call, forward or backward."""
 
     def __init__(
-        self, plan: _Plan, tokens: int, heads: int, scale: float, cu_seqlens: Tensor | None, reverse: bool
+        self, plan: _Plan, tokens: int, heads: int, scale: float, cu_seqlens: Tensor | None, reverse: int
     ) -> None:
         self.plan, self.tokens, self.heads, self.scale, self.cu_seqlens = plan, tokens, heads, scale, cu_seqlens
         self.sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
@@ -335,7 +336,7 @@ def linear_attention(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    reverse: bool,
+    reverse: int,
     precise: bool,
     transposed: bool,
     output_dtype: torch.dtype,
@@ -398,7 +399,7 @@ def linear_attention_backward(
     d_output: Tensor,
     d_final: Tensor | None,
     scale: float,
-    reverse: bool,
+    reverse: int,
     precise: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -493,7 +494,7 @@ def linear_attention_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
     precise = v.dtype.itemsize > 2  # as the output; keys and queries may come in float32 from a feature map
@@ -510,7 +511,7 @@ def run_linear_attention(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    reverse: bool,
+    reverse: Reverse,
     *,
     precise: bool,
     transposed: bool = False,
@@ -524,7 +525,7 @@ def run_linear_attention(
     o, final, *_ = linear_attention(
         *(q, k, v, g, g_value, initial_state, cu_seqlens),
         float(scale),
-        reverse,
+        number_of(reverse),
         precise,
         transposed,
         output_dtype,

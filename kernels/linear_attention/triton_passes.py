@@ -46,11 +46,13 @@ from longseq.kernels.triton_tiles import (
     decay_between,
     decay_since,
     decay_until,
+    direction,
     load_numbers,
     load_tokens,
     sequence,
     store_block,
     store_tokens,
+    token_after,
 )
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
@@ -77,7 +79,7 @@ def decay_channels(
     slot = (tl.program_id(0) // tiles // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
@@ -122,7 +124,7 @@ def score(
         if _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES) < LEVELS:
             return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
     x_token *= NEXT
@@ -171,7 +173,7 @@ def score_by_level(
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     mild = _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES)
     if mild == LEVELS:
         return
@@ -224,7 +226,7 @@ def walk(
     head = (tl.program_id(0) // (tiles_k * tiles_v) % H).to(tl.int64)
     n = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     a += row * a_row + head * a_head
     b += row * b_row + head * b_head
     if GATE == "head":
@@ -239,7 +241,7 @@ def walk(
         index = m
         if BACKWARD:
             index = chunks - 1 - m
-        t = end - 1 - index * CHUNK if REVERSE else start + index * CHUNK
+        t = token_after(index * CHUNK, start, end, REVERSE)
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
         if GATE == "key" and SCALED:
@@ -296,7 +298,7 @@ def read(
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
     x_token *= NEXT
@@ -450,7 +452,7 @@ def differentiate(
         if (level < LEVELS) != BY_LEVEL:
             return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT: tl.constexpr = -1 if REVERSE else 1
+    NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head

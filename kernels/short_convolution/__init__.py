@@ -16,6 +16,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype
+from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
 from longseq.kernels.steps import register_steps, select_step
@@ -58,7 +59,7 @@ def short_convolution(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     mask: Tensor | None = None,
-    reverse: bool = False,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve each channel over the last W tokens, the current one included.
@@ -72,8 +73,11 @@ def short_convolution(
     is True at real tokens: the others are passed over as if they were not there, and their output is zero. With
     `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1, no tap crosses into another segment, and states are
     [N, D, W-1]. With `reverse` the taps see later tokens instead: sequences are read from their last token to their
-    first, the initial state is the one behind the last token and the final state that at the first. Arithmetic and
-    state are float32, or float64 for float64 inputs; y has x's dtype. Returns (y, final state or None).
+    first, the initial state is the one behind the last token and the final state that at the first. With
+    reverse="second_half" the second half of the rows of the batch is read so, and the first half forward; with weight
+    [2, D, W] and bias [2, D] beside it, all rows of x are read forward with the first weight and backward with the
+    second: y and the states then have 2 B rows. Arithmetic and state are float32, or float64 for float64 inputs; y has
+    x's dtype. Returns (y, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
@@ -82,17 +86,21 @@ def short_convolution(
     _check_activation("short_convolution", activation)
     if mask is not None and cu_seqlens is not None:
         raise ValueError("short_convolution: mask and cu_seqlens are both given; packed sequences have no padding")
+    own = weight.dim() == 3
     sizes = check_tensors(
         "short_convolution",
         {
             "x": (x, "B T D"),
-            "weight": (weight, "D W"),
-            "bias": (bias, "D"),
-            "initial_state": (initial_state, "S D W-1"),
+            "weight": (weight, "P D W" if own else "D W"),
+            "bias": (bias, "P D" if own else "D"),
+            "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
         },
         cu_seqlens,
         mask=mask,
     )
+    if own:
+        check_own_parameters("short_convolution", "weight", weight, reverse)
+    check_reverse("short_convolution", reverse, 2 if own else sizes["B"], cu_seqlens)
     dtype = call_dtype(x, initial_state)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("short_convolution", backend, call)

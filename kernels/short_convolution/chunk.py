@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Core, Sequences, run_recurrence, segment_bounds
+from longseq.kernels.short_convolution.reference import convolve_each_way
 
 
 def short_convolution_chunk(
@@ -19,9 +21,15 @@ def short_convolution_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` by torch's convolution."""
+
+    if weight.dim() == 3:
+        return convolve_each_way(
+            short_convolution_chunk, x, weight, bias, initial_state,
+            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
+        )  # fmt: skip
 
     def convolve(window: Tensor) -> Tensor:
         dtype = window.dtype
@@ -51,14 +59,13 @@ def convolve_windows(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """Convolve with real tokens moved next to each other and the state in front of them.
 
     `convolve` takes a window [B, D, W-1 + L] of inputs to the L outputs [B, D, L] that see W of them.
     """
-    if mask is not None and reverse:
-        mask = mask.flip(1)
+    mask = None if mask is None else turn(mask, reverse)
 
     def dense(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat((state, sequences[0].to(state.dtype).mT), dim=-1)  # [B, D, W-1 + T]

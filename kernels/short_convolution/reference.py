@@ -1,9 +1,13 @@
 """The short convolution as a loop over tokens: the definition that every other form is compared with."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse, half, run_each_way, turn
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
 
 
@@ -31,11 +35,15 @@ def short_convolution_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution`, one token at a time."""
-    if mask is not None and reverse:
-        mask = mask.flip(1)
+    if weight.dim() == 3:
+        return convolve_each_way(
+            short_convolution_reference, x, weight, bias, initial_state,
+            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
+        )  # fmt: skip
+    mask = None if mask is None else turn(mask, reverse)
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = sequences
@@ -59,4 +67,25 @@ def short_convolution_reference(
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
         reverse=reverse,
+    )
+
+
+def convolve_each_way(
+    convolve: Callable[..., tuple[Tensor, Tensor | None]],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve x once forward and once backward, each with its own weight, by a form for one weight."""
+    return run_each_way(
+        lambda i: convolve(
+            x,
+            weight[i],
+            None if bias is None else bias[i],
+            initial_state=None if initial_state is None else half(initial_state, i),
+            reverse=bool(i),
+            **options,
+        )
     )

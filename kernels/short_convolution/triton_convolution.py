@@ -18,12 +18,15 @@ from torch.nn import functional
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
+from longseq.kernels.short_convolution.reference import convolve_each_way
 from longseq.kernels.triton_launch import (
     Launch,
     cdiv,
     next_power_of_2,
 )
+from longseq.kernels.triton_tiles import direction, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those of two bytes were
 # measured on an H200.
@@ -35,7 +38,7 @@ WALKS = {
 PROGRAMS = {"forward": 16384, "backward": 4096}
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
-PLAIN = ["T", "stretch"]
+PLAIN = ["B", "T", "stretch"]
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
@@ -60,9 +63,7 @@ def _channels(condition, d, D):
 def _token(base, row, t, row_stride, token_stride, T, REVERSE: tl.constexpr):
     """Where the t-th token to be read lies, and how far the next one is from it."""
     step = tl.cast(token_stride, tl.int64)
-    if REVERSE:
-        return base + row * row_stride + (T - 1 - t) * step, -step
-    return base + row * row_stride + t * step, step
+    return base + row * row_stride + token_after(t, 0, T, REVERSE) * step, step * direction(REVERSE)
 
 
 @triton.jit
@@ -132,7 +133,7 @@ def _borders(n, T, cu_seqlens):
 @triton.jit
 def _segment(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr):
     """Of the t-th token to be read: the number of its packed segment, and its own number in that."""
-    place = T - 1 - t if REVERSE else t
+    place = token_after(t, 0, T, REVERSE)
     n = tl.load(segment_of + place, mask=t < T, other=0).to(tl.int64)
     start, end = _borders(n, T, cu_seqlens)
     return n, tl.maximum(end - 1 - place if REVERSE else place - start, 0)
@@ -212,17 +213,17 @@ def _accumulate(sums, window, dz, WIDTH: tl.constexpr):
     return added
 
 
-@triton.jit(do_not_specialize=PLAIN)
-def _forward(
-    x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, stretch,
+@triton.jit
+def _convolve_stretch(
+    x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, n, first, end, d,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
+    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    _, row, first, end, d = _place(T, D, stretch, BLOCK_D)
+    """From the first token to be read to the end, of a row of x and of the n-th row of y and of the state."""
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
-    y_at, y_step = _token(y, row * T, first, D, D, T, REVERSE)
-    n, age = row, first
+    y_at, y_step = _token(y, n * T, first, D, D, T, REVERSE)
+    age = first
     if PACKED:
         n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
     window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
@@ -237,29 +238,54 @@ def _forward(
             z = _convolve(window, taps, offset, WIDTH)
             if SILU:
                 z = z / (1.0 + tl.exp2(z * MINUS_LOG2_E))
-            tl.store(y_at + i * y_step + d, z, mask=_channels(t + i < T, d, D))
+            tl.store(y_at + i * y_step + d, z, mask=_channels(t + i < end, d, D))
         at += UNROLL * step
         y_at += UNROLL * y_step
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def _backward(
-    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token, stretch,
+def _forward(
+    x, weight, bias, state, cu_seqlens, segment_of, y, B, T, D, x_row, x_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
+    REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
+    _, row, first, end, d = _place(T, D, stretch, BLOCK_D)
+    _convolve_stretch(
+        x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, row, first, end, d,
+        WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL,
+    )  # fmt: skip
+    if SHARED:
+        weight += D * WIDTH  # those of the second direction
+        if HAS_BIAS:
+            bias += D
+        _convolve_stretch(
+            x, weight, bias, state, cu_seqlens, segment_of, y, T, D, x_row, x_token, row, row + B, T - end, T - first,
+            d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 1, SILU, UNROLL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _differentiate_stretch(
+    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
+    row, n, first, end, d,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """From the first token to be read to the end, of a row of x and dx and of the n-th row of dy and of the state.
+
+    ADD to what dx holds; without it, write dx. Sums for weight and bias are written, too.
+    """
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
-    dy_at, dy_step = _token(dy, row, first, dy_row, dy_token, T, REVERSE)
+    dy_at, dy_step = _token(dy, n, first, dy_row, dy_token, T, REVERSE)
     dx_at, dx_step = _token(dx, row * T, first - (WIDTH - 1), D, D, T, REVERSE)
-    n, age = row, first
+    age = first
     if PACKED:
         n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
     window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
     behind = _zeros(d, WIDTH)
     dweight = _zeros(d, WIDTH)
-    dbias = tl.zeros((BLOCK_D,), tl.float32)
+    dbias = tl.zeros((d.shape[0],), tl.float32)
 
     for t in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
@@ -275,36 +301,71 @@ def _backward(
             dbias += own
             behind = _spread(behind, taps, dz, age, WIDTH, PACKED)
             done = t + i - (WIDTH - 1)
-            tl.store(dx_at + i * dx_step + d, behind[WIDTH - 1], mask=_channels((done >= first) & (done < end), d, D))
+            mask = _channels((done >= first) & (done < end), d, D)
+            complete = behind[WIDTH - 1]
+            if ADD:
+                complete += tl.load(dx_at + i * dx_step + d, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx_at + i * dx_step + d, complete, mask=mask)
         at += UNROLL * step
         dy_at += UNROLL * dy_step
         dx_at += UNROLL * dx_step
 
-    sums_at = sums + tile * (WIDTH + HAS_BIAS) * D
     for k in tl.static_range(WIDTH):
-        tl.store(sums_at + (WIDTH - 1 - k) * D + d, dweight[k], mask=d < D)
+        tl.store(sums + (WIDTH - 1 - k) * D + d, dweight[k], mask=d < D)
     if HAS_BIAS:
-        tl.store(sums_at + WIDTH * D + d, dbias, mask=d < D)
+        tl.store(sums + WIDTH * D + d, dbias, mask=d < D)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def _backward(
+    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, B, T, D, x_row, x_token, dy_row, dy_token, stretch,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
+    sums += tile * (WIDTH + HAS_BIAS) * D
+    _differentiate_stretch(
+        x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
+        row, row, first, end, d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL, False,
+    )  # fmt: skip
+    if SHARED:
+        tl.debug_barrier()  # the other threads' part of dx is read next
+        weight += D * WIDTH  # those of the second direction
+        if HAS_BIAS:
+            bias += D
+        sums += B * tl.cdiv(T, stretch) * (WIDTH + HAS_BIAS) * D
+        _differentiate_stretch(
+            x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
+            row, row + B, T - end, T - first, d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 1, SILU, UNROLL, True,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def _backward_state(
-    x, weight, bias, state, cu_seqlens, dy, dstate, T, D, x_row, x_token, dy_row, dy_token,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x, weight, bias, state, cu_seqlens, dy, dstate, B, T, D, x_row, x_token, dy_row, dy_token,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SHARED: tl.constexpr,
+    SILU: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one sequence's state, from its first W - 1 tokens."""
     over_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // over_d).to(tl.int64)
     d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     row, start, end = n, n * 0, n * 0 + T
+    dy_number = n
     if PACKED:
         row = n * 0
+        dy_number = row
         start, end = _borders(n, T, cu_seqlens)
-    skipped = T - end if REVERSE else start
+    if SHARED:
+        if n >= B:
+            row -= B
+            weight += D * WIDTH
+            if HAS_BIAS:
+                bias += D
+    skipped = T - end if REVERSE == 1 else start
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, skipped, x_row, x_token, T, REVERSE)
-    dy_at, dy_step = _token(dy, row, skipped, dy_row, dy_token, T, REVERSE)
+    dy_at, dy_step = _token(dy, dy_number, skipped, dy_row, dy_token, T, REVERSE)
     window = _load_window(at, step, state, n, 0, d, D, WIDTH, True)
     behind = _zeros(d, WIDTH)
     for i in range(WIDTH - 1):
@@ -323,23 +384,25 @@ def causal_convolution(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     silu: bool,
-    reverse: bool,
+    reverse: int,
 ) -> Tensor:
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last), bias [D] and state [B or N, D, W-1].
 
+    Weight [2, D, W] and bias [2, D] convolve x once forward and once backward: y and the state then have 2 B rows.
     y is in x's dtype.
     """
     x, weight, bias = channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
-    y = x.new_empty(x.shape)
+    y = _allocate_output(x, weight)
     launch, block, stretch, tiles = _split(x, weight, "forward")
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _forward[(tiles * cdiv(x.shape[2], block),)](
                 x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), y,
-                x.shape[1], x.shape[2], x.stride(0), x.stride(1), stretch,
-                WIDTH=weight.shape[1], HAS_BIAS=bias is not None, HAS_STATE=_has(state),
-                PACKED=cu_seqlens is not None, REVERSE=reverse, SILU=silu, UNROLL=launch.step, BLOCK_D=block,
+                *x.shape, x.stride(0), x.stride(1), stretch,
+                WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state),
+                PACKED=cu_seqlens is not None, REVERSE=reverse, SHARED=weight.dim() == 3,
+                SILU=silu, UNROLL=launch.step, BLOCK_D=block,
                 **launch.options,
             )  # fmt: skip
     return y
@@ -347,7 +410,11 @@ def causal_convolution(
 
 @causal_convolution.register_fake
 def _(x, weight, bias, initial_state, cu_seqlens, silu, reverse):
-    return x.new_empty(x.shape)
+    return _allocate_output(x, weight)
+
+
+def _allocate_output(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0] * (2 if weight.dim() == 3 else 1), *x.shape[1:]))
 
 
 @custom_op("causal_convolution_backward")
@@ -359,21 +426,21 @@ def causal_convolution_backward(
     cu_seqlens: Tensor | None,
     dy: Tensor,
     silu: bool,
-    reverse: bool,
+    reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and state (empty without them)."""
     x, dy, weight = channels_adjacent(x), channels_adjacent(dy), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
-    channels, width = weight.shape
+    channels, width = weight.shape[-2:]
     launch, block, stretch, tiles = _split(x, weight, "backward")
     dx = x.new_empty(x.shape)
-    sums = x.new_empty((tiles, width + (bias is not None), channels), dtype=torch.float32)
+    sums = x.new_empty((*weight.shape[:-2], tiles, width + (bias is not None), channels), dtype=torch.float32)
     dstate = x.new_empty((0,)) if state is None else state.new_empty(state.shape)
-    shape = (x.shape[1], channels, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
+    shape = (*x.shape, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
     constants = {
         "WIDTH": width, "HAS_BIAS": bias is not None, "PACKED": cu_seqlens is not None, "REVERSE": reverse,
-        "SILU": silu, "BLOCK_D": block, **launch.options,
+        "SHARED": weight.dim() == 3, "SILU": silu, "BLOCK_D": block, **launch.options,
     }  # fmt: skip
     with torch.cuda.device_of(x):
         if dx.numel():
@@ -385,14 +452,15 @@ def causal_convolution_backward(
             _backward_state[(state.shape[0] * cdiv(channels, block),)](
                 x, weight, bias, state, cu_seqlens, dy, dstate, *shape, **constants,
             )  # fmt: skip
-    total = sums.sum(0)
-    dweight = torch.empty_like(weight).copy_(total[:width].mT)
-    return dx, dweight, total[width:] if bias is None else total[width].to(bias.dtype), dstate
+    total = sums.sum(-3)
+    dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
+    dbias = x.new_empty((0,)) if bias is None else total[..., width, :].to(bias.dtype)
+    return dx, dweight, dbias, dstate
 
 
 @causal_convolution_backward.register_fake
 def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse):
-    dbias = x.new_empty((0, weight.shape[0]), dtype=torch.float32) if bias is None else bias.new_empty(bias.shape)
+    dbias = x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
     dstate = x.new_empty((0,)) if initial_state is None else initial_state.new_empty(initial_state.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dstate
 
@@ -423,18 +491,27 @@ def short_convolution_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` as one kernel over tokens in their own layout; a mask first moves real tokens together."""
-    taps = weight.shape[1] - 1
+    if weight.dim() == 3 and mask is not None:
+        return convolve_each_way(
+            short_convolution_triton, x, weight, bias, initial_state,
+            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
+        )  # fmt: skip
+    taps = weight.shape[-1] - 1
     silu = activation == "silu"
     if mask is None:
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
-        y = causal_convolution(x, weight, bias, initial_state, cu_seqlens, silu, reverse)
-        return y, _last_inputs(x, initial_state, cu_seqlens, taps, reverse) if output_final_state else None
+        y = causal_convolution(x, weight, bias, initial_state, cu_seqlens, silu, number_of(reverse))
+        if not output_final_state:
+            return y, None
+        if cu_seqlens is None:
+            return y, _last_inputs(_ends(x, taps, reverse, weight.dim() == 3), initial_state, taps)
+        return y, _last_packed_inputs(x, initial_state, cu_seqlens, taps, reverse)
 
     def convolve(window: Tensor) -> Tensor:
-        return causal_convolution(window.mT, weight, bias, None, None, silu, False)[:, taps:].mT
+        return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, taps:].mT
 
     return convolve_windows(
         convolve,
@@ -448,15 +525,17 @@ def short_convolution_triton(
     )
 
 
-def _last_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, taps: int, reverse: bool) -> Tensor:
-    """The last inputs [B or N, D, taps] of each sequence, reaching into its first state or into zeros."""
-    if cu_seqlens is None:
-        last = x[:, :taps].flip(1) if reverse else x[:, max(0, x.shape[1] - taps) :]
-        last = last.mT.to(torch.float32)
-        missing = taps - last.shape[2]
-        if state is None:
-            return functional.pad(last, (missing, 0))
-        return torch.cat((state[..., taps - missing :].to(torch.float32), last), -1)
+def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
+    """The last inputs [B, D, taps] of each sequence, its own [B, up to taps, D] after its first state or zeros."""
+    last = ends.mT.to(torch.float32)
+    missing = taps - last.shape[2]
+    if state is None:
+        return functional.pad(last, (missing, 0))
+    return torch.cat((state[..., taps - missing :].to(torch.float32), last), -1)
+
+
+def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, taps: int, reverse: Reverse) -> Tensor:
+    """The last inputs [N, D, taps] of each segment, reaching into its first state or into zeros."""
     tokens = x.shape[1]
     start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
     if state is None:
@@ -469,6 +548,15 @@ def _last_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, tap
     place = end - 1 - age if reverse else start + age
     own = x[0][place.clamp(0, tokens - 1)].mT.to(torch.float32)
     return torch.where((age >= 0)[:, None], own, from_state)
+
+
+def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
+    """The last inputs [B, up to taps, D] of each row, in the order of reading."""
+    last, first = x[:, max(0, x.shape[1] - taps) :], x[:, :taps].flip(1)
+    if reverse != "second_half":
+        return first if reverse else last
+    rows = x.shape[0] if shared else x.shape[0] // 2
+    return torch.cat((last[:rows], first[x.shape[0] - rows :]))
 
 
 def _segment_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
@@ -485,7 +573,7 @@ def _has(state: Tensor | None) -> bool:
 
 def _split(x: Tensor, weight: Tensor, kernel: str) -> tuple[Launch, int, int, int]:
     """How the work is cut: the launch, channels and tokens of a program, and stretches of tokens over all rows."""
-    channels, width = weight.shape
+    channels, width = weight.shape[-2:]
     launch = WALKS[x.element_size()][kernel]
     # A thread holds a few numbers for each tap of each of its channels.
     block = min(launch.block // next_power_of_2(cdiv(width, 4)), next_power_of_2(channels))

@@ -41,8 +41,9 @@ def silu_product(
 
     `skip` and `skip_weight` go together, or are left out.
 
-    Shapes: x, gate, skip, y [..., D]; skip_weight [D]. Arithmetic is float32, or float64 for float64 inputs; y has the
-    type that torch gives to x times gate.
+    Shapes: x, gate, skip, y [..., D]; skip_weight [D]. With skip_weight [2, D], x and skip [2 B, ..., D] are two
+    readings of one batch, and the gate [B, ..., D] multiplies the sum of both, each with its own weight for the skip.
+    Arithmetic is float32, or float64 for float64 inputs; y has the type that torch gives to x times gate.
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
@@ -57,7 +58,9 @@ def _check(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | N
         raise ValueError("silu_product: skip and skip_weight go together, but one is missing; give both or neither")
     shapes: dict[str, tuple[int, ...]] = {"gate": gate.shape, "skip": x.shape if skip is None else skip.shape}
     if skip_weight is not None:
-        shapes["x of skip_weight's width"] = (*x.shape[:-1], *skip_weight.shape)
+        shapes["x of skip_weight's width"] = (*x.shape[:-1], *skip_weight.shape[-1:])
+        if skip_weight.ndim == 2:
+            shapes["gate"] = (gate.shape[0] * skip_weight.shape[0], *gate.shape[1:])
     for name, shape in shapes.items():
         if shape != x.shape:
             raise ValueError(

@@ -46,15 +46,18 @@ def _scale(skip_weight, column, D, HAS_SKIP: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
     x, gate, skip, skip_weight, y, rows, D, x_row, gate_row, skip_row,
-    HAS_SKIP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The product of some rows and channels."""
+    """The product of some rows and channels; if PAIRED, of the sum of them and of the rows behind all others."""
     over_d = tl.cdiv(D, BLOCK_D)
     row = (tl.program_id(0) // over_d).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < D)[None, :]
     scale = _scale(skip_weight, column, D, HAS_SKIP)
     value, _ = _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP)
+    if PAIRED:
+        scale = _scale(skip_weight + D, column, D, HAS_SKIP)
+        value += _value(x, skip, scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)[0]
     z = _load(gate, row, gate_row, column, inside)
     tl.store(y + row[:, None] * D + column[None, :], value * z * tl.sigmoid(z), mask=inside)
 
@@ -63,18 +66,26 @@ def multiply(
 def differentiate_product(
     x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, d_weight, rows, blocks, programs, D,
     x_row, gate_row, skip_row, dy_row,
-    HAS_SKIP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some rows and channels, and this program's part of that of the skip's weight."""
+    """The gradients of some rows and channels, and this program's part of that of the skip's weight, or of both."""
     over_d = tl.cdiv(D, BLOCK_D)
     first = tl.program_id(0) // over_d
     column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     scale = _scale(skip_weight, column, D, HAS_SKIP)
+    other_scale = scale
+    if PAIRED:
+        other_scale = _scale(skip_weight + D, column, D, HAS_SKIP)
     weighed = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    other_weighed = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for block in range(first, blocks, programs):
         row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < D)[None, :]
         value, skipped = _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP)
+        other_skipped = skipped
+        if PAIRED:
+            other, other_skipped = _value(x, skip, other_scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)
+            value += other
         z = _load(gate, row, gate_row, column, inside)
         share = tl.sigmoid(z)
         gradient = _load(dy, row, dy_row, column, inside)
@@ -85,8 +96,16 @@ def differentiate_product(
         if HAS_SKIP:
             tl.store(d_skip + place, gradient * scale, mask=inside)
             weighed += gradient * skipped
+        if PAIRED:
+            place = (row + rows)[:, None] * D + column[None, :]
+            tl.store(dx + place, gradient, mask=inside)
+            if HAS_SKIP:
+                tl.store(d_skip + place, gradient * other_scale, mask=inside)
+                other_weighed += gradient * other_skipped
     if HAS_SKIP:
         tl.store(d_weight + first * D + column, tl.sum(weighed, 0), mask=column < D)
+        if PAIRED:
+            tl.store(d_weight + (programs + first) * D + column, tl.sum(other_weighed, 0), mask=column < D)
 
 
 def _blocks(channels: int) -> dict[str, int]:
@@ -98,24 +117,31 @@ def _blocks(channels: int) -> dict[str, int]:
 
 @custom_op("silu_product")
 def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
-    """The product [..., D], in the type of x times gate."""
-    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+    """The product [..., D], in the type of x times gate.
+
+    With skip_weight [2, D] that of the sum of both halves of x, each with its skip.
+    """
+    y = x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
     values, gates, skips = as_rows(x), as_rows(gate), None if skip is None else as_rows(skip)
-    rows, channels = values.shape
+    rows, channels = gates.shape
     shape = _blocks(channels)
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             multiply[(cdiv(rows, shape["BLOCK_R"]) * cdiv(channels, shape["BLOCK_D"]),)](
                 values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), y, rows, channels,
                 values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0),
-                HAS_SKIP=skip is not None, **shape,
+                HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
             )  # fmt: skip
     return y
 
 
+def _is_pair(skip_weight: Tensor | None) -> bool:
+    return skip_weight is not None and skip_weight.dim() == 2
+
+
 @silu_product.register_fake
 def _(x, gate, skip, skip_weight):
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+    return x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
 
 
 @custom_op("silu_product_backward")
@@ -126,21 +152,22 @@ def silu_product_backward(
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     values, gates, gradients = as_rows(x), as_rows(gate), as_rows(dy)
     skips = None if skip is None else as_rows(skip)
-    rows, channels = values.shape
+    rows, channels = gates.shape
     shape = _blocks(channels)
     blocks, over_d = cdiv(rows, shape["BLOCK_R"]), cdiv(channels, shape["BLOCK_D"])
     programs = blocks if skip is None else min(blocks, max(1, PROGRAMS // over_d))
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
-    parts = x.new_empty((0 if skip is None else programs, channels), dtype=torch.float32)
+    weights = (0,) if skip_weight is None else skip_weight.shape[:-1]
+    parts = x.new_empty((*weights, programs, channels), dtype=torch.float32)
     if dx.numel():
         with torch.cuda.device_of(x):
             differentiate_product[(programs * over_d,)](
                 values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
                 dx, d_gate, d_skip, parts, rows, blocks, programs, channels,
                 values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0), gradients.stride(0),
-                HAS_SKIP=skip is not None, **shape,
+                HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
             )  # fmt: skip
-    d_weight = x.new_empty((0,)) if skip_weight is None else parts.sum(0).to(skip_weight.dtype)
+    d_weight = x.new_empty((0,)) if skip_weight is None else parts.sum(-2).to(skip_weight.dtype)
     return dx, d_gate, d_skip, d_weight
 
 

@@ -16,6 +16,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
 from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step_torch
@@ -68,7 +69,7 @@ def slot_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
-    reverse: bool = False,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Read M slots of keys and values by softmax; write each token to every slot at its own strength.
@@ -83,9 +84,10 @@ def slot_attention(
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g, write [B, T, H, M] with g <= 0 (a log; any magnitude is safe);
     states are pairs of K~ [B, H, M, K] and V~ [B, H, M, V]. With `cu_seqlens` [N + 1] (0, the end of each packed
     segment) B is 1 and states have N rows. With `reverse` sequences are read from their last token to their first: the
-    initial state is the one behind the last token and the final state that at the first. Arithmetic and states are
-    float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two, changes speed and memory but
-    not the result. Returns (o, final state or None).
+    initial state is the one behind the last token and the final state that at the first. With reverse="second_half" the
+    second half of the rows of the batch is read so, and the first half forward. Arithmetic and states are float32, or
+    float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two, changes speed and memory but not the
+    result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
     of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -109,6 +111,7 @@ def slot_attention(
         },
         cu_seqlens,
     )
+    check_reverse("slot_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, write, keys, values)
     call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
     run = select("slot_attention", backend, call)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.linear_attention.chunk import linear_attention_core
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.reference import empty_slots
@@ -28,7 +29,7 @@ def slot_attention_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention` in chunks; keeps its inputs, what is made of them and the states between chunks."""
 

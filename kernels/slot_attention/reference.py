@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
@@ -43,7 +44,7 @@ def slot_attention_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention`, one token at a time. `chunk_size` has no meaning here."""
 

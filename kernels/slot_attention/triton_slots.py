@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longseq.kernels.linear_attention.triton_linear import run_linear_attention
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
 
@@ -24,7 +25,7 @@ def slot_attention_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: bool,
+    reverse: Reverse,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """`slot_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
     keys, values = (None, None) if initial_state is None else initial_state

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.kernels import short_convolution, short_convolution_step
+from longseq.kernels.reading import Reverse
 from longseq.kernels.steps import backend_of_step
 
 
@@ -52,11 +53,12 @@ class ShortConvolution(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, Tensor]:
         """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token.
 
-        With `reverse` the taps see later tokens, and the states are behind the last token and before the first.
+        With `reverse` the taps see later tokens, and the states are behind the last token and before the first; with
+        "second_half" so in the second half of the rows.
         """
         y, state = short_convolution(
             x,
@@ -72,6 +74,19 @@ class ShortConvolution(nn.Module):
         )
         assert state is not None
         return y, state
+
+    def convolve_pair(self, backward: ShortConvolution, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Convolve `x [B, T, channels]` forward by this layer and backward by another one: `[2 B, T, channels]`."""
+        y, _ = short_convolution(
+            x,
+            torch.stack((self.weight, backward.weight)),
+            None if self.bias is None or backward.bias is None else torch.stack((self.bias, backward.bias)),
+            activation=self.activation,
+            mask=mask,
+            reverse="second_half",
+            backend=self.backend,
+        )
+        return y
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one more token `x [B, channels]`."""

@@ -1,7 +1,8 @@
-"""Projections to widths that matrix products of half precision are slow at."""
+"""Projections to widths that matrix products of half precision are slow at, and pairs of projections."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,6 +26,23 @@ class AlignedLinear(nn.Linear):
         weight = functional.pad(self.weight, (0, 0, 0, missing))
         bias = None if self.bias is None else functional.pad(self.bias, (0, missing))
         return functional.linear(x, weight, bias)[..., : self.out_features]
+
+
+def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
+    """Project the first half of the rows of `x [2 B, T, I]` by one layer and the second by another, in one product.
+
+    The halves may also be apart, [2, B, T, I]: so `expand` gives both layers the same rows.
+    """
+    halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
+    weight = torch.stack((forward.weight, backward.weight))
+    bias = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
+    missing = -forward.out_features % ALIGNMENT
+    if missing and gains_by_alignment(forward.weight):
+        weight = functional.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else functional.pad(bias, (0, missing))
+    rows = halves.flatten(1, 2)
+    y = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    return y[..., : forward.out_features].unflatten(1, halves.shape[1:3]).flatten(0, 1)
 
 
 def gains_by_alignment(weight: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
@@ -24,6 +25,11 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return add_norm(x, self.weight, eps=self.eps, backend=self.backend)[1]
+
+    def norm_pair(self, backward: RMSNorm, x: Tensor) -> Tensor:
+        """Sum of the norms of both halves of x `[2 B, ...]`, the first by this layer and the second by another one."""
+        weight = torch.stack((self.weight, backward.weight))
+        return add_norm(x, weight, eps=self.eps, backend=self.backend)[1]
 
 
 @register_notrace_module

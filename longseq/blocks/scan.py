@@ -21,6 +21,12 @@ ROWS, ROWS_REVERSED, COLUMNS, COLUMNS_REVERSED = "rows", "rows_reversed", "colum
 REVERSED = {ROWS_REVERSED: ROWS, COLUMNS_REVERSED: COLUMNS}  # and the orders that they reverse
 
 
+def are_pairs(orders: tuple[str, ...]) -> bool:
+    """Whether orders come in pairs, one and its reverse."""
+    pairs = zip(orders[::2], orders[1::2], strict=False)
+    return len(orders) % 2 == 0 and all(REVERSED.get(backward) == forward for forward, backward in pairs)
+
+
 def scan_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
     """Name the orders that `direction` asks of the layer with index `layer`.
 
@@ -117,20 +123,42 @@ class Directions(nn.Module):
                 ]
             )
         projected = first.project_in(x)
-        if self.share == "all":
-            return first.project_out(self._merge(self._read_stacked(projected, layout, mask)))
-        readings = [_scan(m, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
+        # What a pair of mixers reported together could not be told apart.
+        is_watched = any(mixer.observed is not None for mixer in self.mixers)
+        if first.reads_pairs and are_pairs(self.orders) and not is_watched:
+            readings = self._read_pairs(projected, layout, mask)
+        elif self.share == "all":
+            readings = self._read_stacked(projected, layout, mask)
+        else:
+            readings = [_scan(m, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
         return first.project_out(self._merge(readings))
 
+    def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
+        """One reading for each pair of orders, the sum of both."""
+        orders, mixers = self.orders[::2], list(self.mixers)
+        inputs = [reorder(projected, order, layout) for order in orders]
+        masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
+        if self.share == "all":
+            stacked = mixers[0].scan_pair(mixers[0], _stack(inputs), None if masks is None else _stack(masks))
+            readings = _unstack(stacked, len(orders))
+        else:
+            pairs = zip(mixers[::2], mixers[1::2], inputs, masks or len(orders) * (None,), strict=True)
+            readings = [forward.scan_pair(backward, x, real) for forward, backward, x, real in pairs]
+        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
+
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        stacked = torch.cat([reorder(projected, order, layout) for order in self.orders])
-        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in self.orders])
-        readings = self.mixers[0].scan(stacked, mask=masks)[0].chunk(len(self.orders))
-        return [restore(reading, order, layout) for reading, order in zip(readings, self.orders, strict=True)]
+        """All orders in one batch, of which a mixer that can reads the second half from the end."""
+        mixer, orders, options = self.mixers[0], self.orders, {}
+        if mixer.reads_backwards and are_pairs(orders):
+            orders, options = orders[::2] * 2, {"reverse": "second_half"}
+        stacked = _stack([reorder(projected, order, layout) for order in orders])
+        masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
+        readings = _unstack(mixer.scan(stacked, mask=masks, **options)[0], len(orders))
+        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _merge(self, readings: list[Tensor]) -> Tensor:
         total = reduce(torch.add, readings)
-        return total / len(readings) if self.merge == "mean" else total
+        return total / len(self.orders) if self.merge == "mean" else total
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
@@ -139,6 +167,17 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+def _stack(readings: list[Tensor]) -> Tensor:
+    """Readings in one batch, one after the other."""
+    return readings[0] if len(readings) == 1 else torch.cat(readings)
+
+
+def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
+    """Undo `_stack`."""
+    # Not by chunk, of which the ONNX exporter does not know the size when that of the batch is open.
+    return list(stacked.unflatten(0, (count, -1)).unbind())
 
 
 def _scan(mixer: Any, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:

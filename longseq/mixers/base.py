@@ -34,7 +34,9 @@ class Mixer(nn.Module):
         undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse=True`, with which it reads from the last token, and from the state behind
-            it, to the first, without turning the tokens round in memory.
+            it, to the first, without turning the tokens round in memory, and `reverse="second_half"`, with which it
+            reads so the second half of the rows of the batch.
+        reads_pairs: it defines `scan_pair`, which reads the same tokens both ways.
         growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
             their number, and its floating-point tensors are float32 (float64 for float64 inputs).
     """
@@ -44,6 +46,7 @@ class Mixer(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
+    reads_pairs: ClassVar[bool] = False
     growing_state: ClassVar[bool] = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
@@ -121,6 +124,18 @@ class Mixer(nn.Module):
         """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]` and the state."""
         raise NotImplementedError
 
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Sum of two scans: by this mixer from the first token, and by `backward`, built alike, from the last.
+
+        Every operation is called once for both, on rows of which the second half is read from the end. `backward` may
+        be this mixer itself. It reports nothing (see `observe`).
+        """
+        raise NotImplementedError
+
+    def stack_parameters(self, backward: Any, *names: str) -> tuple[Tensor, ...]:
+        """Parameters of a pair, `[2, ...]` each."""
+        return tuple(torch.stack((getattr(self, name), getattr(backward, name))) for name in names)
+
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError
@@ -160,13 +175,18 @@ class Mixer(nn.Module):
 
 
 def recomputed(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a mixer's `scan` the option `recompute`: it keeps its arguments alone, and runs again for its gradient."""
+    """Give a mixer's scan the option `recompute`: it keeps its arguments alone, and runs again for its gradient."""
 
     @wraps(scan)
-    def run(self: Any, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
-        return run_again(self.recompute, scan, self, projected, state, **options)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        return run_again(self.recompute, scan, self, *args, **options)
 
     return run
+
+
+def twice(x: Tensor) -> Tensor:
+    """The rows `[2 B, ...]` of a pair that reads the same `x [B, ...]` both ways."""
+    return torch.cat((x, x))
 
 
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:

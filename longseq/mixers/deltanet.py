@@ -13,7 +13,8 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
-from longseq.mixers.base import Mixer, memory_dtype, recomputed
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, recomputed, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -47,6 +48,7 @@ class DeltaNet(Mixer):
     paper = "DeltaNet (arXiv:2406.06484), section 3.3"
     operations = ("short_convolution", "delta_rule")
     reads_backwards = True
+    reads_pairs = True
 
     def __init__(
         self,
@@ -86,12 +88,30 @@ class DeltaNet(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = (None, None) if state is None else state
         mixed, beta = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        o, memory = self._recur(mixed, beta, memory, cu_seqlens, mask, reverse)
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
+
+    @recomputed
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        mixed, beta = self._split(projected)
+        if self.convolution is None:
+            mixed = twice(mixed)
+        else:
+            mixed = self.convolution.convolve_pair(backward.convolution, mixed, mask)
+        o, _ = self._recur(mixed, twice(beta), None, None, None if mask is None else twice(mask), "second_half")
+        return self.norm.norm_pair(backward.norm, o).flatten(-2)
+
+    def _recur(
+        self, mixed: Tensor, beta: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        reverse: Reverse,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The recurrence over convolved tokens: `[B, T, H, K]` and the last memory."""
         q, k, v = self._features(mixed)
         self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
@@ -108,7 +128,7 @@ class DeltaNet(Mixer):
         )
         assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
+        return o, memory
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = state

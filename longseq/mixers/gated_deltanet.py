@@ -13,7 +13,8 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
-from longseq.mixers.base import Mixer, memory_dtype, recomputed
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, recomputed, twice
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -59,6 +60,7 @@ class GatedDeltaNet(Mixer):
     paper = "Gated DeltaNet (arXiv:2412.06464), section 3.4"
     operations = ("short_convolution", "delta_rule")
     reads_backwards = True
+    reads_pairs = True
     undecayed = ("A_log", "dt_bias")
 
     def __init__(
@@ -120,13 +122,34 @@ class GatedDeltaNet(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = (None, None) if state is None else state
-        mixed, beta, g, gate = self._split(projected)
+        mixed, beta, rate, gate = self._split(projected)
+        g = _log_decay(rate, self.A_log, self.dt_bias)
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
         if self.convolution is not None:
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        o, memory = self._recur(mixed, beta, g, memory, cu_seqlens, mask, reverse)
+        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
+
+    @recomputed
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        mixed, beta, rate, gate = self._split(projected)
+        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
+        g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
+        if self.convolution is None:
+            mixed = twice(mixed)
+        else:
+            mixed = self.convolution.convolve_pair(backward.convolution, mixed, mask)
+        o, _ = self._recur(mixed, twice(beta), g, None, None, None if mask is None else twice(mask), "second_half")
+        return self._gate(self.norm.norm_pair(backward.norm, o), gate)
+
+    def _recur(
+        self, mixed: Tensor, beta: Tensor, g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        mask: Tensor | None, reverse: Reverse,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The recurrence over convolved tokens: `[B, T, H, V]` and the last memory."""
         q, k, v = self._features(mixed)
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         real = None if mask is None else mask.unsqueeze(-1)
@@ -144,15 +167,16 @@ class GatedDeltaNet(Mixer):
         )
         assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._read_out(o, gate), GatedDeltaNetState(convolution, memory)
+        return o, memory
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = state
-        mixed, beta, g, gate = self._split(projected)
+        mixed, beta, rate, gate = self._split(projected)
+        g = _log_decay(rate, self.A_log, self.dt_bias)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
         o, memory = delta_rule_step(*self._features(mixed), beta, memory, g=g, backend=self.step_backend)
-        return self._read_out(o, gate), GatedDeltaNetState(convolution, memory)
+        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:
         dtype = memory_dtype(dtype)
@@ -161,12 +185,11 @@ class GatedDeltaNet(Mixer):
         return GatedDeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution `[..., C]`, β and g `[..., H]`, and the output gate `[..., H V]`, empty without."""
+        """Inputs of the convolution `[..., C]`, β and W_a x `[..., H]`, the output gate `[..., H V]`, empty without."""
         heads = self.num_heads
         gates = projected.shape[-1] - self.mixed_width - 2 * heads
         mixed, beta, rate, gate = projected.split([self.mixed_width, heads, heads, gates], dim=-1)
-        g = -at_least_float32(self.A_log).exp() * step_size(rate, self.dt_bias)
-        return mixed, at_least_float32(beta).sigmoid(), g, gate
+        return mixed, at_least_float32(beta).sigmoid(), rate, gate
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return head_features(
@@ -178,8 +201,8 @@ class GatedDeltaNet(Mixer):
             backend=self.local_backend,
         )
 
-    def _read_out(self, o: Tensor, gate: Tensor) -> Tensor:
-        y = self.norm(o).flatten(-2)
+    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        y = y.flatten(-2)
         return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y
 
     def scan_flops(self, tokens: int) -> int:
@@ -188,3 +211,8 @@ class GatedDeltaNet(Mixer):
         gate = 2 * self.value_width if self.output_gate else 0
         convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
         return tokens * (recurrence + gate) + convolution
+
+
+def _log_decay(rate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """g `[..., H]`."""
+    return -at_least_float32(A_log).exp() * step_size(rate, dt_bias)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from longseq.blocks.norm import RMSNorm
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -25,7 +27,7 @@ class GatedLinearMixer(Mixer):
 
     operations: ClassVar[tuple[str, ...]] = ("linear_attention",)
 
-    norm: nn.Module
+    norm: RMSNorm
 
     def recur(
         self,
@@ -38,7 +40,7 @@ class GatedLinearMixer(Mixer):
         mask: Tensor | None,
         *,
         scale: float = 1.0,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, Tensor]:
         """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`."""
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))

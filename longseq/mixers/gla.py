@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.linear import project_pair
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
-from longseq.mixers.base import memory_dtype
+from longseq.kernels import silu_product
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads, expand_width
 from longseq.mixers.registry import register
@@ -35,6 +38,7 @@ class GatedLinearAttention(GatedLinearMixer):
 
     paper = "GLA (arXiv:2312.06635), section 4.4"
     reads_backwards = True
+    reads_pairs = True
 
     def __init__(
         self,
@@ -69,15 +73,27 @@ class GatedLinearAttention(GatedLinearMixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, MemoryState]:
-        q, k, v, g, gate = self._split(projected)
+        q, k, v, gate, rank = self._split(projected)
+        g = self._log_decay(self.decay_proj(rank))
         memory = None if state is None else state.memory
         o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse)
         return self.read_out(o, gate), MemoryState(memory)
 
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, gate, rank = self._split(projected)
+        g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
+        mask = None if mask is None else twice(mask)
+        o, _ = self.recur(
+            twice(q), twice(k), twice(v), g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half"
+        )
+        y = self.norm.norm_pair(backward.norm, o).flatten(-2)
+        return silu_product(y, gate, backend=self.local_backend)
+
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
-        q, k, v, g, gate = self._split(projected)
+        q, k, v, gate, rank = self._split(projected)
+        g = self._log_decay(self.decay_proj(rank))
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), MemoryState(memory)
 
@@ -88,9 +104,13 @@ class GatedLinearAttention(GatedLinearMixer):
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         keys, values = self.key_width, self.value_width
         q, k, v, gate, rank = projected.split([keys, keys, values, values, self.gate_rank], dim=-1)
-        g = functional.logsigmoid(at_least_float32(self.decay_proj(rank))) / self.gate_temperature
-        q, k, v, g = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v, g))
-        return q, k, v, g, gate
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        return q, k, v, gate, rank
+
+    def _log_decay(self, logits: Tensor) -> Tensor:
+        """g `[..., H, K]` of W₂ W₁ x + b."""
+        g = functional.logsigmoid(at_least_float32(logits)) / self.gate_temperature
+        return g.unflatten(-1, (self.num_heads, -1))
 
     def scan_flops(self, tokens: int) -> int:
         decay = 2 * self.gate_rank * self.key_width

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads
@@ -63,7 +64,7 @@ class HGRN2(GatedLinearMixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, MemoryState]:
         q, k, v, g = self._split(projected)
         memory = None if state is None else state.memory

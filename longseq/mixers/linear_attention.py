@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -38,6 +39,7 @@ class LinearAttention(Mixer):
     paper = "Linear attention (arXiv:2006.16236), equations 16 to 20"
     operations = ("linear_attention",)
     reads_backwards = True
+    reads_pairs = True
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class LinearAttention(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, LinearAttentionState]:
         q, k, v = self._features(projected)
         if mask is not None:
@@ -82,6 +84,14 @@ class LinearAttention(Mixer):
         assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self._features(projected)
+        if mask is not None:
+            k = k * mask[..., None, None]
+        q, k, v = twice(q), twice(k), twice(v)
+        o, _ = linear_attention(q, k, v, reverse="second_half", backend=self.backend)
+        return self._normalise(o).unflatten(0, (2, -1)).sum(0).flatten(-2).to(projected.dtype)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
         o, memory = linear_attention_step(*self._features(projected), state.memory, backend=self.step_backend)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.kernels import longhorn_scan, longhorn_scan_step
+from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -47,8 +50,8 @@ class Longhorn(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        mask: Tensor | None, reverse: Reverse, backward: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
         self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(
@@ -57,12 +60,11 @@ class Longhorn(SelectiveMixer):
             key,
             beta if mask is None else beta * mask.unsqueeze(-1),
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=backward is None,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert final is not None
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
+from longseq.kernels.reading import Reverse
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -56,8 +59,8 @@ class LonghornExact(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        mask: Tensor | None, reverse: Reverse, backward: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
         strength = self._strength(key, rate)
         if mask is not None:
@@ -68,12 +71,11 @@ class LonghornExact(SelectiveMixer):
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             strength,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=backward is None,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert final is not None
         return y.flatten(-2), final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

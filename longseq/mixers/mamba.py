@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from longseq.kernels import selective_scan, selective_scan_step
+from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -68,23 +71,27 @@ class Mamba(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        step = step_size(rate, self.rate_bias)
+        mask: Tensor | None, reverse: Reverse, backward: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        A_log: Tensor = self.A_log
+        if backward is None:
+            step = step_size(rate, self.rate_bias)
+        else:
+            A_log, bias = self.stack_parameters(backward, "A_log", "rate_bias")
+            step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
         y, final = selective_scan(
             x,
             step if mask is None else step * mask.unsqueeze(-1),
-            -self.A_log.exp(),
+            -A_log.exp(),
             key,
             query,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=backward is None,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert final is not None
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
@@ -101,7 +102,7 @@ class Mamba2(GatedLinearMixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, Mamba2State]:
         convolution, memory = (None, None) if state is None else state
         z, mixed, rate = self._split(projected)

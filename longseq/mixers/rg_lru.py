@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
@@ -87,7 +88,7 @@ class RGLRU(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, RGLRUState]:
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)

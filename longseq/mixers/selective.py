@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.linear import AlignedLinear
+from longseq.blocks.linear import AlignedLinear, project_pair
 from longseq.kernels import silu_product
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.measures import mean_norm
 
 
@@ -35,6 +36,7 @@ class SelectiveMixer(Mixer):
 
     undecayed: ClassVar[tuple[str, ...]] = ("D",)
     reads_backwards: ClassVar[bool] = True
+    reads_pairs: ClassVar[bool] = True
     # Of the state, for one token: the decay and the input take two each, the update and the readout two each.
     flops_per_entry: ClassVar[int] = 8
 
@@ -67,9 +69,12 @@ class SelectiveMixer(Mixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`."""
+        mask: Tensor | None, reverse: Reverse, backward: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`.
+
+        With `backward`, the second half of the rows is that mixer's, and no memory is returned.
+        """
         raise NotImplementedError
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,20 +88,30 @@ class SelectiveMixer(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, SelectiveState]:
         convolution, memory = (None, None) if state is None else state
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask, reverse)
+        assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(y, x, gate), SelectiveState(convolution, memory)
+        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        x, gate = projected.chunk(2, dim=-1)
+        x = self.convolution.convolve_pair(backward.convolution, x, mask)
+        rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
+        rate = project_pair(self.rate_proj, backward.rate_proj, rank)
+        mask = None if mask is None else twice(mask)
+        y, _ = self.recur(x, rate, key, query, None, None, mask, "second_half", backward)
+        return self._gate(y, x, gate, *self.stack_parameters(backward, "D"))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution.step(x, state.convolution)
         y, memory = self.recur_step(x, *self._selection(x), state.memory)
-        return self._gate(y, x, gate), SelectiveState(convolution, memory)
+        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory)
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
@@ -108,11 +123,15 @@ class SelectiveMixer(Mixer):
         return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 
     def _selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rank, key, query = self.x_proj(x).split([self.rate_rank, self.state_size, self.state_size], dim=-1)
+        rank, key, query = self._split(self.x_proj(x))
         return self.rate_proj(rank), key, query
 
-    def _gate(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-        return silu_product(y, gate, skip=x, skip_weight=self.D, backend=self.local_backend)
+    def _split(self, selected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rank, key, query = selected.split([self.rate_rank, self.state_size, self.state_size], dim=-1)
+        return rank, key, query
+
+    def _gate(self, y: Tensor, x: Tensor, gate: Tensor, D: Tensor) -> Tensor:
+        return silu_product(y, gate, skip=x, skip_weight=D, backend=self.local_backend)
 
     def scan_flops(self, tokens: int) -> int:
         projections = sum(p.in_features * p.out_features for p in (self.x_proj, self.rate_proj))

@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
+from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
@@ -89,7 +90,7 @@ class SlotMixer(Mixer):
         *,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
-        reverse: bool = False,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
         g, write, normalizer = self.write(logits, None if state is None else state.normalizer, cu_seqlens, mask)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longseq import mixers
+from longseq.blocks import scan
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
 from longseq.blocks.scan import DIRECTIONS, SHARING, Directions, reorder, restore, scan_orders
 from longseq.parameters import count_parameters
@@ -98,6 +99,65 @@ def test_one_mixer_for_all_orders_equals_equal_scans(direction):
     one.load_state_dict({name: value for name, value in every.state_dict().items() if name.startswith("mixers.0.")})
     x = tokens(layout)
     torch.testing.assert_close(one(x, layout), every(x, layout), rtol=1e-12, atol=1e-12)
+
+
+def gradients_of(layer, x, layout, mask, monkeypatch=None):
+    """Output and gradients of a layer, read one order at a time if `monkeypatch` is given."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(scan, "are_pairs", lambda orders: False)
+    x = x.clone().requires_grad_()
+    y = layer(x, layout, mask=mask)
+    real = torch.ones(y.shape[:2], dtype=torch.bool) if mask is None else mask
+    weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    grads = torch.autograd.grad((y * weights)[real].sum(), [x, *parameters])
+    return {"y": y[real], **dict(zip(["x", *names], grads, strict=True))}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("direction", "share"), [("bidirectional", "projections"), ("cross", "all")])
+@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_backwards])
+def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, masked):
+    layout = layout_of(3, 4, "middle" if direction == "cross" else "none")
+    layer = build(mixer, direction, share=share)
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)  # norms of ones and the like would be alike
+    x = tokens(layout, batch=3)
+    mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7 if masked else None
+    paired = gradients_of(layer, x, layout, mask)
+    for name, value in gradients_of(layer, x, layout, mask, monkeypatch).items():
+        torch.testing.assert_close(paired[name], value, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("options", [{"convolution_width": 0}, {"recompute": True}, {"backend": "reference"}])
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet"])
+def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
+    torch.manual_seed(0)
+    layer = Directions(partial(mixers.create, mixer, WIDTH, **options), scan_orders("cross")).double()
+    layout = layout_of(2, 3, "middle")
+    x = tokens(layout)
+    paired = gradients_of(layer, x, layout, None)
+    for name, value in gradients_of(layer, x, layout, None, monkeypatch).items():
+        torch.testing.assert_close(paired[name], value, rtol=1e-9, atol=1e-10)
+
+
+def count_calls(layer, x):
+    """Calls of our operations in one pass forward and backward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x).sum().backward()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("longseq::"))
+
+
+@pytest.mark.parametrize("share", ["projections", "all"])
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla"])
+def test_a_pair_launches_each_operation_once(monkeypatch, mixer, share):
+    if torch.cuda.is_available():
+        pytest.skip("the kernels are emulated only where there is no GPU")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    layer, x = build(mixer, share=share).float(), tokens(Layout(2, 2, None)).float()
+    paired = count_calls(layer, x)
+    forward = count_calls(build(mixer, "forward").float(), x)
+    assert 0 < paired == forward
 
 
 @pytest.mark.parametrize("share", SHARING)

@@ -158,6 +158,32 @@ def test_reverse_reads_from_the_end(op, backend):
         assert_same(gradients(inputs, backend=backend, reverse=True, cu_seqlens=cu_seqlens), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize(("op", "backend"), [form for form in BACKENDS if takes(form[0], "reverse")])
+def test_half_of_the_rows_is_read_from_the_end(op, backend, tokens):
+    for variant in list_variants(op)[:4]:
+        inputs = make_inputs(op, variant, batch=4, tokens=tokens)
+        for own in (inputs, inputs.with_own_parameters()) if inputs.parameters else (inputs,):
+            expected = gradients(own, run=Inputs.run_both_ways, backend="reference")
+            assert_same(gradients(own, backend=backend, reverse="second_half"), expected)
+
+
+@pytest.mark.parametrize("op", [op for op in list_ops() if takes(op, "reverse")])
+def test_half_of_the_rows_needs_two_halves(op):
+    inputs, segments = make_inputs(op, batch=3, tokens=5), torch.tensor([0, 2, 5])
+    refused = [
+        (inputs, {"reverse": "second_half"}, "3 rows, but their number must be even"),
+        (inputs, {"reverse": "first_half"}, "'first_half', but must be False, True or 'second_half'"),
+        (make_inputs(op, tokens=5, segments=2), {"reverse": "second_half", "cu_seqlens": segments}, "packed segments"),
+    ]
+    if inputs.parameters:
+        refused.append((inputs.with_own_parameters(), {"reverse": True}, "reverse is True, but with a parameter for"))
+    for call, options, message in refused:
+        with pytest.raises(ValueError, match=message) as caught:
+            call.run(**options)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
 def test_absent_state_is_zero_or_the_stated_one(op, backend):
     inputs = make_inputs(op)

@@ -20,6 +20,14 @@ def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
         own = logits.gather(-1, target.clamp_min(0)[..., None])[..., 0]
         return (torch.where(target == -100, 0.0, logits.exp().sum(-1).log() - own),)
     x = tensors["x"]
+    if variant == "pair":
+        weights = {"add_norm": "weight", "silu_product": "skip_weight"}[op]
+        halves = [
+            {name: y[i] if name == weights else y if name == "gate" else y.chunk(2)[i] for name, y in tensors.items()}
+            for i in range(2)
+        ]
+        total = sum(by_hand(op, "plain", **half)[-1] for half in halves)
+        return (total,) if op == "silu_product" else (x, total)
     if op == "silu_product":
         x = x + tensors.get("skip_weight", 0) * tensors.get("skip", 0)
         return (x * tensors["gate"] * tensors["gate"].sigmoid(),)

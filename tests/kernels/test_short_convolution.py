@@ -43,6 +43,34 @@ def test_gradients_of_masked_input_equal_the_recurrence(mask):
         assert_equal_up_to_rounding(value, expected[name], name)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_mask_of_rows_read_both_ways(mask, own):
+    inputs = make_inputs("short_convolution", "silu", batch=3, tokens=9)
+    if own:
+        inputs, rows = inputs.with_own_parameters(), mask
+    else:
+        inputs = make_inputs("short_convolution", "silu", batch=6, tokens=9)
+        rows = torch.cat((mask, mask.flip(0)))
+    weights = inputs.parameters["weight"] if own else inputs.parameters["weight"].expand(2, -1, -1)
+    bias = inputs.parameters["bias"] if own else inputs.parameters["bias"].expand(2, -1)
+    for backend in ("torch", "reference"):
+        y, state = inputs.run(mask=rows, reverse="second_half", backend=backend)
+        for i, (half, last) in enumerate(zip(y.chunk(2), state.chunk(2), strict=True)):
+            x = inputs.sequences["x"] if own else inputs.sequences["x"].chunk(2)[i]
+            expected, expected_last = short_convolution(
+                x,
+                weights[i],
+                bias[i],
+                activation="silu",
+                initial_state=inputs.initial_state.chunk(2)[i],
+                output_final_state=True,
+                mask=rows if own else rows.chunk(2)[i],
+                reverse=bool(i),
+            )
+            assert_equal_up_to_rounding(half, expected, "output")
+            assert_equal_up_to_rounding(last, expected_last, "final state")
+
+
 def test_garbage_behind_the_mask_reaches_nothing(mask):
     inputs = make_inputs("short_convolution", batch=3, tokens=9)
     inputs.sequences["x"][~mask] = torch.nan

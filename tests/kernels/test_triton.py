@@ -71,6 +71,37 @@ def test_reading_in_reverse(interpreted, op, bounds):
         assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("op", "variant", "tokens"),
+    [
+        ("delta_rule", "gated_write_key", 35),  # more than a chunk of float32
+        ("linear_attention", "head_gated", 35),
+        ("linear_attention", "channel_gated", 35),
+        ("linear_attention", "value_gated", 3),
+        ("longhorn_scan", "plain", 18),  # more than a checkpoint's
+        ("selective_scan", "plain", 18),
+        ("short_convolution", "silu", 35),
+        ("slot_attention", "write", 35),
+    ],
+)
+def test_reading_half_of_the_rows_in_reverse(interpreted, op, variant, tokens):
+    inputs = make_inputs(op, variant, tokens=tokens)
+    for own in (inputs, inputs.with_own_parameters()) if inputs.parameters else (inputs,):
+        exact = gradients(own, run=Inputs.run_both_ways, backend="reference")
+        assert_as_accurate_as_torch(own.map(torch.Tensor.float), exact, reverse="second_half")
+
+
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, monkeypatch, form):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
+    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16)
+    exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="reference")
+    for name, value in gradients(inputs, backend="triton", reverse="second_half").items():
+        assert error(value, exact[name]) <= 3e-3, name
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("form", ["short", "long"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -385,10 +416,24 @@ def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
     assert len(split) == 4  # forward and backward
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interpreted, monkeypatch):
+    from longseq.kernels.diagonal_scan import triton_scan as kernels
+
+    monkeypatch.setattr(kernels, "SHORTEST_PART", kernels.CHECKPOINT)
+    monkeypatch.setattr(kernels, "FEWEST_PARTS", 1)
+    for op in ("longhorn_scan", "selective_scan"):
+        inputs = make_inputs(op, tokens=34, sizes={"N": 20}).with_own_parameters()
+        exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
+        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
+
+
+@pytest.mark.parametrize("reverse", [False, True, "second_half", "own"])
 def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (2, 170, 3), "weight": (3, 9), "bias": (3,), "initial_state": (2, 3, 8)}
+    if reverse == "own":  # weights for each direction
+        shapes |= {"weight": (2, 3, 9), "bias": (2, 3), "initial_state": (4, 3, 8)}
+        reverse = "second_half"
     exact = {name: torch.randn(shape, generator=generator).double() for name, shape in shapes.items()}
     gradient = {}
     for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
@@ -825,6 +870,19 @@ def test_variational_linear_attention_on_the_gpu(shape, dtype):
 def test_reading_in_reverse_on_the_gpu(op, tokens, dtype):
     entries = {"short_convolution": 4, "delta_rule": 64}.get(op, 16)
     assert_accurate_in_every_run(*gpu_arguments(op, 2, tokens, 128, entries, dtype), dtype, reverse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [197, 1501])
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
+def test_reading_half_of_the_rows_in_reverse_on_the_gpu(op, tokens, dtype):
+    entries = {"short_convolution": 4, "delta_rule": 64}.get(op, 16)
+    function, arguments = gpu_arguments(op, 6, tokens, 128, entries, dtype)
+    assert_accurate_in_every_run(function, arguments, dtype, reverse="second_half")
+    own = {name: torch.stack((x, 0.5 * x)) for name, x in arguments.items() if name in ("A", "weight", "bias")}
+    if own:
+        assert_accurate_in_every_run(function, arguments | own, dtype, reverse="second_half")
 
 
 @pytest.mark.gpu

@@ -210,6 +210,18 @@ def test_reading_backwards_is_reading_turned_tokens(name: str) -> None:
         assert_same_state(last, expected_last)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
+def test_half_of_the_rows_may_be_read_backwards(name: str) -> None:
+    mixer = make(name)
+    projected = mixer.project_in(make_tokens(4))
+    state = mixer(make_tokens(4, 4))[1]
+    y, last = mixer.scan(projected, state, reverse="second_half")
+    for rows, reverse in ((torch.arange(2), False), (torch.arange(2, 4), True)):
+        expected, expected_last = mixer.scan(projected[rows], select_state(state, rows), reverse=reverse)
+        assert_same(y[rows], expected)
+        assert_same_state(select_state(last, rows), expected_last)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_and_the_state_get_gradients(name: str) -> None:
     mixer = make(name)

@@ -184,6 +184,13 @@ def test_files_run_in_other_processes(
     assert with_onnxruntime(tmp_path, "model") == "passed"
 
 
+@pytest.mark.parametrize(("mixer", "direction"), [("longhorn", "cross"), ("mamba2", "bidirectional")])
+def test_one_mixer_for_all_orders(mixer: str, direction: str, tmp_path: Path) -> None:
+    model = build(mixer=mixer, direction=direction, share_directions="all")
+    report = export_image_classifier(model, tmp_path / "model.onnx", data=DATA, batch_sizes=(1, 3))
+    assert all(row.passed for row in report.comparisons)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_preprocessing_and_softmax_in_the_file(format: str, tmp_path: Path) -> None:
     model = build()

@@ -1,0 +1,60 @@
+"""In which direction sequences are read: from their start, from their end, or half of the batch either way."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.dispatch import is_exporting
+
+# False: from the start; True: from the end; "second_half": the first half of the rows of the batch from the start, the
+# second from the end.
+Reverse: TypeAlias = bool | Literal["second_half"]
+
+
+def check_reverse(op: str, reverse: Reverse, rows: int, cu_seqlens: Tensor | None) -> None:
+    """Check `reverse` for a batch of so many rows."""
+    if reverse not in (False, True, "second_half"):
+        raise ValueError(f"{op}: reverse is {reverse!r}, but must be False, True or 'second_half'")
+    if reverse == "second_half" and cu_seqlens is not None:
+        raise ValueError(
+            f"{op}: reverse is 'second_half', but packed segments are all read one way; call once for each direction"
+        )
+    if reverse == "second_half" and not is_exporting() and rows % 2:
+        raise ValueError(
+            f"{op}: reverse is 'second_half' of {rows} rows, but their number must be even; stack two batches of a size"
+        )
+
+
+def turn(x: Tensor, reverse: Reverse) -> Tensor:
+    """Bring `x [B, T, ...]` from its own order into that of reading, or back."""
+    if reverse == "second_half":
+        forward, backward = x.unflatten(0, (2, -1))
+        return torch.cat((forward, backward.flip(1)))
+    return x.flip(1) if reverse else x
+
+
+def check_own_parameters(op: str, name: str, parameter: Tensor, reverse: Reverse) -> None:
+    """Check a parameter with a leading dimension: the first for reading forward, the second for reading backward."""
+    if reverse != "second_half" or parameter.shape[0] != 2:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(parameter.shape)} and reverse is {reverse!r}, but with a parameter for "
+            "each direction they must be (2, ...) and 'second_half'"
+        )
+
+
+def half(x: Tensor, index: int) -> Tensor:
+    """The rows of `x [B, ...]` that are read forward (0) or backward (1)."""
+    return x.unflatten(0, (2, -1))[index]
+
+
+def run_each_way(run: Callable[[int], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+    """Stack the rows that `run` returns for reading forward (0) and backward (1)."""
+    (forward, ahead), (backward, behind) = run(0), run(1)
+    return torch.cat((forward, backward)), None if ahead is None else torch.cat((ahead, behind))
+
+
+def number_of(reverse: Reverse) -> int:
+    """What the kernels know it by (see `direction` in triton_tiles.py)."""
+    return 2 if reverse == "second_half" else int(reverse)
