@@ -1,13 +1,17 @@
 """Chunks of the orthogonal recurrence forward in Triton. Formulas and names are those of chunk.py: H, c, a, x, W, b, N.
 
-`advance_chunks` walks along time for one head of one sequence: three matrix products a chunk, for
-H, for a and for the state after it. It leaves the states before the chunks, H and a. From these the rest is found over
-chunks in parallel: `relate_chunks` leaves W and W ⊙ H Hᵀ, `read_slots` finds N, for a few slots at a time, and
-`read_out` the outputs.
+`advance_chunks` walks along time for one head of one sequence with the state in registers. It needs no a: what a slot
+loses is its own part of what it is offered, φᵀ U with U = Σ_s W_Cs h_s c_sᵀ. So two products wait for each other in a
+chunk, one for H ("encode": a) and one for U. It leaves the states before the chunks and that H or a. From these
+`read_out` finds the outputs over chunks in parallel. States inside lie by slot, [M, D]: a sum along a slot, of which a
+chunk has two, stays inside a warp.
 
-Matrix products are three TF32 products each, whatever the inputs, because states and lengths are float32. Tiles that
-one product leaves and another needs transposed go through memory: as they are, they give wrong numbers on Hopper in
-Triton 3.4 to 3.7. Loops that do so run in one stage, because software pipelining would load what is yet to be written.
+Along time, products of half precision inputs are in that precision, with float32 sums: one factor is an input, the
+other is split in two halves, so that little more than rounding to float32 is lost. Over chunks they are TF32, which has
+float16's digits and float32's range: what gates and N leave needs both. Products of float32 inputs are three TF32
+products each. A tile that a product leaves is never the transposed operand of another: that gives wrong numbers on
+Hopper in Triton 3.4 to 3.7. So over chunks, tiles have slots as rows and tokens as columns, [M, C], and matrices of
+tokens against tokens are found transposed too where that is wanted.
 """
 
 import triton
@@ -32,42 +36,62 @@ UNSPECIALISED = [*PLAIN, "sequences", "gamma_row", "gamma_token", "gamma_head"]
 
 
 @triton.jit
-def product(x, y):
-    return tl.dot(x, y, input_precision="tf32x3")
+def product(x, y, PRECISION: tl.constexpr):
+    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def precise_product(x, y, RIGHT: tl.constexpr, DTYPE: tl.constexpr):
+    """Of a factor in float32, y if RIGHT and else x, and one of which nothing is lost in DTYPE."""
+    if DTYPE.primitive_bitwidth == 32:
+        result = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3")
+    elif RIGHT:
+        high = y.to(DTYPE)
+        low = (y - high.to(tl.float32)).to(DTYPE)
+        result = tl.dot(x, high, tl.dot(x, low))
+    else:
+        high = x.to(DTYPE)
+        low = (x - high.to(tl.float32)).to(DTYPE)
+        result = tl.dot(high, y, tl.dot(low, y))
+    return result
+
+
+@triton.jit
+def of_slots(x):
+    """A sum [BLOCK, 1] for each slot."""
+    return tl.sum(x, 1)[:, None]
+
+
+@triton.jit
+def store_numbers(base, x, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """A number of each slot, [BLOCK, 1]."""
+    i = first + tl.arange(0, BLOCK)
+    tl.store(base + i[:, None], x, mask=(i < COUNT)[:, None])
+
+
+@triton.jit
+def load_slots(base, first, count, absent, BLOCK: tl.constexpr):
+    i = first + tl.arange(0, BLOCK)
+    return tl.load(base + i, mask=i < count, other=absent)[:, None]
 
 
 @triton.jit
 def slot_lengths(state, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr):
-    """Reciprocal lengths [1, M] of the columns that are not kept at unit length; else ones."""
+    """Reciprocal lengths [BLOCK, 1] of the slots [BLOCK, D] that are not kept at unit length; else 1."""
     if UNIT or OBJECTIVE == "ttt":
-        return tl.full((1, state.shape[1]), 1.0, tl.float32)
-    return reciprocal_root(tl.sum(state * state, 0))[None, :]
-
-
-@triton.jit
-def coefficients(k, a, strength, r, OBJECTIVE: tl.constexpr):
-    """c [C, M], divided by the slots' lengths."""
-    if OBJECTIVE == "encode":
-        return strength[:, None] * (k - a) * r
-    return strength[:, None] * k * r
+        r = 1.0
+    else:
+        state = state.to(tl.float32)
+        r = reciprocal_root(of_slots(state * state))
+    return r
 
 
 @triton.jit
 def decoded(z, v):
     """Of what TTT decodes, z [C, D]: the directions, their reciprocal lengths and the values' parts along them."""
-    r = reciprocal_root(tl.sum(z * z, 1))
-    direction = z * r[:, None]
-    return direction, r, tl.sum(direction * v, 1)
-
-
-@triton.jit
-def decay_weights(gate, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W, the decays from each token s to each later token t."""
-    i = tl.arange(0, BLOCK_C)
-    lower = i[:, None] >= i[None, :]
-    if GATED:
-        return tl.where(lower, decay_between(gate, BLOCK_C), 0.0)
-    return tl.where(lower, 1.0, 0.0)
+    r = reciprocal_root(tl.sum(z * z, 1))[:, None]
+    direction = z * r
+    return direction, r, tl.sum(direction * v, 1)[:, None]
 
 
 @triton.jit
@@ -86,225 +110,238 @@ def decays_until_end(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexp
     return tl.zeros((BLOCK_C,), tl.float32) + 1.0
 
 
+@triton.jit
+def numbers_of_chunk(
+    gamma, g, gamma_token, g_token, first, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Of each token its strength times its decay until the chunk's end, [C], and the decay of the whole chunk."""
+    weight = load_numbers(gamma + first * gamma_token, gamma_token, live, BLOCK_C)
+    whole = tl.full((), 1.0, tl.float32)
+    if GATED:
+        weight *= decay_until(g + first * g_token, g_token, live, BLOCK_C)
+        whole = tl.exp(tl.sum(load_numbers(g + first * g_token, g_token, live, BLOCK_C), 0))
+    return weight, whole
+
+
+@triton.jit
+def load_outside(base, first, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK slots of the user's state [D, M] as [BLOCK, D] in float32. Inside, states are kept as [M, D]."""
+    return tl.trans(load_block(base, 0, first, D, M, BLOCK_D, BLOCK)).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def advance_chunks(
-    k, v, gamma, g, initial, cu_seqlens, states, directions, answers, lengths, final, T, H,
+    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, T, H,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: of each chunk the state before it, H, a and, with N, 1 / norms after it.
+    """BLOCK slots of one head of one sequence: of each chunk the state before it and H ("encode": a).
 
-    The state lies in memory, where it is wanted transposed too, and passes through STEP slots at a time.
+    If SAVE also φᵀ U of each slot and, with N, 1 / norms after it. All slots of "decode" and "ttt" belong to one
+    program: those of the others do without each other.
     """
-    head = (tl.program_id(0) % H).to(tl.int64)
-    n = (tl.program_id(0) // H).to(tl.int64)
+    ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
+    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    k += row * k_row + head * k_head
+    v += row * v_row + head * v_head
+    gamma += row * gamma_row + head * gamma_head
+    if GATED:
+        g += row * g_row + head * g_head
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+
+    corner = (n * H + head) * D * M
+    state = load_outside(initial + corner, column, D, M, BLOCK_D, BLOCK)
+    if UNIT:
+        # The state of an empty segment is not looked at, so not normalised either.
+        state *= tl.where(chunks > 0, reciprocal_root(of_slots(state * state)), 1.0)
+    live = tl.minimum(end - start, CHUNK)
+    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, start, live, GATED, BLOCK_C)
+    if ALONE:
+        goal = load_tokens(k + start * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+    else:
+        goal = load_tokens(v + start * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+    for m in range(0, chunks):
+        place = (slot + m) * H + head
+        first = start + m * CHUNK
+        live = tl.minimum(end - first, CHUNK)
+        if ALONE:
+            source = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+        else:
+            source = load_tokens(k + first * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+        # A turn early: the compiler prefetches the operands of products alone.
+        following = start + tl.minimum(m + 1, chunks - 1) * CHUNK
+        live = tl.minimum(end - following, CHUNK)
+        next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, following, live, GATED, BLOCK_C)
+        if ALONE:
+            next_goal = load_tokens(k + following * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+        else:
+            next_goal = load_tokens(v + following * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+
+        store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
+        r = slot_lengths(state, OBJECTIVE, UNIT)
+        slots = state * r
+        if ALONE:
+            error = tl.trans(goal).to(tl.float32)
+            if OBJECTIVE == "encode":
+                answer = precise_product(slots, tl.trans(source), False, DTYPE)
+                error -= answer
+                store_block(found + place * CHUNK * M, column, 0, answer, M, CHUNK, BLOCK, BLOCK_C)
+            offered = precise_product(error * weight[None, :], source, False, DTYPE) * r
+        else:
+            answer = precise_product(source, slots, True, DTYPE)
+            error = goal.to(tl.float32)
+            if OBJECTIVE == "ttt":
+                direction, shrinkage, along = decoded(answer, error)
+                error = (error - direction * along) * shrinkage
+            else:
+                error -= answer
+            store_block(found + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
+            offered = precise_product(tl.trans(source), error * weight[:, None], True, DTYPE) * r
+        if OBJECTIVE == "ttt":
+            state = state * whole + offered
+        else:
+            share = of_slots(slots * offered)
+            state = state * whole + (offered - slots * share)
+            if SAVE:
+                store_numbers(shares + place * M, share, column, M, BLOCK)
+        if UNIT:
+            shorter = reciprocal_root(of_slots(state * state))
+            state *= shorter
+            if SAVE:
+                store_numbers(lengths + place * M, shorter, column, M, BLOCK)
+        weight = next_weight
+        whole = next_whole
+        goal = next_goal
+    store_block(final + corner, 0, column, tl.trans(state), D, M, BLOCK_D, BLOCK)
+
+
+@triton.jit
+def weights_of_chunk(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
+    """W [t, s], the decays from each token s to each later token t; STRICT without the diagonal."""
+    i = tl.arange(0, BLOCK_C)
+    REACH: tl.constexpr = 1 if STRICT else 0
+    lower = i[:, None] >= i[None, :] + REACH
+    if GATED:
+        return tl.where(lower, decay_between(gate, BLOCK_C), 0.0)
+    return tl.where(lower, 1.0, 0.0)
+
+
+@triton.jit
+def weights_transposed(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
+    """W [s, t]."""
+    i = tl.arange(0, BLOCK_C)
+    REACH: tl.constexpr = 1 if STRICT else 0
+    upper = i[None, :] >= i[:, None] + REACH
+    if GATED:
+        terms = tl.where(i[None, :] > i[:, None], gate[None, :], 0.0)
+        return tl.where(upper, tl.exp(tl.cumsum(terms, 1)), 0.0)
+    return tl.where(upper, 1.0, 0.0)
+
+
+@triton.jit
+def load_directions(
+    v, v_token, live, found, place, D: tl.constexpr, OBJECTIVE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Hᵀ [D, C] in float32."""
+    if OBJECTIVE == "encode" or OBJECTIVE == "similarity":
+        h = load_tokens(v, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+    else:
+        h = load_block(found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+    return tl.trans(h).to(tl.float32)
+
+
+@triton.jit
+def load_answers(
+    found, place, state, r, h_t, column, M: tl.constexpr, OBJECTIVE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """aᵀ [BLOCK, C] for a state [BLOCK, D] of reciprocal lengths r."""
+    if OBJECTIVE == "ttt":
+        a = tl.zeros((BLOCK, BLOCK_C), tl.float32)
+    elif OBJECTIVE == "encode":
+        a = load_block(found + place * CHUNK * M, column, 0, M, CHUNK, BLOCK, BLOCK_C)
+    else:
+        a = product(state, h_t, PRECISION) * r
+    return a
+
+
+@triton.jit
+def empty(state):
+    """Which slots [BLOCK, 1] of a state [BLOCK, D] have no direction and so no unit length."""
+    state = state.to(tl.float32)
+    return of_slots(state * state) < 0.5
+
+
+@triton.jit
+def squared_norms(c, a, removed, gone, onto, long, since, none, squares, PRECISION: tl.constexpr):
+    """Of N [M, C] what each token adds, and what the tokens before it leave; `squares` are W ⊙ W [s, t], strict."""
+    added = c * (2.0 * onto - long[None, :] * c + a * removed)
+    own = since[None, :] * tl.where(none, 2.0 * gone, since[None, :])
+    return added, product(added, squares, PRECISION) + own
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def read_out(
+    q, k, v, gamma, g, cu_seqlens, sequence_of, states, found, output, scale, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: its outputs, from BLOCK slots at a time."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    live = tl.minimum(live, CHUNK)
+    q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
     gamma += row * gamma_row + start * gamma_token + head * gamma_head
     if GATED:
         g += row * g_row + start * g_token + head * g_head
-    initial += (n * H + head) * D * M
-    final += (n * H + head) * D * M
-
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    after = states + (slot * H + head) * D * M
-    if chunks == 0:
-        after = final
-    for e in range(0, M, STEP):
-        state = load_block(initial, 0, e, D, M, BLOCK_D, STEP).to(tl.float32)
-        if UNIT:
-            # The state of an empty segment is not looked at, so not normalised either.
-            state *= tl.where(chunks > 0, reciprocal_root(tl.sum(state * state, 0)), 1.0)[None, :]
-        store_block(after, 0, e, state, D, M, BLOCK_D, STEP)
-    for m in range(0, chunks):
-        place = (slot + m) * H + head
-        live = tl.minimum(end - start - m * CHUNK, CHUNK)
-        before = states + place * D * M
-        after = before + H * D * M
-        if m == chunks - 1:
-            after = final
-        h = load_tokens(v, v_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
-        strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-        whole = tl.exp(tl.sum(log_gates(g, g_token, live, GATED, BLOCK_C), 0))
-        until = decays_until_end(g, g_token, live, GATED, BLOCK_C)
-        tl.debug_barrier()  # what one thread wrote, another one reads
-        if OBJECTIVE == "decode" or OBJECTIVE == "ttt":
-            read = tl.zeros_like(h)
-            for e in range(0, M, STEP):
-                key = load_tokens(k, k_token, live, e, M, BLOCK_C, STEP).to(tl.float32)
-                state = load_block(before, 0, e, D, M, BLOCK_D, STEP)
-                read += product(key * slot_lengths(state, OBJECTIVE, UNIT), tl.trans(state))
-            if OBJECTIVE == "decode":
-                h -= read
-            else:
-                direction, shrinkage, along = decoded(read, h)
-                h = (h - direction * along[:, None]) * shrinkage[:, None]
-        store_block(directions + place * CHUNK * D, 0, 0, h, CHUNK, D, BLOCK_C, BLOCK_D)
-        tl.debug_barrier()
-        for e in range(0, M, STEP):
-            key = load_tokens(k, k_token, live, e, M, BLOCK_C, STEP).to(tl.float32)
-            state = load_block(before, 0, e, D, M, BLOCK_D, STEP)
-            r = slot_lengths(state, OBJECTIVE, UNIT)
-            a = tl.zeros_like(key)
-            if OBJECTIVE != "ttt":
-                a = product(h, state * r)
-                store_block(answers + place * CHUNK * M, 0, e, a, CHUNK, M, BLOCK_C, STEP)
-            c = coefficients(key, a, strength, r, OBJECTIVE) * until[:, None]
-            h_t = tl.trans(load_block(directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
-            state = state * (whole - r * tl.sum(a * c, 0)[None, :]) + product(h_t, c)
-            if UNIT:
-                shrinkage = reciprocal_root(tl.sum(state * state, 0))
-                state *= shrinkage[None, :]
-                i = e + tl.arange(0, STEP)
-                tl.store(lengths + place * M + i, shrinkage, mask=i < M)
-            store_block(after, 0, e, state, D, M, BLOCK_D, STEP)
-        k += CHUNK * k_token
-        v += CHUNK * v_token
-        gamma += CHUNK * gamma_token
-        if GATED:
-            g += CHUNK * g_token
-
-
-@triton.jit
-def load_square(base, place, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The matrix [C, C] of one chunk and head."""
-    return load_block(base + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, BLOCK_C, BLOCK_C)
-
-
-@triton.jit
-def loaded_weights(weights, place, GATED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W, which `relate_chunks` leaves if there are gates."""
-    if GATED:
-        return load_square(weights, place, CHUNK, BLOCK_C)
-    i = tl.arange(0, BLOCK_C)
-    return tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def relate_chunks(
-    g, cu_seqlens, sequence_of, directions, d_output, weights, among, into, T, H,
-    g_row, g_token, g_head, do_row, do_token, do_head,
-    D: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, BACKWARD: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one head, tokens against tokens: with gates W, with N W ⊙ H Hᵀ (`among`), BACKWARD W ⊙ dO Hᵀ."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    live = tl.minimum(live, CHUNK)
-    if GATED:
-        g += row * g_row + start * g_token + head * g_head
-    w = decay_weights(log_gates(g, g_token, live, GATED, BLOCK_C), GATED, BLOCK_C)
-    h = load_block(directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
-    square = place * CHUNK * CHUNK
-    if GATED:
-        store_block(weights + square, 0, 0, w, CHUNK, CHUNK, BLOCK_C, BLOCK_C)
-    if BACKWARD:
-        d_output += row * do_row + start * do_token + head * do_head
-        do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
-        store_block(into + square, 0, 0, w * product(do, tl.trans(h)), CHUNK, CHUNK, BLOCK_C, BLOCK_C)
-    if UNIT:
-        store_block(among + square, 0, 0, w * product(h, tl.trans(h)), CHUNK, CHUNK, BLOCK_C, BLOCK_C)
-
-
-@triton.jit
-def squared_directions(among, place, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """‖h‖² of each token [C, 1]: the diagonal of W ⊙ H Hᵀ."""
-    i = tl.arange(0, BLOCK_C)
-    return tl.load(among + place * CHUNK * CHUNK + i * (CHUNK + 1), mask=i < CHUNK, other=0.0)[:, None]
-
-
-@triton.jit
-def squared_norms(
-    slots, among, place, w, c, a, removed, gone, since, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """N [C, M] after each token, F, and what each token adds to N."""
-    long = squared_directions(among, place, CHUNK, BLOCK_C)
-    onto = product(load_square(among, place, CHUNK, BLOCK_C), c) - a * gone
-    added = c * (2.0 * onto - long * c + a * removed)
-    own = since[:, None] * tl.where(empty(slots), 2.0 * gone, since[:, None])
-    return product(w * w, added) + own, onto, added
-
-
-@triton.jit
-def empty(slots):
-    """Which slots [1, M] have no direction and so no unit length."""
-    return (tl.sum(slots * slots, 0) < 0.5)[None, :]
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def read_slots(
-    q, k, gamma, g, cu_seqlens, sequence_of, states, answers, weights, among, reads, kept_reads, scale, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK slots of one chunk of one head: queries of slots not yet normalised, and of the state before the chunk."""
-    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    live = tl.minimum(live, CHUNK)
-    if GATED:
-        g += row * g_row + start * g_token + head * g_head
-    since = decay_since(log_gates(g, g_token, live, GATED, BLOCK_C))
-    q += row * q_row + start * q_token + head * q_head
-    read = load_tokens(q, q_token, live, column, M, BLOCK_C, BLOCK).to(tl.float32) * scale
-    stays = tl.zeros_like(read) + since[:, None]
-    if OBJECTIVE != "ttt":
-        gamma += row * gamma_row + start * gamma_token + head * gamma_head
-        strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-        k += row * k_row + start * k_token + head * k_head
-        key = load_tokens(k, k_token, live, column, M, BLOCK_C, BLOCK).to(tl.float32)
-        state = load_block(states + place * D * M, 0, column, D, M, BLOCK_D, BLOCK)
-        a = load_block(answers + place * CHUNK * M, 0, column, CHUNK, M, BLOCK_C, BLOCK)
-        r = slot_lengths(state, OBJECTIVE, UNIT)
-        c = coefficients(key, a, strength, r, OBJECTIVE)
-        w = loaded_weights(weights, place, GATED, CHUNK, BLOCK_C)
-        removed = a * c
-        gone = product(w, removed)
-        stays -= gone * r
-        if UNIT:
-            squared, _, _ = squared_norms(state, among, place, w, c, a, removed, gone, since, CHUNK, BLOCK_C)
-            read *= reciprocal_root(squared)
-    store_block(reads + place * CHUNK * M, 0, column, read, CHUNK, M, BLOCK_C, BLOCK)
-    store_block(kept_reads + place * CHUNK * M, 0, column, read * stays, CHUNK, M, BLOCK_C, BLOCK)
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def read_out(
-    k, gamma, cu_seqlens, sequence_of, states, directions, answers, weights, reads, kept_reads, output, T, H,
-    k_row, k_token, k_head, gamma_row, gamma_token, gamma_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one head: its outputs."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    live = tl.minimum(live, CHUNK)
-    k += row * k_row + start * k_token + head * k_head
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    gate = log_gates(g, g_token, live, GATED, BLOCK_C)
+    since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    tile = place * CHUNK * M
-    o = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    strict = weights_transposed(gate, True, GATED, BLOCK_C)
+    if UNIT:
+        long = tl.sum(h_t * h_t, 0)
+        w = weights_transposed(gate, False, GATED, BLOCK_C)
+        among = product(tl.trans(h_t), h_t, PRECISION) * w * strength[:, None]
+    o = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    for e in range(0, M, STEP):
-        key = load_tokens(k, k_token, live, e, M, BLOCK_C, STEP).to(tl.float32)
-        state = load_block(states + place * D * M, 0, e, D, M, BLOCK_D, STEP)
-        a = tl.zeros_like(key)
+    for e in range(0, M, BLOCK):
+        state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        r = slot_lengths(state, OBJECTIVE, UNIT)
+        a = load_answers(found, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
+        read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
+        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
         if OBJECTIVE == "encode":
-            a = load_block(answers + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-        c = coefficients(key, a, strength, slot_lengths(state, OBJECTIVE, UNIT), OBJECTIVE)
-        products += product(load_block(reads + tile, 0, e, CHUNK, M, BLOCK_C, STEP), tl.trans(c))
-        o += product(load_block(kept_reads + tile, 0, e, CHUNK, M, BLOCK_C, STEP), tl.trans(state))
-    h = load_block(directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
-    o += product(loaded_weights(weights, place, GATED, CHUNK, BLOCK_C) * products, h)
+            written -= a
+        stays = tl.zeros_like(read) + since[None, :]
+        if OBJECTIVE != "ttt":
+            c = written * strength[None, :] * r
+            removed = a * c
+            gone = product(removed, strict, PRECISION) + removed
+            stays -= gone * r
+            if UNIT:
+                onto = product(written, among, PRECISION) - a * gone
+                added, before = squared_norms(
+                    c, a, removed, gone, onto, long, since, empty(state), strict * strict, PRECISION
+                )
+                read *= reciprocal_root(added + before)
+        products += product(tl.trans(written), read * r, PRECISION)
+        o += product(tl.trans(state), read * stays, PRECISION)
+    products *= weights_transposed(gate, False, GATED, BLOCK_C) * strength[:, None]
+    o += product(h_t, products, PRECISION)
     output += ((row * T + start) * H + head) * D
-    store_tokens(output, H * D, live, 0, o, D, BLOCK_C, BLOCK_D)
+    store_tokens(output, H * D, live, 0, tl.trans(o), D, BLOCK_C, BLOCK_D)

@@ -1,10 +1,10 @@
 """Chunks of the orthogonal recurrence backward in Triton. Formulas and names are those of chunk.py, `_chunk_backward`.
 
-Four kernels find over chunks in parallel what the gradients of the outputs leave for H, c, a, the gates and the state
-before each chunk: `relate_chunks`, `differentiate_slots` for columns, each a slot's, a few at a time, and for what is a
-sum over slots `differentiate_directions` and `differentiate_gates`. `retreat_chunks` walks from the last chunk to the
-first, adds what comes from the state after each chunk, which is linear in that state's gradient, and turns the sums
-into gradients of the inputs.
+`differentiate_outputs` finds over chunks in parallel what the gradients of the outputs leave for q, c, H ("encode",
+"similarity": v), the gates and the state before each chunk. `retreat_chunks` walks from the last chunk to the first
+with the gradient of the state in registers: as forward, two products wait for each other in a chunk. It leaves the
+gradients of the states after the chunks, before N, and of H ("encode": what they leave for a). From these
+`differentiate_inputs` finds the rest over chunks in parallel.
 """
 
 import triton
@@ -12,17 +12,22 @@ import triton.language as tl
 
 from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     UNSPECIALISED,
-    coefficients,
     decays_until_end,
     decoded,
     empty,
-    load_square,
-    loaded_weights,
+    load_answers,
+    load_directions,
+    load_outside,
+    load_slots,
     log_gates,
+    numbers_of_chunk,
+    of_slots,
+    precise_product,
     product,
     slot_lengths,
-    squared_directions,
     squared_norms,
+    weights_of_chunk,
+    weights_transposed,
 )
 from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
@@ -38,401 +43,387 @@ from longseq.kernels.triton_tiles import (
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
-def differentiate_slots(
-    q, k, gamma, g, cu_seqlens, sequence_of, states, answers, d_output, weights, among, into,
-    d_q, d_coefficients, d_answers, d_states, reads, onto_gradients, additions, norm_gradients, gone_gradients, sums,
-    scale, T, H, q_row, q_token, q_head, k_row, k_token, k_head, gamma_row, gamma_token, gamma_head,
-    g_row, g_token, g_head, do_row, do_token, do_head,
+def differentiate_outputs(
+    q, k, v, gamma, g, cu_seqlens, sequence_of, states, found, d_output,
+    d_q, d_coefficients, d_directions, d_states, from_gates, scale, T, H,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, do_row, do_token, do_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK slots of one chunk of one head: the gradient of q, what outputs leave for c, a and the state before it.
-
-    And for the next kernels what the queries are after N (`reads`) and the gradient of F, with gates also what N adds
-    up and the gradients of N and W x; `sums` are these slots' parts of the gradients of b and of -‖h‖².
-    """
-    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
-    block = tl.program_id(0) % blocks
-    column = block * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    """One chunk of one head: the gradient of q, and what outputs leave for c, H, the log gates and the state."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
     live = tl.minimum(live, CHUNK)
-    i = tl.arange(0, BLOCK_C)
-    if GATED:
-        g += row * g_row + start * g_token + head * g_head
-    since = decay_since(log_gates(g, g_token, live, GATED, BLOCK_C))
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
-    strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
+    v += row * v_row + start * v_token + head * v_head
+    gamma += row * gamma_row + start * gamma_token + head * gamma_head
     d_output += row * do_row + start * do_token + head * do_head
-    query = load_tokens(q, q_token, live, column, M, BLOCK_C, BLOCK).to(tl.float32) * scale
-    key = load_tokens(k, k_token, live, column, M, BLOCK_C, BLOCK).to(tl.float32)
-    do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
-    state = load_block(states + place * D * M, 0, column, D, M, BLOCK_D, BLOCK)
-    tile = place * CHUNK * M
-    a = tl.zeros((BLOCK_C, BLOCK), tl.float32)
-    if OBJECTIVE != "ttt":
-        a = load_block(answers + tile, 0, column, CHUNK, M, BLOCK_C, BLOCK)
-    r = slot_lengths(state, OBJECTIVE, UNIT)
-    c = coefficients(key, a, strength, r, OBJECTIVE)
-    removed = a * c
-
-    gone = tl.zeros_like(a)
-    if OBJECTIVE != "ttt":
-        gone = product(loaded_weights(weights, place, GATED, CHUNK, BLOCK_C), removed)
-    read = query
-    if UNIT:
-        w = loaded_weights(weights, place, GATED, CHUNK, BLOCK_C)
-        squared, onto, added = squared_norms(state, among, place, w, c, a, removed, gone, since, CHUNK, BLOCK_C)
-        shorter = reciprocal_root(squared)
-        read *= shorter
-
-    into_state = product(do, state)
-    into_slots = into_state * r
-    d_read = product(load_square(into, place, CHUNK, BLOCK_C), c) + since[:, None] * into_state - gone * into_slots
-    d_gone = -into_slots * read
-    d_since = tl.sum(into_state * read, 1)
-    d_c = product(tl.trans(load_square(into, place, CHUNK, BLOCK_C)), read)
-    do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
-    if UNIT or OBJECTIVE == "ttt":
-        d_state = product(tl.trans(do), read * (since[:, None] - gone))
-    else:
-        d_slots = -product(tl.trans(do), read * gone) * r
-        d_state = product(tl.trans(do), read * since[:, None]) + d_slots
-        slots = state * r
-        d_state -= slots * tl.sum(d_slots * slots, 0)[None, :]
-    store_block(d_states + place * D * M, 0, column, d_state, D, M, BLOCK_D, BLOCK)
-    store_block(reads + tile, 0, column, read, CHUNK, M, BLOCK_C, BLOCK)
-
-    d_a = tl.zeros_like(a)
-    d_removed = tl.zeros_like(a)
-    d_long = since * 0.0
-    if UNIT:
-        d_read *= shorter
-        d_squared = tl.where(squared <= 1e-24, 0.0, -0.5 * d_read * query * shorter * shorter)
-        w = loaded_weights(weights, place, GATED, CHUNK, BLOCK_C)
-        d_added = product(tl.trans(w * w), d_squared)
-        d_onto = 2.0 * d_added * c
-        long = squared_directions(among, place, CHUNK, BLOCK_C)
-        d_c += product(tl.trans(load_square(among, place, CHUNK, BLOCK_C)), d_onto) + d_added * (
-            2.0 * onto - 2.0 * long * c + a * removed
-        )
-        d_removed = d_added * c
-        d_long = -tl.sum(d_removed * c, 1)
-        d_a = d_removed * removed - d_onto * gone
-        d_removed *= a
-        none = empty(state)
-        d_since += 2.0 * tl.sum(d_squared * tl.where(none, gone, since[:, None]), 1)
-        d_gone += tl.where(none, 2.0 * since[:, None] * d_squared, 0.0) - d_onto * a
-        store_block(onto_gradients + tile, 0, column, d_onto, CHUNK, M, BLOCK_C, BLOCK)
-        if GATED:
-            store_block(additions + tile, 0, column, added, CHUNK, M, BLOCK_C, BLOCK)
-            store_block(norm_gradients + tile, 0, column, d_squared, CHUNK, M, BLOCK_C, BLOCK)
-    if OBJECTIVE != "ttt":
-        d_removed += product(tl.trans(loaded_weights(weights, place, GATED, CHUNK, BLOCK_C)), d_gone)
-        d_c += d_removed * a
-        d_a += d_removed * c
-        store_block(d_answers + tile, 0, column, d_a, CHUNK, M, BLOCK_C, BLOCK)
-        if GATED:
-            store_block(gone_gradients + tile, 0, column, d_gone, CHUNK, M, BLOCK_C, BLOCK)
-    store_block(d_coefficients + tile, 0, column, d_c, CHUNK, M, BLOCK_C, BLOCK)
     d_q += ((row * T + start) * H + head) * M
-    store_tokens(d_q, H * M, live, column, d_read * scale, M, BLOCK_C, BLOCK)
-    sums += (place * blocks + block) * 2 * CHUNK + i
-    tl.store(sums, d_since, mask=i < CHUNK)
-    tl.store(sums + CHUNK, d_long, mask=i < CHUNK)
-
-
-@triton.jit
-def _load_coefficients(
-    k, k_token, live, answers, states, place, strength, column, D: tl.constexpr, M: tl.constexpr,
-    OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
-    """c and a of STEP slots of one chunk and head, from `column` on."""
-    key = load_tokens(k, k_token, live, column, M, BLOCK_C, STEP).to(tl.float32)
-    a = tl.zeros_like(key)
-    if OBJECTIVE != "ttt":
-        a = load_block(answers + place * CHUNK * M, 0, column, CHUNK, M, BLOCK_C, STEP)
-    r = tl.full((1, STEP), 1.0, tl.float32)
-    if not UNIT and OBJECTIVE != "ttt":
-        r = slot_lengths(load_block(states + place * D * M, 0, column, D, M, BLOCK_D, STEP), OBJECTIVE, UNIT)
-    return coefficients(key, a, strength, r, OBJECTIVE), a
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def differentiate_directions(
-    k, gamma, cu_seqlens, sequence_of, states, directions, answers, d_output, weights, reads, d_onto, sums,
-    d_directions, T, H,
-    k_row, k_token, k_head, gamma_row, gamma_token, gamma_head, do_row, do_token, do_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one head: what outputs leave for H. BLOCK is that of `differentiate_slots`."""
-    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    live = tl.minimum(live, CHUNK)
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    if GATED:
+        g += row * g_row + start * g_token + head * g_head
+    gate = log_gates(g, g_token, live, GATED, BLOCK_C)
+    since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    k += row * k_row + start * k_token + head * k_head
-    tile = place * CHUNK * M
-
-    # Each is found transposed too: what a product left would be wrong when the next one takes it transposed.
-    products_t = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_pairs_t = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    for e in range(0, M, STEP):
-        c, _ = _load_coefficients(
-            k, k_token, live, answers, states, place, strength, e, D, M, OBJECTIVE, UNIT, CHUNK, BLOCK_C, BLOCK_D, STEP
-        )
-        products_t += product(c, tl.trans(load_block(reads + tile, 0, e, CHUNK, M, BLOCK_C, STEP)))
-        if UNIT:
-            from_onto = load_block(d_onto + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-            d_pairs += product(from_onto, tl.trans(c))
-            d_pairs_t += product(c, tl.trans(from_onto))
-    w = loaded_weights(weights, place, GATED, CHUNK, BLOCK_C)
-    d_output += row * do_row + start * do_token + head * do_head
-    do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
-    d_h = product(tl.trans(w) * products_t, do)
-    if UNIT:
-        i = tl.arange(0, BLOCK_C)
-        d_long = tl.zeros((BLOCK_C,), tl.float32)
-        for block in range(0, blocks):
-            part = (place * blocks + block) * 2 + 1
-            d_long += tl.load(sums + part * CHUNK + i, mask=i < CHUNK, other=0.0)
-        h = load_block(directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
-        d_h += product(w * d_pairs + tl.trans(w) * d_pairs_t, h) + 2.0 * h * d_long[:, None]
-    store_block(d_directions + place * CHUNK * D, 0, 0, d_h, CHUNK, D, BLOCK_C, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=UNSPECIALISED)
-def differentiate_gates(
-    k, gamma, g, cu_seqlens, sequence_of, states, answers, weights, among, into,
-    reads, d_onto, added, d_squared, d_gone, sums, from_gates, T, H,
-    k_row, k_token, k_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one head: what outputs leave for its log gates. BLOCK is that of `differentiate_slots`."""
-    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    live = tl.minimum(live, CHUNK)
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
-    strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    k += row * k_row + start * k_token + head * k_head
-    tile = place * CHUNK * M
+    do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    long = tl.sum(h_t * h_t, 0)
 
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     d_pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_squares = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_removed = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    for e in range(0, M, STEP):
-        c, a = _load_coefficients(
-            k, k_token, live, answers, states, place, strength, e, D, M, OBJECTIVE, UNIT, CHUNK, BLOCK_C, BLOCK_D, STEP
-        )
-        products += product(load_block(reads + tile, 0, e, CHUNK, M, BLOCK_C, STEP), tl.trans(c))
-        if OBJECTIVE != "ttt":
-            d_removed += product(load_block(d_gone + tile, 0, e, CHUNK, M, BLOCK_C, STEP), tl.trans(a * c))
-        if UNIT:
-            d_pairs += product(load_block(d_onto + tile, 0, e, CHUNK, M, BLOCK_C, STEP), tl.trans(c))
-            from_squared = load_block(d_squared + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-            d_squares += product(from_squared, tl.trans(load_block(added + tile, 0, e, CHUNK, M, BLOCK_C, STEP)))
-    w = loaded_weights(weights, place, GATED, CHUNK, BLOCK_C)
-    d_decay = load_square(into, place, CHUNK, BLOCK_C) * products + w * d_removed
-    if UNIT:
-        d_decay += load_square(among, place, CHUNK, BLOCK_C) * d_pairs + 2.0 * w * w * d_squares
-    i = tl.arange(0, BLOCK_C)
+    d_directions_t = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
+    d_long = tl.zeros((BLOCK_C,), tl.float32)
     d_since = tl.zeros((BLOCK_C,), tl.float32)
-    for block in range(0, blocks):
-        d_since += tl.load(sums + (place * blocks + block) * 2 * CHUNK + i, mask=i < CHUNK, other=0.0)
-    g += row * g_row + start * g_token + head * g_head
-    d_since *= decay_since(log_gates(g, g_token, live, GATED, BLOCK_C))
-    # A gate acts on what is read after it of what was written before it.
-    before = tl.where(i[:, None] < i[None, :], 1.0, 0.0)
-    d_gates = tl.where(i[:, None] >= i[None, :], product(d_decay, before) + d_since[:, None], 0.0)
-    tl.store(from_gates + place * CHUNK + i, tl.sum(d_gates, 0), mask=i < CHUNK)
+    d_gates = tl.zeros((BLOCK_C,), tl.float32)
+    for e in range(0, M, BLOCK):
+        state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        r = slot_lengths(state, OBJECTIVE, UNIT)
+        a = load_answers(found, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
+        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
+        if OBJECTIVE == "encode":
+            written -= a
+        w_t = weights_transposed(gate, False, GATED, BLOCK_C)
+        c = written * strength[None, :] * r
+        removed = a * c
+        gone = tl.zeros_like(a)
+        before = gone
+        if OBJECTIVE != "ttt":
+            strict_t = weights_transposed(gate, True, GATED, BLOCK_C)
+            before = product(removed, strict_t, PRECISION)
+            gone = before + removed
+        if UNIT:
+            none = empty(state)
+            among_t = product(tl.trans(h_t), h_t, PRECISION) * w_t * strength[:, None]
+            onto = product(written, among_t, PRECISION) - a * gone
+            added, norms_before = squared_norms(
+                c, a, removed, gone, onto, long, since, none, strict_t * strict_t, PRECISION
+            )
+            shorter = reciprocal_root(added + norms_before)
+            empty_after = added + norms_before <= 1e-24
+
+        # Behind a barrier, tiles are loaded again, for which there are not enough registers. The cache has them.
+        tl.debug_barrier()
+        do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+        h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+        w_t = weights_transposed(gate, False, GATED, BLOCK_C)
+        into_t = product(tl.trans(h_t), tl.trans(do), PRECISION) * w_t * strength[:, None]
+        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
+        if OBJECTIVE == "encode":
+            written -= a
+        d_read = product(written, into_t, PRECISION) * r
+        state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        into_state = product(state, tl.trans(do), PRECISION)
+        d_read += into_state * (since[None, :] - gone * r)
+        read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
+        if UNIT:
+            read *= shorter
+        d_since += tl.sum(into_state * read, 0)
+        d_gone = -into_state * r * read
+        if UNIT:
+            d_read *= shorter
+            d_squared = tl.where(empty_after, 0.0, -0.5 * d_read * read * shorter)
+        store_tokens(d_q, H * M, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
+
+        tl.debug_barrier()
+        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
+        if OBJECTIVE == "encode":
+            written -= a
+        c = written * strength[None, :] * r
+        strict = weights_of_chunk(gate, True, GATED, BLOCK_C)
+        w = weights_of_chunk(gate, False, GATED, BLOCK_C)
+        d_c = tl.zeros_like(a)
+        d_a = tl.zeros_like(a)
+        d_removed = tl.zeros_like(a)
+        if UNIT:
+            d_added = product(d_squared, strict * strict, PRECISION) + d_squared
+            if GATED:
+                d_gates += tl.sum(2.0 * d_added * norms_before, 0)
+            d_c = d_added * (2.0 * onto - 2.0 * long[None, :] * c + a * a * c)
+            d_removed = d_added * c
+            d_onto = 2.0 * d_removed
+            d_long -= tl.sum(d_removed * c, 0)
+            d_gone += tl.where(none, 2.0 * since[None, :] * d_squared, 0.0) - d_onto * a
+            d_a = d_removed * a * c - d_onto * gone
+            d_removed *= a
+            d_pairs += product(tl.trans(written), d_onto, PRECISION)
+            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            d_c += product(d_onto, product(tl.trans(h_t), h_t, PRECISION) * w, PRECISION)
+        if OBJECTIVE != "ttt":
+            d_gone += product(d_gone, strict, PRECISION)
+            if GATED:
+                d_gates += tl.sum(d_gone * before, 0)
+            d_removed += d_gone
+            d_c += d_removed * a
+            d_a += d_removed * c
+
+        tl.debug_barrier()
+        do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+        h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+        into = product(do, h_t, PRECISION) * weights_of_chunk(gate, False, GATED, BLOCK_C)
+        read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
+        if UNIT:
+            read *= shorter
+        d_c += product(read, into, PRECISION)
+        store_block(d_coefficients + place * CHUNK * M, e, 0, d_c, M, CHUNK, BLOCK, BLOCK_C)
+        if OBJECTIVE == "encode":
+            d_a -= strength[None, :] * d_c * r
+        if UNIT or OBJECTIVE == "ttt":
+            d_state = product(read * (since[None, :] - gone), do, PRECISION)
+        else:
+            d_state = product(read * since[None, :], do, PRECISION)
+            d_slots = -product(read * gone, do, PRECISION)
+        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
+        if OBJECTIVE == "encode":
+            written -= a
+        products += product(tl.trans(written), read * r, PRECISION)
+        if OBJECTIVE != "ttt":
+            from_answers = product(d_a, tl.trans(h_t), PRECISION)
+            if UNIT:
+                d_state += from_answers
+            else:
+                d_slots += from_answers
+                state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+                slots = state.to(tl.float32) * r
+                along = tl.sum(slots * d_slots, 1)[:, None] + tl.sum(d_c * c, 1)[:, None]
+                d_state += (d_slots - slots * along) * r
+        store_block(d_states + place * D * M, e, 0, d_state, M, D, BLOCK, BLOCK_D)
+        if OBJECTIVE != "ttt":
+            state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+            d_directions_t += product(tl.trans(state), d_a * r, PRECISION)
+
+    w_t = weights_transposed(gate, False, GATED, BLOCK_C)
+    d_directions_c = product(products * w_t * strength[:, None], do, PRECISION)
+    if UNIT:
+        d_pairs = d_pairs * w_t * strength[:, None]
+        h = tl.trans(h_t)
+        d_directions_c += product(d_pairs, h, PRECISION)
+        d_directions_t += product(h_t, d_pairs, PRECISION) + 2.0 * h_t * d_long[None, :]
+    if GATED:
+        i = tl.arange(0, BLOCK_C)
+        # A gate acts on what is read after it of what was written before it.
+        d_decay = products * product(tl.trans(h_t), tl.trans(do), PRECISION) * w_t * strength[:, None]
+        if UNIT:
+            d_decay += d_pairs * product(tl.trans(h_t), h_t, PRECISION)
+        later = tl.cumsum(tl.where(i[:, None] < i[None, :], d_decay, 0.0), 1, reverse=True)
+        d_gates += tl.sum(tl.where(i[:, None] < i[None, :], later, 0.0), 0)
+        d_gates += tl.cumsum(d_since * since, 0, reverse=True)
+        tl.store(from_gates + place * CHUNK + i, d_gates, mask=i < CHUNK)
+    d_directions_c += tl.trans(d_directions_t)
+    store_block(d_directions + place * CHUNK * D, 0, 0, d_directions_c, CHUNK, D, BLOCK_C, BLOCK_D)
 
 
 @triton.jit
-def _decoded_backward(z, v, h, d_h):
+def decoded_backward(z, v, h, d_h):
     """Gradients of TTT's z and v [C, D] from that of H."""
     direction, r, along = decoded(z, v)
-    d_v = d_h * r[:, None]
+    d_v = d_h * r
     d_along = -tl.sum(d_v * direction, 1)[:, None]
-    d_direction = d_along * v - along[:, None] * d_v
-    d_length = -(tl.sum(d_h * h, 1) + tl.sum(d_direction * direction, 1)) * r
-    return d_direction * r[:, None] + direction * d_length[:, None], d_v + d_along * direction
-
-
-@triton.jit
-def _before_norms(d_state, state, lengths, live, column, M: tl.constexpr, STEP: tl.constexpr):
-    """From the gradient of slots that N left that of the ones before N; as it is of a chunk that is not live."""
-    e = column + tl.arange(0, STEP)
-    r = tl.load(lengths + e, mask=e < tl.where(live, M, 0), other=0.0)
-    along = tl.where(live, tl.sum(state * d_state, 0), 0.0)
-    return (d_state - state * along[None, :]) * tl.where(live, r, 1.0)[None, :]
+    d_direction = d_along * v - along * d_v
+    d_length = -(tl.sum(d_h * h, 1) + tl.sum(d_direction * direction, 1))[:, None] * r
+    return d_direction * r + direction * d_length, d_v + d_along * direction
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def retreat_chunks(
-    k, v, gamma, g, initial, cu_seqlens, states, directions, answers, lengths, final, d_final, scratch,
-    from_gates, d_coefficients, d_directions, d_states, d_answers, d_k, d_v, d_gamma, d_g, d_initial, T, H,
+    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, d_final,
+    d_directions, d_states, d_after, d_found, d_values, d_initial, T, H,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: gradients of k, v, gamma, g and the initial state, STEP slots at a time.
+    """BLOCK slots of one head of one sequence: the gradients of the states after its chunks, before N (`d_after`).
 
-    The gradient of the state after a chunk takes the place of the final one in `d_initial`, and at last becomes that of
-    the initial state. `d_coefficients` and `d_answers` are overwritten.
+    And `d_found`, the gradient of H (TTT: of z, negative, and of v in `d_values`) or, for "encode", minus that of a
+    that comes from the state after the chunk.
     """
-    head = (tl.program_id(0) % H).to(tl.int64)
-    n = (tl.program_id(0) // H).to(tl.int64)
+    ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
+    blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    k += row * k_row + head * k_head
+    v += row * v_row + head * v_head
+    gamma += row * gamma_row + head * gamma_head
+    if GATED:
+        g += row * g_row + head * g_head
+    corner = (n * H + head) * D * M
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+
+    d_state = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    if HAS_FINAL:
+        d_state = load_outside(d_final + corner, column, D, M, BLOCK_D, BLOCK)
+    after = load_outside(final + corner, column, D, M, BLOCK_D, BLOCK)
+    last = tl.maximum(chunks - 1, 0)
+    place = (slot + last) * H + head
+    # Of a sequence without chunks, what is loaded here is not used.
+    first = start + last * CHUNK
+    live = tl.minimum(end - first, CHUNK)
+    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, GATED, BLOCK_C)
+    exists = tl.where(chunks > 0, M, 0)
+    if UNIT:
+        shorter = load_slots(lengths + place * M, column, exists, 1.0, BLOCK)
+    if OBJECTIVE != "ttt":
+        share = load_slots(shares + place * M, column, exists, 0.0, BLOCK)
+    for back in range(0, chunks):
+        m = chunks - 1 - back
+        place = (slot + m) * H + head
+        first = start + m * CHUNK
+        live = tl.minimum(end - first, CHUNK)
+        if ALONE:
+            source = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+        else:
+            source = load_tokens(k + first * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+        state = load_block(states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
+        d_before = load_block(d_states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D)
+        # A turn early: the compiler prefetches the operands of products alone.
+        earlier = tl.maximum(m - 1, 0)
+        earlier_place = (slot + earlier) * H + head
+        earlier_first = start + earlier * CHUNK
+        earlier_live = tl.minimum(end - earlier_first, CHUNK)
+        next_weight, next_whole = numbers_of_chunk(
+            gamma, g, gamma_token, g_token, earlier_first, earlier_live, GATED, BLOCK_C
+        )
+        if UNIT:
+            next_shorter = load_slots(lengths + earlier_place * M, column, M, 1.0, BLOCK)
+            # From the gradient of slots that N left to that of the ones before.
+            d_state = (d_state - after * of_slots(after * d_state)) * shorter
+        store_block(d_after + place * D * M, column, 0, d_state, M, D, BLOCK, BLOCK_D)
+        r = slot_lengths(state, OBJECTIVE, UNIT)
+        slots = state * r
+        d_offered = d_state
+        if OBJECTIVE != "ttt":
+            next_share = load_slots(shares + earlier_place * M, column, M, 0.0, BLOCK)
+            along = of_slots(slots * d_state)
+            d_offered -= slots * along
+            if UNIT:
+                keep = whole - share
+                d_before += keep * (d_state + along * state) - (along / shorter) * after
+            else:
+                changed = after - state * whole
+                d_before += d_state * whole
+                d_slots = -share * d_state - along * (changed + slots * share)
+        else:
+            d_before += d_state * whole
+        if OBJECTIVE != "similarity":
+            if OBJECTIVE == "encode":
+                error = precise_product(d_offered * r, tl.trans(source), False, DTYPE) * weight[None, :]
+                store_block(d_found + place * CHUNK * M, column, 0, error, M, CHUNK, BLOCK, BLOCK_C)
+                erased = precise_product(error, source, False, DTYPE)
+            else:
+                error = precise_product(source, d_offered * r, True, DTYPE) * weight[:, None]
+                error += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+                if OBJECTIVE == "ttt":
+                    z = precise_product(source, state, True, DTYPE)
+                    value = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
+                    h = load_block(found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+                    d_z, d_value = decoded_backward(z, value, h, error)
+                    store_block(d_values + place * CHUNK * D, 0, 0, d_value, CHUNK, D, BLOCK_C, BLOCK_D)
+                    error = -d_z
+                store_block(d_found + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
+                erased = precise_product(tl.trans(source), error, True, DTYPE)
+            if OBJECTIVE == "ttt" or UNIT:
+                d_before -= erased
+            else:
+                d_slots -= erased
+        if OBJECTIVE != "ttt":
+            if not UNIT:
+                offered = changed + slots * share
+                d_slots = (d_slots - slots * (of_slots(slots * d_slots + d_offered * offered))) * r
+                d_before += d_slots
+            share = next_share
+        d_state = d_before
+        after = state
+        weight = next_weight
+        whole = next_whole
+        if UNIT:
+            shorter = next_shorter
+    if UNIT:
+        first_state = load_outside(initial + corner, column, D, M, BLOCK_D, BLOCK)
+        r = reciprocal_root(of_slots(first_state * first_state))
+        first_state *= r
+        d_normalised = (d_state - first_state * of_slots(first_state * d_state)) * r
+        d_state = tl.where(chunks > 0, d_normalised, d_state)
+    store_block(d_initial + corner, 0, column, tl.trans(d_state), D, M, BLOCK_D, BLOCK)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def differentiate_inputs(
+    k, v, gamma, g, cu_seqlens, sequence_of, states, found, d_coefficients, d_directions, d_after, d_found, d_values,
+    from_gates, d_k, d_v, d_gamma, d_g, T, H,
+    k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: the gradients of k, v, gamma and g."""
+    ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    live = tl.minimum(live, CHUNK)
+    token = (row * T + start) * H + head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
     gamma += row * gamma_row + start * gamma_token + head * gamma_head
     if GATED:
         g += row * g_row + start * g_token + head * g_head
-    corner = (n * H + head) * D * M
-    scratch += (n * H + head) * D * CHUNK
-    d_initial += corner
-    i = tl.arange(0, BLOCK_C)
-
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    for e in range(0, M, STEP):
-        d_after = tl.zeros((BLOCK_D, STEP), tl.float32)
-        if HAS_FINAL:
-            d_after = load_block(d_final + corner, 0, e, D, M, BLOCK_D, STEP).to(tl.float32)
-        if UNIT:
-            after = load_block(final + corner, 0, e, D, M, BLOCK_D, STEP)
-            norms = lengths + ((slot + chunks - 1) * H + head) * M
-            d_after = _before_norms(d_after, after, norms, chunks > 0, e, M, STEP)
-        store_block(d_initial, 0, e, d_after, D, M, BLOCK_D, STEP)
-    for back in range(0, chunks):
-        m = chunks - 1 - back
-        first = m.to(tl.int64) * CHUNK
-        place = (slot + m) * H + head
-        token = (row * T + start + first) * H + head
-        live = tl.minimum(end - start - first, CHUNK)
-        keys = k + first * k_token
-        before = states + place * D * M
-        tile = place * CHUNK * M
-        d_before = d_states + place * D * M
-        strength = load_numbers(gamma + first * gamma_token, gamma_token, live, BLOCK_C)
-        whole = 1.0
-        until = tl.zeros((BLOCK_C,), tl.float32) + 1.0
-        if GATED:
-            whole = tl.exp(tl.sum(log_gates(g + first * g_token, g_token, live, GATED, BLOCK_C), 0))
-            until = decays_until_end(g + first * g_token, g_token, live, GATED, BLOCK_C)
-        tl.debug_barrier()  # what one thread wrote, another one reads
-
-        # H's gradient and, but for TTT, on top of it the values'.
-        h = load_block(directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
-        dv = load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
-        d_strength = tl.zeros((BLOCK_C,), tl.float32)
-        d_until = tl.zeros((BLOCK_C,), tl.float32)
-        d_whole = tl.zeros((STEP,), tl.float32)
-        z = tl.zeros_like(h)
-        for e in range(0, M, STEP):
-            state = load_block(before, 0, e, D, M, BLOCK_D, STEP)
-            d_after = load_block(d_initial, 0, e, D, M, BLOCK_D, STEP)
-            key = load_tokens(keys, k_token, live, e, M, BLOCK_C, STEP).to(tl.float32)
-            r = slot_lengths(state, OBJECTIVE, UNIT)
-            a = tl.zeros_like(key)
-            if OBJECTIVE != "ttt":
-                a = load_block(answers + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-            c = coefficients(key, a, strength, r, OBJECTIVE)
-            along = tl.sum(d_after * state, 0)
-            d_whole += along
-            d_gone = -along[None, :] * r
-            dv += product(until[:, None] * c, tl.trans(d_after))
-            d_c = product(h, d_after)
-            d_until += tl.sum(d_c * c + d_gone * a * c, 1)
-            d_c = until[:, None] * (d_c + d_gone * a)
-            d_c += load_block(d_coefficients + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-            source = key
+    strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
+    until = decays_until_end(g, g_token, live, GATED, BLOCK_C)
+    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    if ALONE:
+        d_value = tl.trans(load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
+    else:
+        error = load_block(d_found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+    d_strength = tl.zeros((BLOCK_C,), tl.float32)
+    d_until = tl.zeros((BLOCK_C,), tl.float32)
+    d_whole = tl.full((), 0.0, tl.float32)
+    for e in range(0, M, BLOCK):
+        kept = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        d_offered = load_block(d_after + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        state = kept.to(tl.float32)
+        r = slot_lengths(kept, OBJECTIVE, UNIT)
+        along = of_slots(state * d_offered)
+        d_whole += tl.sum(along)
+        if OBJECTIVE != "ttt":
+            d_offered -= state * (along * r * r)
+        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
+        if OBJECTIVE == "encode":
+            written -= load_block(found + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C).to(tl.float32)
+        c = written * strength[None, :] * r
+        from_after = product(d_offered, h_t, PRECISION)
+        d_until += tl.sum(from_after * c, 0)
+        d_c = load_block(d_coefficients + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C).to(tl.float32)
+        d_c = (d_c + from_after * until[None, :]) * r
+        d_strength += tl.sum(written * d_c, 0)
+        d_key = strength[None, :] * d_c
+        if ALONE:
+            d_value += product(tl.trans(d_offered), c * until[None, :], PRECISION)
             if OBJECTIVE == "encode":
-                source = key - a
-            d_strength += tl.sum(source * d_c * r, 1)
-            if OBJECTIVE == "ttt":
-                z += product(key, tl.trans(state))
-            else:
-                d_a = load_block(d_answers + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-                d_a += until[:, None] * d_gone * c
-                if OBJECTIVE == "encode":
-                    d_a -= strength[:, None] * d_c * r
-            tl.debug_barrier()  # more than one thread may read a number, and one of them overwrites it
-            store_block(d_coefficients + tile, 0, e, d_c, CHUNK, M, BLOCK_C, STEP)
-            if OBJECTIVE != "ttt":
-                store_block(d_answers + tile, 0, e, d_a, CHUNK, M, BLOCK_C, STEP)
-                dv += product(d_a * r, tl.trans(state))
-        tl.store(d_gamma + token + i * H, d_strength, mask=i < live)
-        if GATED:
-            # W's last row and b's last number alone act on the state after the chunk.
-            d_gates = tl.sum(tl.where(i[:, None] < i[None, :], (until * d_until)[:, None], 0.0), 0)
-            d_gates += whole * tl.sum(d_whole, 0)
-            d_gates += tl.load(from_gates + place * CHUNK + i, mask=i < CHUNK, other=0.0)
-            tl.store(d_g + token + i * H, d_gates, mask=i < live)
-        erased = dv
-        if OBJECTIVE == "ttt":
-            value = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
-            d_z, dv = _decoded_backward(z, value, h, dv)
-            erased = -d_z
-        store_tokens(d_v + token * D, H * D, live, 0, dv, D, BLOCK_C, BLOCK_D)
-        if OBJECTIVE == "decode" or OBJECTIVE == "ttt":
-            store_block(scratch, 0, 0, erased, CHUNK, D, BLOCK_C, BLOCK_D)
-        tl.debug_barrier()
-        for e in range(0, M, STEP):
-            state = load_block(before, 0, e, D, M, BLOCK_D, STEP)
-            d_after = load_block(d_initial, 0, e, D, M, BLOCK_D, STEP)
-            key = load_tokens(keys, k_token, live, e, M, BLOCK_C, STEP).to(tl.float32)
-            d_c = load_block(d_coefficients + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-            r = slot_lengths(state, OBJECTIVE, UNIT)
-            slots = state * r
-            dk = strength[:, None] * d_c * r
-            d_state = load_block(d_before, 0, e, D, M, BLOCK_D, STEP) + d_after * whole
-            d_slots = tl.zeros_like(state)
-            if OBJECTIVE != "ttt":
-                a = load_block(answers + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-                d_a = load_block(d_answers + tile, 0, e, CHUNK, M, BLOCK_C, STEP)
-                c = coefficients(key, a, strength, r, OBJECTIVE)
-                h_t = tl.trans(load_block(directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
-                d_slots = product(h_t, d_a) - d_after * tl.sum(until[:, None] * a * c, 0)[None, :]
-            if OBJECTIVE == "decode" or OBJECTIVE == "ttt":
-                dk -= product(erased, slots)
-                erased_t = tl.trans(load_block(scratch, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
-                d_slots -= product(erased_t, key)
-            if not UNIT and OBJECTIVE != "ttt":
-                d_lengths = -tl.sum(d_c * c, 0) - tl.sum(d_slots * slots, 0)
-                d_slots = (d_slots + slots * d_lengths[None, :]) * r
-            d_state += d_slots
-            store_tokens(d_k + token * M, H * M, live, e, dk, M, BLOCK_C, STEP)
-            if UNIT:
-                d_state = _before_norms(d_state, state, lengths + (place - H) * M, m > 0, e, M, STEP)
-            tl.debug_barrier()  # as above
-            store_block(d_initial, 0, e, d_state, D, M, BLOCK_D, STEP)
-
-    if UNIT:
-        tl.debug_barrier()
-        for e in range(0, M, STEP):
-            d_state = load_block(d_initial, 0, e, D, M, BLOCK_D, STEP)
-            state = load_block(initial + corner, 0, e, D, M, BLOCK_D, STEP).to(tl.float32)
-            r = reciprocal_root(tl.sum(state * state, 0))[None, :]
-            state *= r
-            along = tl.sum(state * d_state, 0)[None, :]
-            d_state = tl.where(chunks > 0, (d_state - state * along) * r, d_state)
-            tl.debug_barrier()
-            store_block(d_initial, 0, e, d_state, D, M, BLOCK_D, STEP)
+                d_answers = load_block(d_found + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+                d_value -= product(tl.trans(kept), d_answers * r, PRECISION)
+        else:
+            d_key -= product(kept, tl.trans(error), PRECISION) * r
+        store_tokens(d_k + token * M, H * M, live, e, tl.trans(d_key), M, BLOCK_C, BLOCK)
+    if OBJECTIVE == "decode":
+        d_value = error
+    elif OBJECTIVE == "ttt":
+        d_value = load_block(d_values + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+    else:
+        d_value = tl.trans(d_value)
+    store_tokens(d_v + token * D, H * D, live, 0, d_value, D, BLOCK_C, BLOCK_D)
+    i = tl.arange(0, BLOCK_C)
+    tl.store(d_gamma + token + i * H, d_strength, mask=i < live)
+    if GATED:
+        # W's last row and b's last number alone act on the state after the chunk.
+        whole = tl.exp(tl.sum(load_numbers(g, g_token, live, BLOCK_C), 0))
+        d_gates = tl.sum(tl.where(i[:, None] < i[None, :], (until * d_until)[:, None], 0.0), 0)
+        d_gates += whole * d_whole
+        d_gates += tl.load(from_gates + place * CHUNK + i, mask=i < CHUNK, other=0.0)
+        tl.store(d_g + token + i * H, d_gates, mask=i < live)

@@ -1,12 +1,13 @@
 """The orthogonal recurrence in Triton: its two custom operations, their launches and the constants that those use.
 
-All arithmetic and the state are float32, whatever the inputs. No sum depends on the order in which programs run: the
-result is the same in every run.
+The state is float32, whatever the inputs, and so is the arithmetic of the exact form. No sum depends on the order in
+which programs run: the result is the same in every run.
 
 For the backward pass the exact form keeps the state before every CHECKPOINT tokens, D M / CHECKPOINT numbers a token
 and head. It finds the others again, in D M CHECKPOINT numbers of scratch memory for each program, of which there are as
-many as SCRATCH has room for. Chunks of C tokens keep the states before them, H and a: D M / C + D + M numbers a token
-and head. Their backward pass needs as much again while it runs, and up to 3 C + 6 M more.
+many as SCRATCH has room for. Chunks of C tokens keep the states before them (of half precision inputs with N in
+float16) and H or a: D M / C + D or M numbers a token and head. Their backward pass needs 2 D M / C + 2 D + M more while
+it runs.
 """
 
 from typing import Any, NamedTuple
@@ -17,20 +18,15 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
-from longseq.kernels.orthogonal_recurrence.triton_chunks import (
-    advance_chunks,
-    read_out,
-    read_slots,
-    relate_chunks,
-)
+from longseq.kernels.orthogonal_recurrence.triton_chunks import advance_chunks, read_out
 from longseq.kernels.orthogonal_recurrence.triton_chunks_backward import (
-    differentiate_directions,
-    differentiate_gates,
-    differentiate_slots,
+    differentiate_inputs,
+    differentiate_outputs,
     retreat_chunks,
 )
 from longseq.kernels.orthogonal_recurrence.triton_tokens import advance_tokens, retreat_tokens
 from longseq.kernels.triton_launch import (
+    TRITON_DTYPES,
     Launch,
     block_width,
     cdiv,
@@ -43,24 +39,41 @@ from longseq.kernels.triton_launch import (
 )
 
 # By the bytes of the precision and the side of a square that holds as many numbers as the state's block, rounded up.
-# A thread of the exact form holds 16 to 64 numbers of it.
-LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
-    (4, side): {
+# A thread of the exact form, which is in float32 whatever the inputs, holds 16 to 64 numbers of it. "short" are chunks
+# of up to SHORT tokens. Of the launches of chunks none is measured yet: of those that were compiled, they spill the
+# fewest numbers from registers.
+_EXACT = {
+    side: {
         "advance_tokens": Launch(0, 0, {16: 1, 32: 1, 64: 4, 128: 8}[side], 1),
         "retreat_tokens": Launch(0, 0, {16: 1, 32: 2, 64: 8, 128: 8}[side], 1),
-        "advance_chunks": Launch(16 if side <= 64 else 32, 0, 4 if side <= 32 else 8, 1),
-        "relate_chunks": Launch(0, 0, 4, 1),
-        "read_slots": Launch(16, 0, 4, 1),
-        "read_out": Launch(16, 0, 4, 1),
-        "differentiate_slots": Launch(16, 0, 4, 1),
-        "differentiate_directions": Launch(16, 0, 8, 1),
-        "differentiate_gates": Launch(16, 0, 8, 1),
-        "retreat_chunks": Launch(16 if side <= 64 else 32, 0, 4 if side <= 32 else 8, 1),
     }
     for side in (16, 32, 64, 128)
 }
+_HALVES = {
+    side: {
+        "advance_chunks": Launch(64, 0, 4 if side <= 64 else 8, 2),
+        "advance_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 2),
+        "read_out": Launch(32, 0, 8, 1),
+        "read_out_short": Launch(64, 0, 4, 1),
+        "differentiate_outputs": Launch(32, 0, 8, 1),
+        "differentiate_outputs_short": Launch(64, 0, 4, 1),
+        "retreat_chunks": Launch(64, 0, 4 if side <= 64 else 8, 2),
+        "retreat_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 2),
+        "differentiate_inputs": Launch(64, 0, 4, 1),
+        "differentiate_inputs_short": Launch(64, 0, 4, 1),
+    }
+    for side in (16, 32, 64, 128)
+}
+_SINGLES = {side: {name: launch._replace(stages=1) for name, launch in _HALVES[side].items()} for side in _HALVES}
+LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
+    (size, side): launches if size == 2 else _EXACT[side] | launches
+    for size, table in ((2, _HALVES), (4, _SINGLES))
+    for side, launches in table.items()
+}
 use_measured("orthogonal_recurrence", LAUNCHES)
 CHECKPOINT = 32  # tokens
+SHORT = 16  # tokens of a chunk
+WIDTH = 64  # of a block of tokens, channels or slots at least: rows of operands as wide as the tensor cores load
 SCRATCH = 1 << 26  # numbers, of all programs of the exact form's backward pass
 
 
@@ -78,20 +91,28 @@ class _Form(NamedTuple):
     def is_exact(self) -> bool:
         return self.chunk == 1
 
-    def columns(self, kernel: str) -> int:
-        """So many of the state's columns a kernel works on at a time: the table's, and in short chunks at least 64."""
-        columns = max(self.launches[kernel].block, 64 if self.constants["BLOCK_C"] == 16 else 0)
-        return min(columns, block_width(self.constants["M"]))
+    @property
+    def is_by_slot(self) -> bool:
+        """Whether slots do without each other."""
+        return self.constants["OBJECTIVE"] in ("encode", "similarity")
 
-    def arguments(self, kernel: str, *unused: str, **more: Any) -> dict[str, Any]:
-        """The keyword arguments of a kernel: `more`, the launch and the constants but for those that are not used."""
-        constants = {name: value for name, value in self.constants.items() if name not in unused}
-        return constants | more | self.launches[kernel].options
+    def block(self, kernel: str) -> int:
+        """So many slots the kernel works on at a time."""
+        return min(self._launch(kernel).block, block_width(self.constants["M"], WIDTH))
+
+    def arguments(self, kernel: str, **more: Any) -> dict[str, Any]:
+        """The keyword arguments of a kernel: `more`, the launch and the constants."""
+        unused = {"advance_chunks": "PRECISION", "retreat_chunks": "PRECISION"}.get(kernel, "DTYPE")
+        constants = {name: value for name, value in self.constants.items() if self.is_exact or name != unused}
+        return constants | more | self._launch(kernel).options
+
+    def _launch(self, kernel: str) -> Launch:
+        return self.launches[kernel + ("_short" if 1 < self.chunk <= SHORT else "")]
 
 
 def _form(
-    k: Tensor, v: Tensor, g: Tensor | None, threshold: Tensor | None, cu_seqlens: Tensor | None, objective: str,
-    unit: bool, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, threshold: Tensor | None, cu_seqlens: Tensor | None,
+    objective: str, unit: bool, chunk_size: int,
 ) -> _Form:  # fmt: skip
     batch, tokens, _, width = v.shape
     columns = k.shape[3]
@@ -102,16 +123,29 @@ def _form(
     }  # fmt: skip
     block_d, block_m = next_power_of_2(width), next_power_of_2(columns)
     sequence_of = None
+    precision = torch.float32
     if chunk == 1:
         slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens)
         constants |= {"SHRUNK": threshold is not None, "EVERY": CHECKPOINT, "BLOCK_D": block_d, "BLOCK_M": block_m}
     else:
         slots = count_slots(batch, tokens, chunk, cu_seqlens)
         sequence_of = sequence_of_slots(slots, chunk, tokens, cu_seqlens)
-        constants |= {"CHUNK": chunk, "BLOCK_C": block_width(chunk), "BLOCK_D": block_width(width)}
+        precision = _precision(q, k, v, unit)
+        constants |= {
+            "DTYPE": TRITON_DTYPES[precision], "PRECISION": "tf32x3" if precision == torch.float32 else "tf32",
+            "CHUNK": chunk, "BLOCK_C": SHORT if chunk <= SHORT else WIDTH, "BLOCK_D": block_width(width, WIDTH),
+        }  # fmt: skip
     side = next(side for _, side in LAUNCHES if side * side >= block_d * block_m)
     sequences = count_sequences(batch, cu_seqlens)
-    return _Form(constants, LAUNCHES[4, side], chunk, sequences, slots, sequence_of)
+    return _Form(constants, LAUNCHES[precision.itemsize, side], chunk, sequences, slots, sequence_of)
+
+
+def _precision(q: Tensor, k: Tensor, v: Tensor, unit: bool) -> torch.dtype:
+    """Of the products along time: that of the inputs if they agree, but float16 has no room for slots that grow."""
+    same = q.dtype == k.dtype == v.dtype
+    # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
+    roomy = unit if v.dtype == torch.float16 else v.dtype == torch.bfloat16 and v.device.type != "cpu"
+    return v.dtype if same and roomy else torch.float32
 
 
 @custom_op("orthogonal_recurrence")
@@ -136,7 +170,7 @@ def orthogonal_recurrence(
     initial_state = initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     tokens, heads = v.shape[1:3]
-    form = _form(k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
+    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
     output, final, kept = _allocate(form, k, v, save)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if form.is_exact:
@@ -146,13 +180,13 @@ def orthogonal_recurrence(
                 **form.arguments("advance_tokens", SAVE=save),
             )  # fmt: skip
         else:
-            _run_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, output, final, kept)
+            _run_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, save, output, final, kept)
     return output, final, kept if save else []
 
 
 @orthogonal_recurrence.register_fake
 def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, save):
-    form = _form(k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
+    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
     output, final, kept = _allocate(form, k, v, save)
     return output, final, kept if save else []
 
@@ -160,61 +194,51 @@ def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, 
 def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The output, the final state and what is kept, not yet written.
 
-    Kept are states, and of chunks also H, a (not for TTT) and, with N, the reciprocal norms at their ends.
+    Kept are states. Of chunks also H or a (not for "similarity"), the reciprocal norms at the ends (with N) and φᵀ U of
+    each slot (not for TTT).
     """
     heads, width, columns = v.shape[2], v.shape[3], k.shape[3]
 
-    def numbers(rows: int, *shape: int) -> Tensor:
-        return v.new_empty((rows, heads, *shape), dtype=torch.float32)
+    def numbers(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return v.new_empty((rows, heads, *shape), dtype=dtype)
 
-    kept = [numbers(form.slots if save or not form.is_exact else 0, width, columns)]
-    if not form.is_exact:
-        answered = 0 if form.constants["OBJECTIVE"] == "ttt" else form.slots
-        kept += [numbers(form.slots, form.chunk, width), numbers(answered, form.chunk, columns)]
-        kept += [numbers(form.slots if form.constants["UNIT"] else 0, columns)]
-    return v.new_empty(v.shape), numbers(form.sequences, width, columns), kept
+    final = numbers(form.sequences, width, columns)
+    if form.is_exact:
+        return v.new_empty(v.shape), final, [numbers(form.slots if save else 0, width, columns)]
+    objective, saved = form.constants["OBJECTIVE"], form.slots * save
+    # Float16 has room for slots of unit length and the digits that what is orthogonal to them needs.
+    unit = form.constants["UNIT"] and form.constants["PRECISION"] == "tf32"
+    kept = [numbers(form.slots, columns, width, dtype=torch.float16 if unit else torch.float32)]
+    found = 0 if objective == "similarity" else form.slots
+    kept.append(numbers(found, form.chunk * (columns if objective == "encode" else width)))
+    kept += [numbers(saved * there, columns) for there in (form.constants["UNIT"], objective != "ttt")]
+    return v.new_empty(v.shape), final, kept
 
 
 def _run_chunks(
     form: _Form, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
-    cu_seqlens: Tensor | None, scale: float, output: Tensor, final: Tensor, kept: list[Tensor],
+    cu_seqlens: Tensor | None, scale: float, save: bool, output: Tensor, final: Tensor, kept: list[Tensor],
 ) -> None:  # fmt: skip
-    states, directions, answers, _ = kept
-    tokens, heads, columns = *k.shape[1:3], k.shape[3]
-    rows = form.slots * heads
-    advance_chunks[(form.sequences * heads,)](
+    states, found, _, _ = kept
+    tokens, heads = k.shape[1:3]
+    blocks, block = _slot_blocks(form, "advance_chunks")
+    advance_chunks[(form.sequences * heads * blocks,)](
         k, v, gamma, g, initial_state, cu_seqlens, *kept, final, tokens, heads,
         *strides(k), *strides(v), *strides(gamma), *strides(g),
-        **form.arguments("advance_chunks", STEP=form.columns("advance_chunks")),
+        **form.arguments("advance_chunks", BLOCK=block, SAVE=save),
     )  # fmt: skip
-    weights, among, _ = _relate(form, g, cu_seqlens, directions, None, tokens)
-    block = form.columns("read_slots")
-    reads, kept_reads = _scratch(q, rows, form.chunk * columns), _scratch(q, rows, form.chunk * columns)
-    read_slots[(rows * cdiv(columns, block),)](
-        q, k, gamma, g, cu_seqlens, form.sequence_of, states, answers, weights, among, reads, kept_reads,
-        scale, tokens, heads, *strides(q), *strides(k), *strides(gamma), *strides(g),
-        **form.arguments("read_slots", BLOCK=block),
-    )  # fmt: skip
-    read_out[(rows,)](
-        k, gamma, cu_seqlens, form.sequence_of, states, directions, answers, weights, reads, kept_reads, output,
-        tokens, heads, *strides(k), *strides(gamma), **form.arguments("read_out", STEP=form.columns("read_out")),
+    read_out[(form.slots * heads,)](
+        q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, output, scale, tokens, heads,
+        *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g),
+        **form.arguments("read_out", BLOCK=form.block("read_out")),
     )  # fmt: skip
 
 
-def _relate(
-    form: _Form, g: Tensor | None, cu_seqlens: Tensor | None, directions: Tensor, d_output: Tensor | None, tokens: int
-) -> list[Tensor]:
-    """Matrices of tokens against tokens: W with gates, W ⊙ H Hᵀ with N, and W ⊙ dO Hᵀ with dO; empty without."""
-    needed = g is not None, form.constants["UNIT"], d_output is not None
-    slots, heads = directions.shape[:2]
-    squares = [_scratch(directions, slots * heads * there, form.chunk * form.chunk) for there in needed]
-    if any(needed):
-        relate_chunks[(slots * heads,)](
-            g, cu_seqlens, form.sequence_of, directions, d_output, *squares, tokens, heads,
-            *strides(g), *strides(d_output),
-            **form.arguments("relate_chunks", "M", "OBJECTIVE", BACKWARD=d_output is not None),
-        )  # fmt: skip
-    return squares
+def _slot_blocks(form: _Form, kernel: str) -> tuple[int, int]:
+    """Programs of a head that walk along time, and how many slots each has: all of them where they need each other."""
+    columns = form.constants["M"]
+    block = form.block(kernel) if form.is_by_slot else block_width(columns, WIDTH)
+    return cdiv(columns, block), block
 
 
 def _scratch(like: Tensor, rows: int, numbers: int) -> Tensor:
@@ -247,7 +271,7 @@ def orthogonal_recurrence_backward(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     tokens, heads, width = v.shape[1:]
     columns = k.shape[3]
-    form = _form(k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
+    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
     grads = _gradients_like(q, k, v, gamma, g, threshold, initial_state)
     with torch.cuda.device_of(q):
         if form.is_exact:
@@ -271,43 +295,34 @@ def _differentiate_chunks(
     cu_seqlens: Tensor | None, scale: float, final: Tensor, kept: list[Tensor], d_output: Tensor,
     d_final: Tensor | None, grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
-    states, directions, answers, _ = kept
+    states, found, _, _ = kept
     d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
     tokens, heads, width = v.shape[1:]
-    columns, rows, unit, gated = k.shape[3], form.slots * heads, form.constants["UNIT"], g is not None
-    squares = _relate(form, g, cu_seqlens, directions, d_output, tokens)
-    d_directions, d_states, d_answers = (torch.empty_like(x) for x in (directions, states, answers))
-    d_coefficients = _scratch(q, rows, form.chunk * columns)
-    # What `differentiate_slots` leaves for the kernels after it.
-    needed = True, unit, unit and gated, unit and gated, answers.numel() > 0 and gated
-    parts = [_scratch(q, rows * there, form.chunk * columns) for there in needed]
-    block = form.columns("differentiate_slots")
-    blocks = cdiv(columns, block)
-    parts.append(_scratch(q, rows * blocks, 2 * form.chunk))
-    differentiate_slots[(rows * blocks,)](
-        q, k, gamma, g, cu_seqlens, form.sequence_of, states, answers, d_output, *squares,
-        d_q, d_coefficients, d_answers, d_states, *parts, scale, tokens, heads,
-        *strides(q), *strides(k), *strides(gamma), *strides(g), *strides(d_output),
-        **form.arguments("differentiate_slots", BLOCK=block),
-    )  # fmt: skip
-    differentiate_directions[(rows,)](
-        k, gamma, cu_seqlens, form.sequence_of, states, directions, answers, d_output, squares[0], parts[0], parts[1],
-        parts[-1], d_directions, tokens, heads, *strides(k), *strides(gamma), *strides(d_output),
-        **form.arguments("differentiate_directions", BLOCK=block, STEP=form.columns("differentiate_directions")),
-    )  # fmt: skip
+    columns, rows, gated = k.shape[3], form.slots * heads, g is not None
+
+    d_coefficients, d_directions = _scratch(q, rows, columns * form.chunk), _scratch(q, rows, width * form.chunk)
+    d_states, d_after = (torch.empty_like(states, dtype=torch.float32) for _ in range(2))
+    d_found = torch.empty_like(found)
+    d_values = _scratch(q, rows * (form.constants["OBJECTIVE"] == "ttt"), width * form.chunk)
     from_gates = _scratch(q, rows * gated, form.chunk)
-    if gated:
-        differentiate_gates[(rows,)](
-            k, gamma, g, cu_seqlens, form.sequence_of, states, answers, *squares, *parts, from_gates, tokens, heads,
-            *strides(k), *strides(gamma), *strides(g),
-            **form.arguments("differentiate_gates", BLOCK=block, STEP=form.columns("differentiate_gates")),
-        )  # fmt: skip
-    retreat_chunks[(form.sequences * heads,)](
+    differentiate_outputs[(rows,)](
+        q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output,
+        d_q, d_coefficients, d_directions, d_states, from_gates, scale, tokens, heads,
+        *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(d_output),
+        **form.arguments("differentiate_outputs", BLOCK=form.block("differentiate_outputs")),
+    )  # fmt: skip
+    blocks, block = _slot_blocks(form, "retreat_chunks")
+    retreat_chunks[(form.sequences * heads * blocks,)](
         k, v, gamma, g, initial_state, cu_seqlens, *kept, final, d_final,
-        _scratch(q, form.sequences * heads, width * form.chunk), from_gates,
-        d_coefficients, d_directions, d_states, d_answers, d_k, d_v, d_gamma, d_g, d_initial, tokens, heads,
+        d_directions, d_states, d_after, d_found, d_values, d_initial, tokens, heads,
         *strides(k), *strides(v), *strides(gamma), *strides(g),
-        **form.arguments("retreat_chunks", STEP=form.columns("retreat_chunks"), HAS_FINAL=d_final is not None),
+        **form.arguments("retreat_chunks", BLOCK=block, HAS_FINAL=d_final is not None),
+    )  # fmt: skip
+    differentiate_inputs[(rows,)](
+        k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_coefficients, d_directions, d_after, d_found,
+        d_values, from_gates, d_k, d_v, d_gamma, d_g, tokens, heads,
+        *strides(k), *strides(v), *strides(gamma), *strides(g),
+        **form.arguments("differentiate_inputs", BLOCK=form.block("differentiate_inputs")),
     )  # fmt: skip
 
 
