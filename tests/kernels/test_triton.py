@@ -710,7 +710,7 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
     if error is mean_error:
         factor = 100  # one entry cut off here and not there is a difference in all that follows it
     for name, value in exact.items():
-        # Float32 products of tensor cores cut off what they add up. Over thousands of tokens the gradients of u and of A
+        # Float32 products of tensor cores cut off what they add up: over thousands of tokens the gradients of u and A
         # are up to 5e-5 and 1.4e-4 off, the torch form's 2e-6; in Triton's interpreter both forms are equally near.
         summed = function in VARIATIONAL and dtype == torch.float32
         of_name = {"u": 25, "A": 100}.get(name, factor) if summed else factor
