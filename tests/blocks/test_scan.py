@@ -1,3 +1,4 @@
+import copy
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ from longseq import mixers
 from longseq.blocks import scan
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
 from longseq.blocks.scan import DIRECTIONS, SHARING, Directions, reorder, restore, scan_orders
+from longseq.kernels.testing import error
 from longseq.parameters import count_parameters
 
 ORDERS = scan_orders("cross")
@@ -108,7 +110,7 @@ def gradients_of(layer, x, layout, mask, monkeypatch=None):
     x = x.clone().requires_grad_()
     y = layer(x, layout, mask=mask)
     real = torch.ones(y.shape[:2], dtype=torch.bool) if mask is None else mask
-    weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(y)
     names, parameters = zip(*layer.named_parameters(), strict=True)
     grads = torch.autograd.grad((y * weights)[real].sum(), [x, *parameters])
     return {"y": y[real], **dict(zip(["x", *names], grads, strict=True))}
@@ -158,6 +160,23 @@ def test_a_pair_launches_each_operation_once(monkeypatch, mixer, share):
     paired = count_calls(layer, x)
     forward = count_calls(build(mixer, "forward").float(), x)
     assert 0 < paired == forward
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
+def test_pairs_on_the_gpu(monkeypatch, mixer):
+    torch.manual_seed(0)
+    layer = Directions(partial(mixers.create, mixer, 192), scan_orders("bidirectional"))
+    x = torch.randn(6, 197, 192)
+    exact = gradients_of(copy.deepcopy(layer).double(), x.double(), None, None)
+    layer, x = layer.cuda(), x.cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        paired = gradients_of(layer, x, None, None)
+        single = gradients_of(layer, x, None, None, monkeypatch)
+    for name, value in exact.items():
+        # Two sums of rounded numbers in another order: neither is the better one.
+        allowed = 3 * error(single[name].cpu(), value) + 1e-3
+        assert error(paired[name].cpu(), value) <= allowed, name
 
 
 @pytest.mark.parametrize("share", SHARING)
