@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
+from longseq.kernels.delta_rule.triton_segments import summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import (
     ROW,
@@ -41,9 +42,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 128),
         "read_through": Launch(64, 0, 4, 1),
+        "summarize": Launch(64, 0, 4, 3),
         "advance": Launch(64, 0, 4, 3),
         "read_out": Launch(64, 64, 4, 1),
         "retreat_short": Launch(64, 0, 4, 3),
+        "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
         "differentiate_inputs": Launch(64, 64, 4, 1, 128),
@@ -51,8 +54,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
+        "summarize": Launch(64, 0, 4, 3),
         "advance": Launch(64, 0, 4, 3),
         "read_out": Launch(128, 64, 4, 2),
+        "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
         "differentiate_inputs": Launch(64, 64, 4, 1),
@@ -60,8 +65,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 256): {
         "prepare": Launch(64, 0, 4, 1, 168),
+        "summarize": Launch(64, 0, 8, 2),
         "advance": Launch(64, 0, 8, 2),
         "read_out": Launch(128, 64, 4, 2),
+        "retreat_summary": Launch(32, 0, 8, 2),
         "retreat": Launch(32, 0, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2),
         "differentiate_inputs": Launch(64, 64, 8, 1, 128),
@@ -71,8 +78,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 LAUNCHES |= {
     (4, width): {
         "prepare": Launch(32, 0, 4, 1),
+        "summarize": Launch(16, 0, 8, 1),
         "advance": Launch(16, 0, 8, 1),
         "read_out": Launch(64, 32, 4, 1),
+        "retreat_summary": Launch(16, 0, 8, 1),
         "retreat": Launch(16, 0, 8, 1),
         "differentiate_scores": Launch(0, 32, 4, 1),
         "differentiate_inputs": Launch(64, 32, 8, 1),
@@ -87,6 +96,12 @@ SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
 LARGEST_ROWS = 64  # of values, that a program looks at at a time
 SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
+# Programs of `advance` that a GPU of 132 multiprocessors runs side by side, by the table's keys: where fewer sequences,
+# heads and blocks of columns would leave it idle, sequences are cut into segments of time. Not measured yet. A
+# transition of 256 x 256 float32 numbers does not fit into shared memory: 0.
+PROGRAMS = {(2, 64): 264, (2, 128): 264, (2, 256): 132, (4, 64): 132, (4, 128): 132, (4, 256): 0}
+FEWEST_SEGMENTS = 4  # fewer would not win back that half of the walk is walked twice
+SHORTEST_SEGMENT = 8  # chunks
 
 
 class _Plan(NamedTuple):
@@ -97,6 +112,8 @@ class _Plan(NamedTuple):
     slots: int  # chunks of all sequences, at most
     sequences: int
     short: bool
+    span: int  # chunks of a segment of time; 0: sequences are not cut
+    walks: int  # sequences, or segments of all of them, at most
     narrowest: int  # block of columns
     launches: dict[str, Launch]
 
@@ -122,18 +139,42 @@ class _Plan(NamedTuple):
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     """The plan of a call. `v` may be any tensor of v's shape and dtype."""
-    batch, tokens, _, key_dim = k.shape
+    batch, tokens, heads, key_dim = k.shape
     dtype = torch.float16 if half else torch.float32
     width = max(key_dim, v.shape[3])
     short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
     chunk = SHORT_CHUNK if short else CHUNKS[dtype.itemsize]
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
-    launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
+    key = dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256
+    launches = LAUNCHES[key]
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
     narrowest = ROW[2] if half and not short else 16
-    return _Plan(dtype, chunk, slots, sequences, short, narrowest, launches)
+    plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, launches)
+    if short:
+        return plan
+    lanes = heads * triton.cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    span = _find_span(PROGRAMS[key], lanes, batch, sequences, triton.cdiv(tokens, chunk))
+    if not span:
+        return plan
+    return plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
+
+
+def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: int) -> int:
+    """How many chunks of one of so many rows of the batch make a segment of time; 0: none are cut.
+
+    `lanes` programs walk through a sequence side by side. Packed sequences are cut as the one that they lie in, unless
+    there are enough of them. By comparisons where sizes may be symbols of torch.compile.
+    """
+    most = programs // (batch * lanes)
+    if most < FEWEST_SEGMENTS or 2 * sequences * lanes > programs:
+        return 0
+    span = SHORTEST_SEGMENT
+    while span * span < chunks:  # `connect` walks through segments as the others do through chunks
+        span *= 2
+    span = max(span, triton.cdiv(chunks, most))
+    return span if chunks > (FEWEST_SEGMENTS - 1) * span else 0
 
 
 def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
@@ -221,12 +262,25 @@ def delta_rule(
             BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
         )  # fmt: skip
+        walk = {
+            "GATED": g is not None, "HAS_INITIAL": initial_state is not None,
+            "DTYPE": TRITON_DTYPES[plan.dtype], "BLOCK_K": plan.whole(key_dim), **constants,
+        }  # fmt: skip
+        offsets = None
+        if plan.span:
+            offsets = _allocate_offsets(plan, k, v)
+            block = plan.block("summarize", max(key_dim, value_dim))
+            blocks = triton.cdiv(value_dim, block) + triton.cdiv(key_dim, block)
+            summarize[(plan.walks * heads * blocks,)](
+                initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
+                offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
+                BLOCK=block, **walk, **plan.options("summarize"),
+            )  # fmt: skip
         block = plan.block("advance", value_dim)
-        advance[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
-            initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, kept.states,
-            final, tokens, heads, GATED=g is not None, HAS_INITIAL=initial_state is not None,
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
-            **constants, **plan.options("advance"),
+        advance[(plan.walks * heads * triton.cdiv(value_dim, block),)](
+            initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
+            offsets, kept.transitions, kept.states, final, plan.sequences, plan.span, tokens, heads,
+            SEGMENTED=plan.span > 0, BLOCK=block, **walk, **plan.options("advance"),
         )  # fmt: skip
         block = plan.block("read_out", value_dim)
         read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
@@ -256,6 +310,7 @@ class _Kept(NamedTuple):
     written: Tensor  # (X V)ᵀ, then Uᵀ
     decays: Tensor  # e^{b_C}, empty without gates
     states: Tensor  # Sᵀ before each chunk
+    transitions: Tensor  # of each segment of time from no other than the second to the last but one
 
 
 def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
@@ -273,8 +328,14 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
     written, states = tiles(slots, value_dim, plan.chunk), tiles(slots, value_dim, key_dim)
+    transitions = v.new_empty((plan.walks if plan.span else 0, heads, key_dim, key_dim), dtype=plan.dtype)
     final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states)
+    return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states, transitions)
+
+
+def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
+    """What each segment of time leaves by itself."""
+    return v.new_empty((plan.walks, k.shape[2], v.shape[3], k.shape[3]), dtype=torch.float32)
 
 
 def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
@@ -321,19 +382,23 @@ def delta_rule_backward(
     block_k = plan.block(differentiate, key_dim)
     parts = triton.cdiv(key_dim, block_k)
     d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
-    block = plan.block(plan.retreat, value_dim)
-    assert not plan.short or block >= value_dim, "of short sequences one program of `retreat` holds all value columns"
+    d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
+    walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
     with torch.cuda.device_of(q):
         d_largest = _find_largest(plan, d_output, d_final)
-        retreat[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
-            g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
-            ours.decays, d_output, d_final,
-            d_states, d_written, d_v, d_attention, d_lower, d_initial,
-            scale, tokens, heads, *strides(g), *strides(d_output),
-            GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
-            **constants, **plan.options(plan.retreat),
-        )  # fmt: skip
+        for walk in walks:
+            block = plan.block(walk, value_dim)
+            assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
+            retreat[(plan.walks * heads * triton.cdiv(value_dim, block),)](
+                g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
+                ours.decays, d_output, d_final,
+                d_offsets, ours.transitions, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+                scale, plan.sequences, plan.span, tokens, heads, *strides(g), *strides(d_output),
+                GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
+                SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
+                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
+                **constants, **plan.options(walk),
+            )  # fmt: skip
         if not plan.short:
             differentiate_scores[(plan.slots * heads,)](
                 g, d_largest, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,

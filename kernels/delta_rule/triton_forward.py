@@ -12,6 +12,7 @@ holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits fo
 import triton
 import triton.language as tl
 
+from longseq.kernels.delta_rule.triton_segments import connect, find_segment
 from longseq.kernels.triton_tiles import (
     LARGEST_PARTS,
     PLAIN,
@@ -149,28 +150,39 @@ def prepare(
         store_block(erased + place * CHUNK * K, 0, e, -read, CHUNK, K, CHUNK, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def advance(
-    initial, largest, cu_seqlens, writes, erased, written, decays, states, final, T, H,
+    initial, largest, cu_seqlens, writes, erased, written, decays, offsets, transitions, states, final,
+    sequences, span, T, H,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence: U in place of X V, and the states before each chunk."""
+    """BLOCK value columns of one head of one sequence or segment: U for X V, and the states before each chunk."""
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    segment, number, last, begin = n, 0, 0, 0
+    if SEGMENTED:
+        n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
     _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    if not SEGMENTED:
+        stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
 
     unit = unit_scale(largest, SCALED)
     state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_INITIAL:
         state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
         state = tl.trans(state.to(tl.float32) * unit)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    offered = load_block(written + (slot * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
-    for m in range(0, chunks):
+    if SEGMENTED:
+        if number > 0:
+            before = tl.minimum(number, last)
+            state = connect(
+                offsets, transitions, segment - number, before, head, H, column, K, V, False, PRECISION, BLOCK_K, BLOCK
+            )
+    offered = load_block(written + ((slot + begin) * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    for m in range(begin, stop):
         place = (slot + m) * H + head
         whole = 1.0
         if GATED:
@@ -178,7 +190,7 @@ def advance(
         erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         # A turn early: the compiler prefetches the operands of products alone.
-        following = (slot + tl.minimum(m + 1, chunks - 1)) * H + head
+        following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
         later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
 
         before = state.to(DTYPE)
@@ -187,7 +199,8 @@ def advance(
         store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
         state = tl.dot(u, write, state * whole, input_precision=PRECISION)
         offered = later
-    store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
+    if number == last:
+        store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
