@@ -55,7 +55,14 @@ TRIALS: dict[str, Trial] = {
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
         {"K": 64, "V": 64},
-        (Case("plain", 1100), Case("gated", 1100), Case("gated_write_key", 130), Case("gated", 130, REVERSED)),
+        (
+            Case("plain", 1100),
+            Case("gated_write_key", 130),
+            Case("gated", 130, REVERSED),
+            # Cut into segments of time, of which one hands much to the next.
+            Case("gated", 2100),
+            Case("correlated_keys", 2100),
+        ),
     ),
     "head_features": Trial(
         {"K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))

@@ -13,7 +13,7 @@ Gradients of states, of U and of V are handed on transposed, as those are themse
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import connect, find_segment
+from longseq.kernels.delta_rule.triton_segments import find_segment
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
@@ -49,7 +49,7 @@ def _store_scores(
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def retreat(
     g, d_largest, cu_seqlens, squares, queries, writes, erased, written, decays, d_output, d_final,
-    d_offsets, transitions, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+    d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
     scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
@@ -83,10 +83,7 @@ def retreat(
         d_state = tl.trans(d_state.to(tl.float32) * tl.where(number == last, unit, 0.0))
     if SEGMENTED and not SUMMARY:
         if number < last:
-            after = segment - number + last
-            d_state = connect(
-                d_offsets, transitions, after, last - number, head, H, column, K, V, True, PRECISION, BLOCK_K, BLOCK
-            )
+            d_state = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK

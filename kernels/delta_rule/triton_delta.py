@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
-from longseq.kernels.delta_rule.triton_segments import summarize
+from longseq.kernels.delta_rule.triton_segments import connect, summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import (
     ROW,
@@ -43,6 +43,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "prepare": Launch(64, 0, 4, 1, 128),
         "read_through": Launch(64, 0, 4, 1),
         "summarize": Launch(64, 0, 4, 3),
+        "connect": Launch(16, 0, 4, 3),
         "advance": Launch(64, 0, 4, 3),
         "read_out": Launch(64, 64, 4, 1),
         "retreat_short": Launch(64, 0, 4, 3),
@@ -55,6 +56,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
+        "connect": Launch(16, 0, 4, 3),
         "advance": Launch(64, 0, 4, 3),
         "read_out": Launch(128, 64, 4, 2),
         "retreat_summary": Launch(64, 0, 4, 3),
@@ -66,6 +68,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 256): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 8, 2),
+        "connect": Launch(16, 0, 8, 1),
         "advance": Launch(64, 0, 8, 2),
         "read_out": Launch(128, 64, 4, 2),
         "retreat_summary": Launch(32, 0, 8, 2),
@@ -79,6 +82,7 @@ LAUNCHES |= {
     (4, width): {
         "prepare": Launch(32, 0, 4, 1),
         "summarize": Launch(16, 0, 8, 1),
+        "connect": Launch(16, 0, 8, 1),
         "advance": Launch(16, 0, 8, 1),
         "read_out": Launch(64, 32, 4, 1),
         "retreat_summary": Launch(16, 0, 8, 1),
@@ -121,6 +125,11 @@ class _Plan(NamedTuple):
     def retreat(self) -> str:
         """The table's name for the kernel `retreat`, which does more for short sequences."""
         return "retreat_short" if self.short else "retreat"
+
+    @property
+    def precision(self) -> str:
+        """Of the matrix products of float32 numbers."""
+        return "tf32x3" if self.dtype == torch.float32 else "tf32"
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
@@ -184,7 +193,7 @@ def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
         "V": v.shape[3],
         "PACKED": cu_seqlens is not None,
         "SCALED": plan.dtype == torch.float16,
-        "PRECISION": "tf32x3" if plan.dtype == torch.float32 else "tf32",
+        "PRECISION": plan.precision,
         "CHUNK": plan.chunk,
     }
 
@@ -276,10 +285,11 @@ def delta_rule(
                 offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
                 BLOCK=block, **walk, **plan.options("summarize"),
             )  # fmt: skip
+            _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
         block = plan.block("advance", value_dim)
         advance[(plan.walks * heads * triton.cdiv(value_dim, block),)](
             initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
-            offsets, kept.transitions, kept.states, final, plan.sequences, plan.span, tokens, heads,
+            offsets, kept.states, final, plan.sequences, plan.span, tokens, heads,
             SEGMENTED=plan.span > 0, BLOCK=block, **walk, **plan.options("advance"),
         )  # fmt: skip
         block = plan.block("read_out", value_dim)
@@ -331,6 +341,19 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
     transitions = v.new_empty((plan.walks if plan.span else 0, heads, key_dim, key_dim), dtype=plan.dtype)
     final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states, transitions)
+
+
+def _connect(
+    plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, transitions: Tensor, tokens: int, back: bool
+) -> None:
+    """Follow the states, or back their gradients, through the segments of time."""
+    heads, value_dim, key_dim = offsets.shape[1:]
+    block = plan.block("connect", value_dim)
+    connect[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
+        cu_seqlens, offsets, transitions, plan.span, tokens, heads, BACK=back, K=key_dim, V=value_dim,
+        PACKED=cu_seqlens is not None, CHUNK=plan.chunk, PRECISION=plan.precision,
+        BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
+    )  # fmt: skip
 
 
 def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
@@ -392,13 +415,15 @@ def delta_rule_backward(
             retreat[(plan.walks * heads * triton.cdiv(value_dim, block),)](
                 g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
                 ours.decays, d_output, d_final,
-                d_offsets, ours.transitions, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+                d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
                 scale, plan.sequences, plan.span, tokens, heads, *strides(g), *strides(d_output),
                 GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
                 SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
                 DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
                 **constants, **plan.options(walk),
             )  # fmt: skip
+            if walk == "retreat_summary":
+                _connect(plan, cu_seqlens, d_offsets, ours.transitions, tokens, back=True)
         if not plan.short:
             differentiate_scores[(plan.slots * heads,)](
                 g, d_largest, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,

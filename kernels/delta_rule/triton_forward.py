@@ -12,7 +12,7 @@ holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits fo
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import connect, find_segment
+from longseq.kernels.delta_rule.triton_segments import find_segment
 from longseq.kernels.triton_tiles import (
     LARGEST_PARTS,
     PLAIN,
@@ -152,7 +152,7 @@ def prepare(
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def advance(
-    initial, largest, cu_seqlens, writes, erased, written, decays, offsets, transitions, states, final,
+    initial, largest, cu_seqlens, writes, erased, written, decays, offsets, states, final,
     sequences, span, T, H,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
@@ -177,10 +177,7 @@ def advance(
         state = tl.trans(state.to(tl.float32) * unit)
     if SEGMENTED:
         if number > 0:
-            before = tl.minimum(number, last)
-            state = connect(
-                offsets, transitions, segment - number, before, head, H, column, K, V, False, PRECISION, BLOCK_K, BLOCK
-            )
+            state = load_block(offsets + ((segment - 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
     offered = load_block(written + ((slot + begin) * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head

@@ -7,10 +7,9 @@ the state's gradient back,
 
 A segment is a run of chunks. `summarize` walks it from the identity to its transition, the product of its M, and from
 no state to its offset, what it leaves by itself; `retreat` finds the offsets of gradients likewise. The first segment
-is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
-needed of the segments between alone, and are the same for both. `connect` then follows a state through the segments
-before the one that a program of `advance` or `retreat` begins with. Transitions are rounded as the states are that the
-walks multiply.
+is is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
+needed of the segments between alone, and are the same for both. `connect` follows the state through them, and `advance`
+and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply.
 """
 
 import triton
@@ -47,24 +46,6 @@ def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, 
     number, last = number.to(tl.int32), tl.maximum(tl.cdiv(chunks, span) - 1, 0)
     first = tl.minimum(number * span, chunks)
     return n, number, last, first, tl.minimum(first + span, chunks)
-
-
-@triton.jit
-def connect(
-    offsets, transitions, segment, segments, head, H, column,
-    K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows of what so many segments from `segment` on leave of the state; BACK: backwards, of its gradient."""
-    state = load_block(offsets + (segment * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
-    for j in range(1, segments):
-        place = (segment - j if BACK else segment + j) * H + head
-        transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
-        offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
-        if BACK:
-            transition = tl.trans(transition)
-        state = tl.dot(state.to(transition.dtype), transition, offset, input_precision=PRECISION)
-    return state
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
@@ -116,3 +97,35 @@ def summarize(
         else:
             row = column - of_offset * BLOCK
             store_block(transitions + place * K * K, row, 0, state, K, K, BLOCK, BLOCK_K)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "span"])
+def connect(
+    cu_seqlens, offsets, transitions, span, T, H,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value columns of one head of one sequence: the states that segments leave, in place of their offsets.
+
+    BACK: the gradients of the states before segments, from the last segment on.
+    """
+    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    _, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    segments = tl.cdiv((end - start).to(tl.int32), span * CHUNK)
+    first = n * segments
+    if PACKED:
+        first = start // (span * CHUNK) + n
+    if BACK:
+        first += tl.maximum(segments - 1, 0)
+    state = load_block(offsets + (first * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    for j in range(1, segments - 1):
+        place = (first - j if BACK else first + j) * H + head
+        transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
+        if BACK:
+            transition = tl.trans(transition)
+        offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+        state = tl.dot(state.to(transition.dtype), transition, offset, input_precision=PRECISION)
+        store_block(offsets + place * K * V, column, 0, state, V, K, BLOCK, BLOCK_K)
