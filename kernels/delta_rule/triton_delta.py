@@ -104,6 +104,7 @@ SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough regis
 # heads and blocks of columns would leave it idle, sequences are cut into segments of time. Not measured yet. A
 # transition of 256 x 256 float32 numbers does not fit into shared memory: 0.
 PROGRAMS = {(2, 64): 264, (2, 128): 264, (2, 256): 132, (4, 64): 132, (4, 128): 132, (4, 256): 0}
+READ_ALONG = False
 FEWEST_SEGMENTS = 4  # fewer would not win back that half of the walk is walked twice
 SHORTEST_SEGMENT = 8  # chunks
 
@@ -267,7 +268,8 @@ def delta_rule(
             kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SAVE=save, SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
+            GATED=g is not None, REVERSE=reverse, SAVE=save or READ_ALONG, SCORES=score_dtype,
+            DTYPE=TRITON_DTYPES[plan.dtype],
             BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
         )  # fmt: skip
@@ -288,18 +290,20 @@ def delta_rule(
             _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
         block = plan.block("advance", value_dim)
         advance[(plan.walks * heads * triton.cdiv(value_dim, block),)](
-            initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
-            offsets, kept.states, final, plan.sequences, plan.span, tokens, heads,
-            SEGMENTED=plan.span > 0, BLOCK=block, **walk, **plan.options("advance"),
+            initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
+            kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
+            SEGMENTED=plan.span > 0, READ=READ_ALONG, SAVE=save or not READ_ALONG, REVERSE=reverse,
+            BLOCK=block, **walk, **plan.options("advance"),
         )  # fmt: skip
-        block = plan.block("read_out", value_dim)
-        read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
-            q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
-            scale, tokens, heads, *strides(q), *strides(g),
-            GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
-            BLOCK=block, STEP=plan.step("read_out", key_dim),
-            **constants, **plan.options("read_out"),
-        )  # fmt: skip
+        if not READ_ALONG:
+            block = plan.block("read_out", value_dim)
+            read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
+                q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
+                scale, tokens, heads, *strides(q), *strides(g),
+                GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
+                BLOCK=block, STEP=plan.step("read_out", key_dim),
+                **constants, **plan.options("read_out"),
+            )  # fmt: skip
     return output, final, [*kept, largest] if save else []
 
 
@@ -334,7 +338,7 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
 
     # Finding X takes room even where it is not kept: there of one chunk of each sequence at a time.
     squares = tiles(slots or plan.sequences, 2, plan.chunk, plan.chunk)
-    queries = tiles(slots if save else 0, plan.chunk, key_dim)
+    queries = tiles(slots if save or READ_ALONG else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
     written, states = tiles(slots, value_dim, plan.chunk), tiles(slots, value_dim, key_dim)

@@ -152,10 +152,10 @@ def prepare(
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def advance(
-    initial, largest, cu_seqlens, writes, erased, written, decays, offsets, states, final,
+    initial, largest, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
     sequences, span, T, H,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: U for X V, and the states before each chunk."""
@@ -166,7 +166,8 @@ def advance(
     segment, number, last, begin = n, 0, 0, 0
     if SEGMENTED:
         n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
-    _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT: tl.constexpr = -1 if REVERSE else 1
     if not SEGMENTED:
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
 
@@ -191,9 +192,19 @@ def advance(
         later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
 
         before = state.to(DTYPE)
-        store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
+        if SAVE:
+            store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
         u = tl.dot(before, tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
-        store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+        if SAVE:
+            store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+        if READ:
+            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+            among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
+            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) / unit
+            t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
+            output_row = output + ((row * T + t) * H + head) * V
+            store_tokens(output_row, H * V * NEXT, end - start - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         state = tl.dot(u, write, state * whole, input_precision=PRECISION)
         offered = later
     if number == last:
