@@ -254,7 +254,7 @@ def delta_rule(
         largest = _find_largest(plan, v, initial_state)
         if plan.short:
             read_through[(plan.sequences * heads,)](
-                q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept, output, final,
+                q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept[:-1], output, final,
                 scale, tokens, heads,
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
@@ -426,7 +426,7 @@ def delta_rule_backward(
                 DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
                 **constants, **plan.options(walk),
             )  # fmt: skip
-            if walk == "retreat_summary":
+            if d_offsets is not None and walk == "retreat_summary":
                 _connect(plan, cu_seqlens, d_offsets, ours.transitions, tokens, back=True)
         if not plan.short:
             differentiate_scores[(plan.slots * heads,)](
