@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -62,9 +61,19 @@ def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) ->
         table[row["kernel"]] = Launch(**row["launch"])
 
 
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up. Triton's own of this name and the next are functions for kernels, slow on the host."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is at least as large."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def block_width(width: int, least: int = 16) -> int:
     """The narrowest block of so many columns that matrix products take, of at `least` so many."""
-    return max(least, triton.next_power_of_2(width))
+    return max(least, next_power_of_2(width))
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.triton_launch import next_power_of_2
+
 # A token's strides, and the heads: no kernel gets faster by being compiled for their values.
 UNSPECIALISED = ["H"] + [
     f"{name}_{axis}"
@@ -30,15 +32,15 @@ class Tile(NamedTuple):
 
 def column_tile(rows: int, columns: int, numbers: int = WARP) -> Tile:
     """Of a matrix whose rows a program must hold together: all of them, and columns up to so many numbers in all."""
-    rows = triton.next_power_of_2(rows)
-    columns = min(triton.next_power_of_2(columns), max(COLUMNS, numbers // rows))
+    rows = next_power_of_2(rows)
+    columns = min(next_power_of_2(columns), max(COLUMNS, numbers // rows))
     return Tile(rows, columns, min(max(rows * columns // WARP, 1), 8))
 
 
 def row_tile(rows: int, columns: int, numbers: int) -> Tile:
     """Of a matrix whose columns one warp must hold together: all of them, and rows up to so many numbers in all."""
-    columns = triton.next_power_of_2(columns)
-    return Tile(min(triton.next_power_of_2(rows), max(numbers // columns, 1)), columns, 1)
+    columns = next_power_of_2(columns)
+    return Tile(min(next_power_of_2(rows), max(numbers // columns, 1)), columns, 1)
 
 
 def strides(tensor: Tensor | None) -> tuple[int, int]:

@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block, and of a warp's; programs of the gradient at most, each of which
 # walks through blocks a whole grid apart and adds up the gradients of weight and bias.
@@ -94,12 +96,12 @@ def differentiate_norm(
 
 def _blocks(width: int) -> dict[str, int]:
     """Rows and columns of a program's block, and its warps."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     rows = max(1, BLOCK // columns)
     return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
 
 
-@torch.library.custom_op("longseq::add_norm", mutates_args=())
+@custom_op("add_norm")
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,7 @@ def add_norm(
     blocks = _blocks(rows.shape[1])
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            normalise[(triton.cdiv(rows.shape[0], blocks["BLOCK_R"]),)](
+            normalise[(cdiv(rows.shape[0], blocks["BLOCK_R"]),)](
                 rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y,
                 rows.shape[0], rows.stride(0), 0 if branches is None else branches.stride(0), eps,
                 D=rows.shape[1], HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, CENTRED=centred, **blocks,
@@ -129,7 +131,7 @@ def _allocate(x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Ten
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype)), y
 
 
-@torch.library.custom_op("longseq::add_norm_backward", mutates_args=())
+@custom_op("add_norm_backward")
 def add_norm_backward(
     total: Tensor,
     weight: Tensor,
@@ -146,7 +148,7 @@ def add_norm_backward(
     dx = total.new_empty(total.shape, dtype=dtype)
     d_branch = total.new_empty((0,) if branch_dtype is None else total.shape, dtype=branch_dtype)
     shape = _blocks(rows.shape[1])
-    blocks = triton.cdiv(rows.shape[0], shape["BLOCK_R"])
+    blocks = cdiv(rows.shape[0], shape["BLOCK_R"])
     parts = total.new_empty((1 + has_bias, min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32)
     if dx.numel():
         with torch.cuda.device_of(total):

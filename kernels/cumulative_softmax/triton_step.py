@@ -5,6 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
+from longseq.kernels.triton_launch import cdiv
+
 BLOCK = 256
 WARPS = 2
 
@@ -30,13 +33,13 @@ def _step(x, state, output, after, count, BLOCK: tl.constexpr):
     tl.store(after + i, tl.where(lead < 0.0, logit, before) + rest, mask=i < count)
 
 
-@torch.library.custom_op("longseq::cumulative_softmax_step", mutates_args=())
+@custom_op("cumulative_softmax_step")
 def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Returns g [B, H, M] in x's dtype and the next state [B, H, M] in float32."""
     x, state = x.contiguous(), state.contiguous()
     output, after = torch.empty_like(x), torch.empty_like(state)
     with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(triton.cdiv(x.numel(), BLOCK),)](x, state, output, after, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        _step[(cdiv(x.numel(), BLOCK),)](x, state, output, after, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
     return output, after
 
 

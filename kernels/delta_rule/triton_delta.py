@@ -15,9 +15,9 @@ keeps its inputs alone, and the backward pass begins with a forward pass.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_segments import connect, summarize
@@ -27,6 +27,7 @@ from longseq.kernels.triton_launch import (
     TRITON_DTYPES,
     Launch,
     block_width,
+    cdiv,
     count_sequences,
     count_slots,
     sequence_of_slots,
@@ -164,8 +165,8 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, launches)
     if short:
         return plan
-    lanes = heads * triton.cdiv(v.shape[3], plan.block("advance", v.shape[3]))
-    span = _find_span(PROGRAMS[key], lanes, batch, sequences, triton.cdiv(tokens, chunk))
+    lanes = heads * cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
     if not span:
         return plan
     return plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
@@ -183,7 +184,7 @@ def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: in
     span = SHORTEST_SEGMENT
     while span * span < chunks:  # `connect` walks through segments as the others do through chunks
         span *= 2
-    span = max(span, triton.cdiv(chunks, most))
+    span = max(span, cdiv(chunks, most))
     return span if chunks > (FEWEST_SEGMENTS - 1) * span else 0
 
 
@@ -210,7 +211,7 @@ def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
     if plan.dtype == torch.float32:
         return largest
     batch, tokens, heads, width = values.shape
-    programs = min(LARGEST_PARTS.value, triton.cdiv(batch * tokens * heads, LARGEST_ROWS))
+    programs = min(LARGEST_PARTS.value, cdiv(batch * tokens * heads, LARGEST_ROWS))
     find_largest[(programs,)](
         values, state, largest, tokens, heads, batch * tokens, programs, 0 if state is None else state.numel(),
         *strides(values), WIDTH=width, HAS_STATE=state is not None,
@@ -220,7 +221,7 @@ def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
     return largest
 
 
-@torch.library.custom_op("longseq::delta_rule", mutates_args=())
+@custom_op("delta_rule")
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -281,7 +282,7 @@ def delta_rule(
         if plan.span:
             offsets = _allocate_offsets(plan, k, v)
             block = plan.block("summarize", max(key_dim, value_dim))
-            blocks = triton.cdiv(value_dim, block) + triton.cdiv(key_dim, block)
+            blocks = cdiv(value_dim, block) + cdiv(key_dim, block)
             summarize[(plan.walks * heads * blocks,)](
                 initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
                 offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
@@ -289,7 +290,7 @@ def delta_rule(
             )  # fmt: skip
             _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
         block = plan.block("advance", value_dim)
-        advance[(plan.walks * heads * triton.cdiv(value_dim, block),)](
+        advance[(plan.walks * heads * cdiv(value_dim, block),)](
             initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
             kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
             SEGMENTED=plan.span > 0, READ=READ_ALONG, SAVE=save or not READ_ALONG, REVERSE=reverse,
@@ -297,7 +298,7 @@ def delta_rule(
         )  # fmt: skip
         if not READ_ALONG:
             block = plan.block("read_out", value_dim)
-            read_out[(plan.slots * heads * triton.cdiv(value_dim, block),)](
+            read_out[(plan.slots * heads * cdiv(value_dim, block),)](
                 q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
                 scale, tokens, heads, *strides(q), *strides(g),
                 GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
@@ -353,7 +354,7 @@ def _connect(
     """Follow the states, or back their gradients, through the segments of time."""
     heads, value_dim, key_dim = offsets.shape[1:]
     block = plan.block("connect", value_dim)
-    connect[(plan.sequences * heads * triton.cdiv(value_dim, block),)](
+    connect[(plan.sequences * heads * cdiv(value_dim, block),)](
         cu_seqlens, offsets, transitions, plan.span, tokens, heads, BACK=back, K=key_dim, V=value_dim,
         PACKED=cu_seqlens is not None, CHUNK=plan.chunk, PRECISION=plan.precision,
         BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
@@ -372,7 +373,7 @@ def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
     return tensors[0].dtype if agree and tensors[0].dtype.itemsize == plan.dtype.itemsize else plan.dtype
 
 
-@torch.library.custom_op("longseq::delta_rule_backward", mutates_args=())
+@custom_op("delta_rule_backward")
 def delta_rule_backward(
     q: Tensor,
     k: Tensor,
@@ -407,7 +408,7 @@ def delta_rule_backward(
     d_write_key = k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape)
     differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
     block_k = plan.block(differentiate, key_dim)
-    parts = triton.cdiv(key_dim, block_k)
+    parts = cdiv(key_dim, block_k)
     d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
     walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
@@ -416,7 +417,7 @@ def delta_rule_backward(
         for walk in walks:
             block = plan.block(walk, value_dim)
             assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
-            retreat[(plan.walks * heads * triton.cdiv(value_dim, block),)](
+            retreat[(plan.walks * heads * cdiv(value_dim, block),)](
                 g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
                 ours.decays, d_output, d_final,
                 d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,

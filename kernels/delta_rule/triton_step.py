@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import cdiv
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -46,7 +48,7 @@ def _step(
     store_vector(output + n * V, column, scale * o, V, BLOCK_V)
 
 
-@torch.library.custom_op("longseq::delta_rule_step", mutates_args=())
+@custom_op("delta_rule_step")
 def delta_rule_step(
     q: Tensor,
     k: Tensor,
@@ -64,7 +66,7 @@ def delta_rule_step(
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(key_dim, value_dim)
     with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(batch * heads * triton.cdiv(value_dim, tile.columns),)](
+        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
             q, k, v, beta, write_key, g, state, output, after, scale, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write_key), *strides(g),
             K=key_dim, V=value_dim, OWN_WRITE_KEY=write_key is not None, GATED=g is not None,

@@ -15,13 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.diagonal_scan.triton_backward import backward, gather
 from longseq.kernels.diagonal_scan.triton_forward import forward, prepare, summarize
-from longseq.kernels.triton_launch import count_sequences, count_slots, sequence_of_slots
+from longseq.kernels.triton_launch import (
+    cdiv,
+    count_sequences,
+    count_slots,
+    next_power_of_2,
+    sequence_of_slots,
+)
 
 
 class Walk(NamedTuple):
@@ -75,13 +81,13 @@ class _Plan(NamedTuple):
 def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, reverse: bool) -> _Plan:
     """The plan of a call."""
     batch, tokens, channels = x.shape
-    width = triton.next_power_of_2(key.shape[2])
+    width = next_power_of_2(key.shape[2])
     sequences = count_sequences(batch, cu_seqlens)
-    warps = sequences * triton.cdiv(channels, FORWARD.tile(width)["BLOCK_D"])
+    warps = sequences * cdiv(channels, FORWARD.tile(width)["BLOCK_D"])
     span, slots, sequence_of = 0, sequences, None
     if 0 < warps < FEWEST_WARPS:
         mean = batch * tokens // sequences
-        part = max(SHORTEST_PART, triton.next_power_of_2(triton.cdiv(mean * warps, WARPS)))
+        part = max(SHORTEST_PART, next_power_of_2(cdiv(mean * warps, WARPS)))
         if mean >= FEWEST_PARTS * part:
             span, slots = part, count_slots(batch, tokens, part, cu_seqlens)
             sequence_of = sequence_of_slots(slots, part, tokens, cu_seqlens)
@@ -101,7 +107,7 @@ def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> tuple[Tensor, Tensor | 
     prepared = key.new_empty((batch, tokens, 2, plan.width), dtype=torch.float32)
     norm = key.new_empty((batch, tokens), dtype=torch.float32) if longhorn else None
     if prepared.numel():
-        prepare[(batch * triton.cdiv(tokens, PREPARED),)](
+        prepare[(batch * cdiv(tokens, PREPARED),)](
             key, query, prepared, norm, tokens, entries, key.stride(0), key.stride(1), query.stride(0),
             query.stride(1), LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, num_warps=2,
         )  # fmt: skip
@@ -124,14 +130,14 @@ def _summarize(
     tokens, channels = x.shape[1:]
     products, ends = (x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32) for _ in range(2))
     launch = plan.launch(SUMMARY, channels)
-    summarize[(plan.slots * triton.cdiv(channels, launch["BLOCK_D"]),)](
+    summarize[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
         x, rate, prepared, norm, A, cu_seqlens, plan.sequence_of, products, ends,
         tokens, channels, *_strides(x, rate), ADJOINT=adjoint, **launch,
     )  # fmt: skip
     return products, ends
 
 
-@torch.library.custom_op("longseq::diagonal_scan", mutates_args=())
+@custom_op("diagonal_scan")
 def diagonal_scan(
     x: Tensor,
     rate: Tensor,
@@ -160,7 +166,7 @@ def diagonal_scan(
             prepared, norm = _prepare(plan, key, query)
             products, ends = _summarize(plan, x, rate, prepared, norm, A, cu_seqlens, adjoint=False)
             launch = plan.launch(FORWARD, channels)
-            forward[(plan.slots * triton.cdiv(channels, launch["BLOCK_D"]),)](
+            forward[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
                 x, rate, prepared, norm, A, final if initial_state is None else initial_state, cu_seqlens,
                 plan.sequence_of, products, ends, output, final, checkpoints, tokens, channels, *_strides(x, rate),
                 HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT, **launch,
@@ -173,7 +179,7 @@ def _(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save):
     return _allocate(x, key, cu_seqlens, save)
 
 
-@torch.library.custom_op("longseq::diagonal_scan_backward", mutates_args=())
+@custom_op("diagonal_scan_backward")
 def diagonal_scan_backward(
     x: Tensor,
     rate: Tensor,
@@ -202,7 +208,7 @@ def diagonal_scan_backward(
             prepared, norm = _prepare(plan, key, query)
             products, ends = _summarize(plan, d_output, rate, prepared, norm, A, cu_seqlens, adjoint=True)
             launch = plan.launch(BACKWARD, channels)
-            blocks = triton.cdiv(channels, launch["BLOCK_D"])
+            blocks = cdiv(channels, launch["BLOCK_D"])
             d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
             pieces = (plan.slots * blocks, CHECKPOINT // BACKWARD.tokens, plan.width, launch["BLOCK_D"])
             scratch = x.new_empty(pieces, dtype=torch.float32)
@@ -214,7 +220,7 @@ def diagonal_scan_backward(
                 HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, VECTOR=BACKWARD.vector, **launch,
             )  # fmt: skip
             if d_key.numel():
-                gather[(triton.cdiv(batch * tokens, GATHERED),)](
+                gather[(cdiv(batch * tokens, GATHERED),)](
                     d_prepared, d_key, d_query, blocks, batch * tokens,
                     N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
                 )  # fmt: skip
@@ -260,7 +266,7 @@ def _allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> 
 
 def _allocate_states(x: Tensor, key: Tensor, count: int) -> Tensor:
     """So many states [W, D], not yet written."""
-    return x.new_empty((count, triton.next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
+    return x.new_empty((count, next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -315,7 +321,7 @@ def _scan(
     tensors = (x, rate, key, query, A, initial_state)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     entries = key.shape[2]
-    spare = (0, 0, 0, triton.next_power_of_2(entries) - entries)
+    spare = (0, 0, 0, next_power_of_2(entries) - entries)
     A = None if A is None else F.pad(LOG2E * A.float().mT, spare)
     initial_state = None if initial_state is None else F.pad(initial_state.float().mT, spare)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import cdiv
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -40,7 +42,7 @@ def _step(
     store_vector(output + row * D, first, tl.sum(memory * queries[None, :], 1), D, BLOCK_D)
 
 
-@torch.library.custom_op("longseq::diagonal_scan_step", mutates_args=())
+@custom_op("diagonal_scan_step")
 def diagonal_scan_step(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +61,7 @@ def diagonal_scan_step(
     output, after = x.new_empty(x.shape), torch.empty_like(state)
     tile = row_tile(channels, width, NUMBERS)
     with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(batch * triton.cdiv(channels, tile.rows),)](
+        _step[(batch * cdiv(channels, tile.rows),)](
             x, rate, key, query, A, state, output, after,
             x.stride(0), rate.stride(0), key.stride(0), query.stride(0),
             D=channels, N=width, LONGHORN=A is None, BLOCK_D=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps,

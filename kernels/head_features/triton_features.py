@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
 from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block of one head, and of a warp's.
 BLOCK = 1024
@@ -136,13 +138,13 @@ def differentiate_features(
 def _launch(kernel, tensors, x: Tensor, heads: int, key_dim: int, feature_map: str, l1: bool) -> None:
     rows = as_rows(x)
     value_dim = rows.shape[1] // heads - 2 * key_dim
-    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    block_k, block_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
     widest = max(block_k, block_v)
     block = max(1, BLOCK // widest)
     if not rows.numel():
         return
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(triton.cdiv(rows.shape[0], block) * heads,)](
+        kernel[(cdiv(rows.shape[0], block) * heads,)](
             rows, *tensors, rows.shape[0], rows.stride(0),
             H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=KINDS[feature_map], L1=l1,
             BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v,
@@ -150,7 +152,7 @@ def _launch(kernel, tensors, x: Tensor, heads: int, key_dim: int, feature_map: s
         )  # fmt: skip
 
 
-@torch.library.custom_op("longseq::head_features", mutates_args=())
+@custom_op("head_features")
 def head_features(x: Tensor, num_heads: int, key_dim: int, feature_map: str, l1: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's dtype."""
     q, k, v = _allocate(x, num_heads, key_dim)
@@ -168,7 +170,7 @@ def _allocate(x: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tens
     return x.new_empty(keys), x.new_empty(keys), x.new_empty((*keys[:-1], x.shape[-1] // heads - 2 * key_dim))
 
 
-@torch.library.custom_op("longseq::head_features_backward", mutates_args=())
+@custom_op("head_features_backward")
 def head_features_backward(x: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, feature_map: str, l1: bool) -> Tensor:
     """The gradient of x."""
     dx = x.new_empty(x.shape)

@@ -15,9 +15,9 @@ queries and decayed keys are found again there.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.linear_attention.triton_passes import (
     decay_channels,
@@ -31,8 +31,10 @@ from longseq.kernels.triton_launch import (
     ROW,
     Launch,
     block_width,
+    cdiv,
     count_sequences,
     count_slots,
+    next_power_of_2,
     sequence_of_slots,
     strides,
     use_measured,
@@ -103,7 +105,7 @@ class _Plan(NamedTuple):
         return ROW[self.dtype.itemsize]
 
     def tiles(self, width: int) -> int:
-        return triton.cdiv(width, self.tile)
+        return cdiv(width, self.tile)
 
     def block(self, kernel: str, width: int) -> int:
         """The width of a program's block of so many columns."""
@@ -191,7 +193,7 @@ class _Passes:
         """`decayed` comes with a gate per channel, which is that of x and y."""
         plan, width = self.plan, x.shape[3]
         scores = _allocate_scores(plan, x)
-        tiles = {"TILE": plan.tile, "TILES": triton.next_power_of_2(plan.tiles(width))}
+        tiles = {"TILE": plan.tile, "TILES": next_power_of_2(plan.tiles(width))}
         score[(plan.slots * self.heads,)](
             x, y, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
             self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
@@ -251,7 +253,7 @@ class _Passes:
         """Into `output`. x has key columns, or with `by_value` value columns, and units if it is decayed."""
         plan, width = self.plan, output.shape[3]
         block = plan.block("read", width)
-        read[(plan.slots * self.heads * triton.cdiv(width, block),)](
+        read[(plan.slots * self.heads * cdiv(width, block),)](
             x, x if x_units is None else x_units, y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output,
             self.scale, self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
             GATE="head" if plan.gate == "head" else "none", DECAYED=x_units is not None, TRANSPOSED=transposed,
@@ -282,7 +284,7 @@ class _Passes:
         for kernel in kernels:
             block = plan.block(kernel, width)
             assert decayed is None or block <= plan.tile, "a block of columns lies in one tile"
-            differentiate[(plan.slots * self.heads * triton.cdiv(width, block),)](
+            differentiate[(plan.slots * self.heads * cdiv(width, block),)](
                 x, y, a, b, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
                 *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
                 self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
@@ -323,7 +325,7 @@ def _allocate_state(plan: _Plan, like: Tensor, transposed: bool) -> Tensor:
     return like.new_empty((plan.sequences, like.shape[2], *shape), dtype=torch.float32)
 
 
-@torch.library.custom_op("longseq::linear_attention", mutates_args=())
+@custom_op("linear_attention")
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -384,7 +386,7 @@ def _adjacent(
     )
 
 
-@torch.library.custom_op("longseq::linear_attention_backward", mutates_args=())
+@custom_op("linear_attention_backward")
 def linear_attention_backward(
     q: Tensor,
     k: Tensor,
@@ -408,7 +410,7 @@ def linear_attention_backward(
     scores, states = _Scores(*kept[:2]), _States(*kept[2:])
     d_states, d_initial = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
     d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-    parts = triton.cdiv(plan.key_dim, plan.block("differentiate", plan.key_dim)) if plan.gate == "head" else 1
+    parts = cdiv(plan.key_dim, plan.block("differentiate", plan.key_dim)) if plan.gate == "head" else 1
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
     with torch.cuda.device_of(q):
         if g_value is not None:

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import cdiv
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -40,7 +42,7 @@ def _step(
     store_vector(output + n * V, column, scale * o, V, BLOCK_V)
 
 
-@torch.library.custom_op("longseq::linear_attention_step", mutates_args=())
+@custom_op("linear_attention_step")
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -59,7 +61,7 @@ def linear_attention_step(
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(key_dim, value_dim)
     with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(batch * heads * triton.cdiv(value_dim, tile.columns),)](
+        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
             q, k, v, g, g_value, state, output, after, scale, heads,
             *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value),
             K=key_dim, V=value_dim, HEAD_GATED=g is not None and not key_gated, KEY_GATED=key_gated,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.head_features.features import EPS
 from longseq.kernels.head_features.triton_features import (
@@ -17,6 +18,7 @@ from longseq.kernels.head_features.triton_features import (
     unit_gradient,
     unit_rows,
 )
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
 # Not measured yet. Numbers of a program's block of one head, and of a warp's.
 BLOCK = 2048
@@ -59,19 +61,19 @@ def differentiate_mapped(
 def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: int, scale: float) -> None:
     rows = channels_adjacent(x).reshape(-1, *x.shape[-2:])
     count, heads, width = rows.shape
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     block = max(1, BLOCK // columns)
     if not rows.numel():
         return
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(triton.cdiv(count, block) * heads,)](
+        kernel[(cdiv(count, block) * heads,)](
             rows, *tensors, count, rows.stride(0), rows.stride(1), scale,
             H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
             num_warps=min(max(block * columns // WARP, 1), 8),
         )  # fmt: skip
 
 
-@torch.library.custom_op("longseq::map_features", mutates_args=())
+@custom_op("map_features")
 def map_features(x: Tensor, feature_map: str, norm: int, scale: float, dtype: torch.dtype) -> Tensor:
     """Features [..., H, K] in `dtype`; `norm` is 0 without one, 1 or 2."""
     y = x.new_empty(x.shape, dtype=dtype)
@@ -84,7 +86,7 @@ def _(x, feature_map, norm, scale, dtype):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.custom_op("longseq::map_features_backward", mutates_args=())
+@custom_op("map_features_backward")
 def map_features_backward(x: Tensor, dy: Tensor, feature_map: str, norm: int, scale: float) -> Tensor:
     """The gradient of x."""
     dx = x.new_empty(x.shape)

@@ -12,9 +12,9 @@ and head. Their backward pass needs as much again while it runs, and up to 3 C +
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
 from longseq.kernels.orthogonal_recurrence.triton_chunks import (
@@ -33,8 +33,10 @@ from longseq.kernels.orthogonal_recurrence.triton_tokens import advance_tokens, 
 from longseq.kernels.triton_launch import (
     Launch,
     block_width,
+    cdiv,
     count_sequences,
     count_slots,
+    next_power_of_2,
     sequence_of_slots,
     strides,
     use_measured,
@@ -98,7 +100,7 @@ def _form(
         "D": width, "M": columns, "OBJECTIVE": objective, "UNIT": unit, "GATED": g is not None,
         "PACKED": cu_seqlens is not None,
     }  # fmt: skip
-    block_d, block_m = triton.next_power_of_2(width), triton.next_power_of_2(columns)
+    block_d, block_m = next_power_of_2(width), next_power_of_2(columns)
     sequence_of = None
     if chunk == 1:
         slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens)
@@ -112,7 +114,7 @@ def _form(
     return _Form(constants, LAUNCHES[4, side], chunk, sequences, slots, sequence_of)
 
 
-@torch.library.custom_op("longseq::orthogonal_recurrence", mutates_args=())
+@custom_op("orthogonal_recurrence")
 def orthogonal_recurrence(
     q: Tensor,
     k: Tensor,
@@ -188,7 +190,7 @@ def _run_chunks(
     weights, among, _ = _relate(form, g, cu_seqlens, directions, None, tokens)
     block = form.columns("read_slots")
     reads, kept_reads = _scratch(q, rows, form.chunk * columns), _scratch(q, rows, form.chunk * columns)
-    read_slots[(rows * triton.cdiv(columns, block),)](
+    read_slots[(rows * cdiv(columns, block),)](
         q, k, gamma, g, cu_seqlens, form.sequence_of, states, answers, weights, among, reads, kept_reads,
         scale, tokens, heads, *strides(q), *strides(k), *strides(gamma), *strides(g),
         **form.arguments("read_slots", BLOCK=block),
@@ -219,7 +221,7 @@ def _scratch(like: Tensor, rows: int, numbers: int) -> Tensor:
     return like.new_empty((rows, numbers), dtype=torch.float32)
 
 
-@torch.library.custom_op("longseq::orthogonal_recurrence_backward", mutates_args=())
+@custom_op("orthogonal_recurrence_backward")
 def orthogonal_recurrence_backward(
     q: Tensor,
     k: Tensor,
@@ -280,7 +282,7 @@ def _differentiate_chunks(
     needed = True, unit, unit and gated, unit and gated, answers.numel() > 0 and gated
     parts = [_scratch(q, rows * there, form.chunk * columns) for there in needed]
     block = form.columns("differentiate_slots")
-    blocks = triton.cdiv(columns, block)
+    blocks = cdiv(columns, block)
     parts.append(_scratch(q, rows * blocks, 2 * form.chunk))
     differentiate_slots[(rows * blocks,)](
         q, k, gamma, g, cu_seqlens, form.sequence_of, states, answers, d_output, *squares,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
 from longseq.kernels.triton_steps import (
@@ -109,7 +110,7 @@ def _step(
     store_vector(output + n * D, 0, scale * o, D, BLOCK_D)
 
 
-@torch.library.custom_op("longseq::orthogonal_recurrence_step", mutates_args=())
+@custom_op("orthogonal_recurrence_step")
 def orthogonal_recurrence_step(
     q: Tensor,
     k: Tensor,

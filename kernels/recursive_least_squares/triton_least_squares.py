@@ -41,9 +41,9 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.recursive_least_squares.reference import InverseState, refresh_due, symmetric
 from longseq.kernels.recursive_least_squares.triton_backward import (
@@ -57,6 +57,7 @@ from longseq.kernels.triton_launch import (
     ROW,
     Launch,
     block_width,
+    cdiv,
     count_sequences,
     count_slots,
     sequence_of_slots,
@@ -121,17 +122,17 @@ def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
 
 def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
     """Into how many segments the walks along time are cut, and the chunks of each."""
-    chunks = triton.cdiv(u.shape[1], plan.chunk)
+    chunks = cdiv(u.shape[1], plan.chunk)
     if not plan.half or cu_seqlens is not None:
         return 1, chunks
     segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks))
     if segments < FEWEST_SEGMENTS:
         return 1, chunks
-    span = triton.cdiv(chunks, segments)
-    return triton.cdiv(chunks, span), span
+    span = cdiv(chunks, segments)
+    return cdiv(chunks, span), span
 
 
-@torch.library.custom_op("longseq::recursive_least_squares", mutates_args=())
+@custom_op("recursive_least_squares")
 def recursive_least_squares(
     x: Tensor,
     u: Tensor,
@@ -199,7 +200,7 @@ def _allocate(plan: _Plan, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor
     return x.new_empty(x.shape), final, states, inverse, written
 
 
-@torch.library.custom_op("longseq::recursive_least_squares_backward", mutates_args=())
+@custom_op("recursive_least_squares_backward")
 def recursive_least_squares_backward(
     x: Tensor,
     u: Tensor,

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -93,9 +95,9 @@ def update_inverse(
     u = None if u is None else channels_adjacent(u)
     batch, heads, width, _ = A.shape
     y, A_after, steps_after = x.new_empty(x.shape, dtype=dtype), torch.empty_like(A), torch.empty_like(steps)
-    block_k = triton.next_power_of_2(width)
+    block_k = next_power_of_2(width)
     block = block_k if block_k * block_k <= MATRIX else ROWS // block_k
-    grid = (batch * heads * triton.cdiv(width, block),)
+    grid = (batch * heads * cdiv(width, block),)
     constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, "num_warps": 8 if block_k > 64 else 4}
     projected = None
     with torch.cuda.device_of(A):  # Triton launches on the current device
@@ -109,7 +111,7 @@ def update_inverse(
     return y, A_after, steps_after
 
 
-@torch.library.custom_op("longseq::recursive_least_squares_step", mutates_args=())
+@custom_op("recursive_least_squares_step")
 def recursive_least_squares_step(
     x: Tensor, u: Tensor, A: Tensor, steps: Tensor, refresh_period: int, refresh: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,9 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.short_convolution.chunk import convolve_windows
-from longseq.kernels.triton_launch import Launch
+from longseq.kernels.triton_launch import (
+    Launch,
+    cdiv,
+    next_power_of_2,
+)
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those of two bytes were
 # measured on an H200.
@@ -310,7 +315,7 @@ def _backward_state(
         tl.store(dstate + (n * D + d) * (WIDTH - 1) + i, behind[WIDTH - 1], mask=d < D)
 
 
-@torch.library.custom_op("longseq::causal_convolution", mutates_args=())
+@custom_op("causal_convolution")
 def causal_convolution(
     x: Tensor,
     weight: Tensor,
@@ -330,7 +335,7 @@ def causal_convolution(
     launch, block, stretch, tiles = _split(x, weight, "forward")
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _forward[(tiles * triton.cdiv(x.shape[2], block),)](
+            _forward[(tiles * cdiv(x.shape[2], block),)](
                 x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), y,
                 x.shape[1], x.shape[2], x.stride(0), x.stride(1), stretch,
                 WIDTH=weight.shape[1], HAS_BIAS=bias is not None, HAS_STATE=_has(state),
@@ -345,7 +350,7 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, reverse):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("longseq::causal_convolution_backward", mutates_args=())
+@custom_op("causal_convolution_backward")
 def causal_convolution_backward(
     x: Tensor,
     weight: Tensor,
@@ -372,12 +377,12 @@ def causal_convolution_backward(
     }  # fmt: skip
     with torch.cuda.device_of(x):
         if dx.numel():
-            _backward[(tiles * triton.cdiv(channels, block),)](
+            _backward[(tiles * cdiv(channels, block),)](
                 x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), dy, dx, sums,
                 *shape, stretch, HAS_STATE=_has(state), UNROLL=launch.step, **constants,
             )  # fmt: skip
         if state is not None and state.numel():
-            _backward_state[(state.shape[0] * triton.cdiv(channels, block),)](
+            _backward_state[(state.shape[0] * cdiv(channels, block),)](
                 x, weight, bias, state, cu_seqlens, dy, dstate, *shape, **constants,
             )  # fmt: skip
     total = sums.sum(0)
@@ -483,10 +488,10 @@ def _split(x: Tensor, weight: Tensor, kernel: str) -> tuple[Launch, int, int, in
     channels, width = weight.shape
     launch = WALKS[x.element_size()][kernel]
     # A thread holds a few numbers for each tap of each of its channels.
-    block = min(launch.block // triton.next_power_of_2(triton.cdiv(width, 4)), triton.next_power_of_2(channels))
+    block = min(launch.block // next_power_of_2(cdiv(width, 4)), next_power_of_2(channels))
     block = max(block, 32 * launch.warps)
     batch, tokens, _ = x.shape
-    stretches = triton.cdiv(PROGRAMS[kernel], max(batch * triton.cdiv(channels, block), 1))
-    stretch = max(triton.cdiv(tokens, stretches), 8 * width)
-    stretch = triton.cdiv(stretch, launch.step) * launch.step
-    return launch, block, stretch, batch * triton.cdiv(tokens, stretch)
+    stretches = cdiv(PROGRAMS[kernel], max(batch * cdiv(channels, block), 1))
+    stretch = max(cdiv(tokens, stretches), 8 * width)
+    stretch = cdiv(stretch, launch.step) * launch.step
+    return launch, block, stretch, batch * cdiv(tokens, stretch)

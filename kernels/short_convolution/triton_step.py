@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import cdiv
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 
 # Not measured yet. Numbers of last inputs that a program of one warp holds.
@@ -39,7 +41,7 @@ def _step(
     tl.store(after + place - 1, window, mask=own & (j > 0) & (j < WIDTH))
 
 
-@torch.library.custom_op("longseq::short_convolution_step", mutates_args=())
+@custom_op("short_convolution_step")
 def short_convolution_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,7 @@ def short_convolution_step(
     output, after = x.new_empty(x.shape), torch.empty_like(state)
     tile = row_tile(channels, width, NUMBERS)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _step[(x.shape[0] * triton.cdiv(channels, tile.rows),)](
+        _step[(x.shape[0] * cdiv(channels, tile.rows),)](
             x, weight, bias, state, output, after, x.stride(0),
             D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=silu,
             BLOCK_D=tile.rows, BLOCK_W=tile.columns, num_warps=tile.warps,

@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
 # Measured on an H200, without a skip. Channels and numbers of a program's block, and numbers of a warp's; programs at
 # most of a gradient with a skip, each of which walks through blocks a whole grid apart and adds up the gradient of the
@@ -89,12 +91,12 @@ def differentiate_product(
 
 def _blocks(channels: int) -> dict[str, int]:
     """Rows and columns of a program's block, and its warps."""
-    columns = min(triton.next_power_of_2(channels), CHANNELS)
+    columns = min(next_power_of_2(channels), CHANNELS)
     rows = max(1, BLOCK // columns)
     return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
 
 
-@torch.library.custom_op("longseq::silu_product", mutates_args=())
+@custom_op("silu_product")
 def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
     """The product [..., D], in the type of x times gate."""
     y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
@@ -103,7 +105,7 @@ def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tens
     shape = _blocks(channels)
     if y.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            multiply[(triton.cdiv(rows, shape["BLOCK_R"]) * triton.cdiv(channels, shape["BLOCK_D"]),)](
+            multiply[(cdiv(rows, shape["BLOCK_R"]) * cdiv(channels, shape["BLOCK_D"]),)](
                 values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), y, rows, channels,
                 values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0),
                 HAS_SKIP=skip is not None, **shape,
@@ -116,7 +118,7 @@ def _(x, gate, skip, skip_weight):
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
 
 
-@torch.library.custom_op("longseq::silu_product_backward", mutates_args=())
+@custom_op("silu_product_backward")
 def silu_product_backward(
     x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,7 +128,7 @@ def silu_product_backward(
     skips = None if skip is None else as_rows(skip)
     rows, channels = values.shape
     shape = _blocks(channels)
-    blocks, over_d = triton.cdiv(rows, shape["BLOCK_R"]), triton.cdiv(channels, shape["BLOCK_D"])
+    blocks, over_d = cdiv(rows, shape["BLOCK_R"]), cdiv(channels, shape["BLOCK_D"])
     programs = blocks if skip is None else min(blocks, max(1, PROGRAMS // over_d))
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
     parts = x.new_empty((0 if skip is None else programs, channels), dtype=torch.float32)

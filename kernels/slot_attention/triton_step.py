@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.triton_launch import cdiv
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -79,7 +81,7 @@ def _step(
     store_vector(output + n * V, column, tl.sum(held * weights[:, None], 0), V, BLOCK_V)
 
 
-@torch.library.custom_op("longseq::slot_attention_step", mutates_args=())
+@custom_op("slot_attention_step")
 def slot_attention_step(
     q: Tensor,
     k: Tensor,
@@ -100,7 +102,7 @@ def slot_attention_step(
     output, keys_after, values_after = v.new_empty(v.shape), torch.empty_like(keys), torch.empty_like(values)
     tile, key_tile = column_tile(slots, value_dim, VALUES), column_tile(slots, key_dim, KEYS)
     with torch.cuda.device_of(keys):  # Triton launches on the current device
-        _step[(batch * heads * triton.cdiv(value_dim, tile.columns),)](
+        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
             q, k, v, g, write, keys, values, output, keys_after, values_after, scale, heads,
             *strides(q), *strides(k), *strides(v), *strides(g), *strides(write),
             M=slots, K=key_dim, V=value_dim, HAS_WRITE=write is not None, ACTIVATION=activation,

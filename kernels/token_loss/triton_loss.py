@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
+from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
 # Not measured yet. Logits that a program reads at once, and warps of a program.
 BLOCK = 4096
@@ -55,10 +57,10 @@ def differentiate_loss(logits, targets, sums, d_losses, d_logits, V, row_stride,
 
 
 def _block(vocabulary: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(vocabulary))
+    return min(BLOCK, next_power_of_2(vocabulary))
 
 
-@torch.library.custom_op("longseq::token_loss", mutates_args=())
+@custom_op("token_loss")
 def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Loss of each token and the logarithm of its sum of exponentials [...], in float32."""
     rows = as_rows(logits)
@@ -79,7 +81,7 @@ def _(logits, target, ignore_index):
     return losses, torch.empty_like(losses)
 
 
-@torch.library.custom_op("longseq::token_loss_backward", mutates_args=())
+@custom_op("token_loss_backward")
 def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: Tensor, ignore_index: int) -> Tensor:
     """The gradient of the logits."""
     rows = as_rows(logits)
@@ -87,7 +89,7 @@ def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: 
     block = _block(rows.shape[1])
     if rows.shape[0]:
         with torch.cuda.device_of(logits):
-            differentiate_loss[(rows.shape[0] * triton.cdiv(rows.shape[1], block),)](
+            differentiate_loss[(rows.shape[0] * cdiv(rows.shape[1], block),)](
                 rows, target.contiguous(), sums, d_losses.contiguous(), d_logits, rows.shape[1], rows.stride(0),
                 ignore_index, BLOCK=block, num_warps=WARPS,
             )  # fmt: skip

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import block_width, count_sequences, count_slots, sequence_of_slots, strides
 from longseq.kernels.triton_tiles import PLAIN, load_numbers, load_tokens, sequence, store_tokens
@@ -157,7 +158,7 @@ def _constants(k: Tensor, cu_seqlens: Tensor | None, value_dim: int = 0) -> dict
     return constants | {"num_warps": 4 if max(key_dim, value_dim) <= 64 else 8}
 
 
-@torch.library.custom_op("longseq::divide_by_keys", mutates_args=())
+@custom_op("divide_by_keys")
 def divide_by_keys(
     values: Tensor,
     q: Tensor,
@@ -208,7 +209,7 @@ def _state(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return k.new_empty((sequences, *k.shape[2:]), dtype=torch.float32)
 
 
-@torch.library.custom_op("longseq::divide_by_keys_backward", mutates_args=())
+@custom_op("divide_by_keys_backward")
 def divide_by_keys_backward(
     values: Tensor,
     q: Tensor,

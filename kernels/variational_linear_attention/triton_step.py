@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_step import write_and_read
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.recursive_least_squares.triton_step import update_inverse
+from longseq.kernels.triton_launch import cdiv
 from longseq.kernels.triton_steps import (
     UNSPECIALISED,
     column_tile,
@@ -53,7 +55,7 @@ def _step(
         store_vector(sums_after + n * K, 0, z, K, BLOCK_K)
 
 
-@torch.library.custom_op("longseq::variational_linear_attention_step", mutates_args=())
+@custom_op("variational_linear_attention_step")
 def variational_linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -79,7 +81,7 @@ def variational_linear_attention_step(
     output, S_after, z_after = v.new_empty(v.shape), torch.empty_like(S), torch.empty_like(z)
     tile = column_tile(key_dim, value_dim)
     with torch.cuda.device_of(S):  # Triton launches on the current device
-        _step[(batch * heads * triton.cdiv(value_dim, tile.columns),)](
+        _step[(batch * heads * cdiv(value_dim, tile.columns),)](
             q, k, v, alpha, S, z, output, S_after, z_after, eps, heads, *strides(q), *strides(k), *strides(v),
             K=key_dim, V=value_dim, UNIT_KEY=normalize_key, UNIT_ALPHA=normalize_alpha, NORMALIZER=normalizer,
             BLOCK_K=tile.rows, BLOCK_V=tile.columns, num_warps=tile.warps,

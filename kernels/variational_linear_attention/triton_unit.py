@@ -8,8 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import block_width, strides
+from longseq.kernels.triton_launch import (
+    block_width,
+    cdiv,
+    strides,
+)
 
 ROWS = 64  # of a program
 WARPS = 4
@@ -58,14 +63,14 @@ def _differentiate_normalize(
     tl.store(d_x + place, (gradient - value * along[:, None]) / length[:, None], mask=mask)
 
 
-@torch.library.custom_op("longseq::unit", mutates_args=())
+@custom_op("unit")
 def unit(x: Tensor) -> Tensor:
     """x [B, T, H, K] divided by its length, in float32; a zero vector stays zero."""
     x = channels_adjacent(x)
     batch, tokens, heads, width = x.shape
     y = x.new_empty(x.shape, dtype=torch.float32)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _normalize[(triton.cdiv(batch * tokens * heads, ROWS),)](
+        _normalize[(cdiv(batch * tokens * heads, ROWS),)](
             x, y, batch * tokens * heads, tokens, heads, *strides(x),
             WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
         )  # fmt: skip
@@ -77,13 +82,13 @@ def _(x):
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("longseq::unit_backward", mutates_args=())
+@custom_op("unit_backward")
 def unit_backward(x: Tensor, d_y: Tensor) -> Tensor:
     x, d_y = channels_adjacent(x), channels_adjacent(d_y)
     batch, tokens, heads, width = x.shape
     d_x = x.new_empty(x.shape)
     with torch.cuda.device_of(x):
-        _differentiate_normalize[(triton.cdiv(batch * tokens * heads, ROWS),)](
+        _differentiate_normalize[(cdiv(batch * tokens * heads, ROWS),)](
             x, d_y, d_x, batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y),
             WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
         )  # fmt: skip

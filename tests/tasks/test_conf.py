@@ -102,12 +102,14 @@ def test_every_experiment_states_its_claim_and_runs(
     assert f"longseq train experiment={name}" in header
     assert "Expected:" in header
     assert "Hardware:" in header
-    root = fashion_mnist if "fashion_mnist" in name else image_folder
+    if name.startswith("probe/"):
+        data = [f"data.{split}=[{{samples: 4}}]" for split in ("train", "validation", "test")]
+    else:
+        data = [f"data.root={fashion_mnist if 'fashion_mnist' in name else image_folder}", "data.num_workers=0"]
     config = compose_config(
         "train",
         f"experiment={name}",
-        f"data.root={root}",
-        "data.num_workers=0",
+        *data,
         "data.eval_batch_size=2",
         "trainer=cpu",
         "trainer.fast_dev_run=true",

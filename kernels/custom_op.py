@@ -1,0 +1,63 @@
+"""Operations of torch.library that eager code reaches without torch's dispatcher."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def custom_op(name: str) -> Callable[[Callable[..., Any]], "CustomOp"]:
+    """Make an operation `longseq::name` of a function that changes none of its arguments."""
+    return lambda function: CustomOp(name, function)
+
+
+class CustomOp:
+    """A function that torch.compile, torch.export, fake tensors and dispatch modes see as one operation.
+
+    Elsewhere a call runs the function itself, its gradient an autograd.Function's. A model of a few million parameters
+    waits for its host, and torch's dispatcher of operations written in Python takes longer than many a kernel.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(function)
+        self.differentiable: Any = None
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Shapes and types of the results, without values."""
+        self.registered.register_fake(fake)
+        return fake
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
+        """The gradient, as `torch.library.register_autograd` takes it. It has no gradient itself."""
+        self.registered.register_autograd(backward, setup_context=setup_context)
+
+        # Not by the method setup_context, for which torch looks up the signature in every call.
+        def forward(ctx: Any, *args: Any) -> Any:
+            output = self.function(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+        self.differentiable = type(self.name, (torch.autograd.Function,), methods)
+
+    def __call__(self, *args: Any) -> Any:
+        # The first condition alone is traced by torch.compile.
+        if torch.compiler.is_compiling() or _is_watched(args):
+            return self.registered(*args)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            # Without a gradient of its own, the operation says so in the backward pass.
+            return self.registered(*args) if self.differentiable is None else self.differentiable.apply(*args)
+        return self.function(*args)
+
+
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """Whether anything but autograd must see the operation: a mode, a transform, a profiler, a kind of tensor."""
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+        return True
+    if torch._C._autograd._profiler_enabled():
+        return True
+    return any(isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not nn.Parameter for x in args)
