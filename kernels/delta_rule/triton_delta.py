@@ -44,7 +44,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "prepare": Launch(64, 0, 4, 1, 128),
         "read_through": Launch(64, 0, 4, 1),
         "summarize": Launch(64, 0, 4, 3),
-        "connect": Launch(16, 0, 4, 3),
+        "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
         "read_out": Launch(64, 64, 4, 1),
         "retreat_short": Launch(64, 0, 4, 3),
