@@ -46,9 +46,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
-        "read_out": Launch(64, 64, 4, 1),
         "retreat_short": Launch(64, 0, 4, 3),
-        "retreat_summary": Launch(64, 0, 4, 3),
+        "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
         "differentiate_inputs": Launch(64, 64, 4, 1, 128),
@@ -57,9 +56,9 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
-        "connect": Launch(16, 0, 4, 3),
+        "connect": Launch(16, 0, 4, 3, 168),
         "advance": Launch(64, 0, 4, 3),
-        "read_out": Launch(128, 64, 4, 2),
+        "advance_wide": Launch(128, 0, 8, 3),
         "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
@@ -101,13 +100,14 @@ SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
 LARGEST_ROWS = 64  # of values, that a program looks at at a time
 SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
-# Programs of `advance` that a GPU of 132 multiprocessors runs side by side, by the table's keys: where fewer sequences,
-# heads and blocks of columns would leave it idle, sequences are cut into segments of time. Not measured yet. A
-# transition of 256 x 256 float32 numbers does not fit into shared memory: 0.
-PROGRAMS = {(2, 64): 264, (2, 128): 264, (2, 256): 132, (4, 64): 132, (4, 128): 132, (4, 256): 0}
-READ_ALONG = False
-FEWEST_SEGMENTS = 4  # fewer would not win back that half of the walk is walked twice
-SHORTEST_SEGMENT = 8  # chunks
+# Programs of `advance` that walk side by side on a GPU of 132 multiprocessors, by the table's keys: where sequences,
+# heads and blocks of columns are too few for so many, sequences are cut into segments of time. With 256 columns more
+# segments lose, as the programs of `summarize` are more. A transition of 256 x 256 float32 numbers does not fit into
+# shared memory: 0.
+PROGRAMS = {(2, 64): 264, (2, 128): 132, (2, 256): 100, (4, 64): 132, (4, 128): 132, (4, 256): 0}
+FEWEST_SEGMENTS = 3  # fewer do not win back that most of the walk is walked twice
+FEWEST_CHUNKS = 32  # of a sequence that is cut: the launches of two more kernels take as long as walking through fewer
+SHORTEST_SEGMENT = 4  # chunks
 
 
 class _Plan(NamedTuple):
@@ -122,6 +122,12 @@ class _Plan(NamedTuple):
     walks: int  # sequences, or segments of all of them, at most
     narrowest: int  # block of columns
     launches: dict[str, Launch]
+    advance: str = "advance"  # the table's name for the kernel `advance`
+
+    @property
+    def along(self) -> bool:
+        """Whether `advance` leaves the output as well, which leaves nothing to `read_out`."""
+        return not self.short and "read_out" not in self.launches
 
     @property
     def retreat(self) -> str:
@@ -165,11 +171,15 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, launches)
     if short:
         return plan
-    lanes = heads * cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    widest = "advance_wide" if "advance_wide" in launches else "advance"
+    lanes = heads * cdiv(v.shape[3], plan.block(widest, v.shape[3]))
     span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
-    if not span:
-        return plan
-    return plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
+    if span:
+        plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
+    # A program of few columns is through with a chunk sooner, where all of them run at the same time.
+    narrow = cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    fit = narrow * heads == lanes or plan.walks * heads * narrow <= PROGRAMS[key]
+    return plan._replace(advance="advance" if fit else widest)
 
 
 def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: int) -> int:
@@ -179,13 +189,12 @@ def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: in
     there are enough of them. By comparisons where sizes may be symbols of torch.compile.
     """
     most = programs // (batch * lanes)
-    if most < FEWEST_SEGMENTS or 2 * sequences * lanes > programs:
+    if most < FEWEST_SEGMENTS or sequences * lanes > programs or chunks < FEWEST_CHUNKS:
         return 0
     span = SHORTEST_SEGMENT
-    while span * span < chunks:  # `connect` walks through segments as the others do through chunks
+    while 2 * span * span < chunks:  # `connect` walks through segments as the others do through chunks
         span *= 2
-    span = max(span, cdiv(chunks, most))
-    return span if chunks > (FEWEST_SEGMENTS - 1) * span else 0
+    return max(span, cdiv(chunks, most))
 
 
 def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
@@ -269,7 +278,7 @@ def delta_rule(
             kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SAVE=save or READ_ALONG, SCORES=score_dtype,
+            GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, SCORES=score_dtype,
             DTYPE=TRITON_DTYPES[plan.dtype],
             BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
@@ -289,14 +298,14 @@ def delta_rule(
                 BLOCK=block, **walk, **plan.options("summarize"),
             )  # fmt: skip
             _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
-        block = plan.block("advance", value_dim)
+        block = plan.block(plan.advance, value_dim)
         advance[(plan.walks * heads * cdiv(value_dim, block),)](
             initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
             kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
-            SEGMENTED=plan.span > 0, READ=READ_ALONG, SAVE=save or not READ_ALONG, REVERSE=reverse,
-            BLOCK=block, **walk, **plan.options("advance"),
+            SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, REVERSE=reverse,
+            BLOCK=block, **walk, **plan.options(plan.advance),
         )  # fmt: skip
-        if not READ_ALONG:
+        if not plan.along:
             block = plan.block("read_out", value_dim)
             read_out[(plan.slots * heads * cdiv(value_dim, block),)](
                 q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
@@ -339,10 +348,11 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
 
     # Finding X takes room even where it is not kept: there of one chunk of each sequence at a time.
     squares = tiles(slots or plan.sequences, 2, plan.chunk, plan.chunk)
-    queries = tiles(slots if save or READ_ALONG else 0, plan.chunk, key_dim)
+    queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
-    written, states = tiles(slots, value_dim, plan.chunk), tiles(slots, value_dim, key_dim)
+    written = tiles(slots, value_dim, plan.chunk)
+    states = tiles(0 if plan.along and not save else slots, value_dim, key_dim)
     transitions = v.new_empty((plan.walks if plan.span else 0, heads, key_dim, key_dim), dtype=plan.dtype)
     final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states, transitions)

@@ -168,8 +168,10 @@ def advance(
         n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT: tl.constexpr = -1 if REVERSE else 1
+    tokens = (end - start).to(tl.int32)
+    output += ((row * T + (end - 1 if REVERSE else start)) * H + head) * V
     if not SEGMENTED:
-        stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
+        stop = tl.cdiv(tokens, CHUNK)
 
     unit = unit_scale(largest, SCALED)
     state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
@@ -197,15 +199,14 @@ def advance(
         u = tl.dot(before, tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
         if SAVE:
             store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
         if READ:
             query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
             o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) / unit
-            t = end - 1 - m * CHUNK if REVERSE else start + m * CHUNK
-            output_row = output + ((row * T + t) * H + head) * V
-            store_tokens(output_row, H * V * NEXT, end - start - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
-        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
+            chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
+            store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
     if number == last:
         store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)

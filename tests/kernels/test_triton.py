@@ -181,19 +181,27 @@ def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segment
 def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
     from longseq.kernels.delta_rule.triton_delta import _plan
 
-    def segments(batch, tokens, heads, width, *bounds, half=True):
+    def plan(batch, tokens, heads, width, *bounds, half=True):
         x = torch.empty((batch, tokens, heads, width), device="meta")
-        plan = _plan(x, x, torch.tensor(bounds) if bounds else None, half)
-        assert plan.span == 0 or (tokens > 0 and plan.walks * plan.span * plan.chunk >= batch * tokens)
-        return plan.walks if plan.span else 0
+        return _plan(x, x, torch.tensor(bounds) if bounds else None, half)
 
-    assert segments(1, 16384, 16, 128) == segments(1, 65536, 16, 128) == 8
+    def segments(*sizes, **options):
+        found = plan(*sizes, **options)
+        assert found.walks * found.span * found.chunk >= sizes[0] * sizes[1] or not found.span
+        return found.walks if found.span else 0
+
+    assert segments(1, 16384, 16, 128) == segments(1, 65536, 16, 128) == segments(1, 2048, 4, 128) == 8
     assert segments(1, 65536, 4, 128) == 32
-    assert segments(1, 2048, 4, 128) == segments(2, 2048, 2, 128) // 2 == 4
+    assert segments(2, 4096, 2, 128) == 2 * segments(1, 4096, 2, 128) == 16
     assert segments(8, 2048, 16, 128) == segments(1, 16384, 64, 128) == segments(1, 1024, 4, 128) == 0
     assert segments(1, 16384, 16, 128, 0, 100, 16384) == 8 + 3
     assert segments(1, 16384, 16, 128, *range(0, 16385, 1024)) == 0
     assert segments(1, 16384, 4, 256, half=False) == 0
+    # Wide blocks of columns where the programs of narrow ones would not all run at the same time.
+    assert plan(8, 2048, 16, 128).advance == plan(1, 16384, 16, 128).advance == "advance_wide"
+    assert (
+        plan(1, 2048, 4, 128).advance == plan(1, 16384, 64, 128).advance == plan(8, 2048, 8, 128).advance == "advance"
+    )
 
 
 def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted, monkeypatch):
