@@ -1,8 +1,9 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-`retreat` walks from the last chunk to the first and leaves the gradients of the states after each chunk. The rest runs
-over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences,
-`retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
+`retreat` walks from the last chunk to the first, in the segments of time that forward had (see triton_segments.py), and
+leaves the gradients of the states after each chunk. The rest runs over chunks in parallel: `differentiate_scores`
+(gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences, `retreat` does that too) and `differentiate_inputs`
+(gradients of queries, keys, strengths and gates).
 
 A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on is in

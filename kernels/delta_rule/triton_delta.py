@@ -9,7 +9,7 @@ bfloat16. Range is the price: values and gradients are multiplied by a power of 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, U and the states before each chunk for the backward pass: about
 2 C + 3 K + V + K V / C numbers for each token and head, with C = 64 (32 for short sequences). Asked to recompute, it
-keeps its inputs alone, and the backward pass begins with a forward pass.
+keeps its inputs alone, and the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,8 @@ from longseq.kernels.triton_tiles import LARGEST_PARTS
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are asked for just
-# before they are needed.
+# before they are needed. Where nothing reads the output out, `advance` leaves it; it takes the wide launch where the
+# programs of the other would not all run at the same time.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 128),

@@ -1,9 +1,10 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
 `prepare` runs over chunks in parallel and leaves tiles that need no further scaling. After it `advance` walks along
-time, and `read_out` takes the outputs over chunks in parallel. Of short sequences there are enough to leave that to
-`read_through`, one launch that walks along time with everything on chip. Values, U and states are handed on in units
-of `largest`, the largest value (see `unit_scale`).
+time and leaves the outputs on its way, or, where a chunk's tiles are too many for that, `read_out` takes them over
+chunks in parallel. Few heads of a long sequence are cut into segments of time before (see triton_segments.py). Of short
+sequences there are enough to leave all to `read_through`, one launch that walks along time with everything on chip.
+Values, U and states are handed on in units of `largest`, the largest value (see `unit_scale`).
 
 States and what is written are handed on transposed, [V, K] and [V, C]: so `advance` multiplies from the left what it
 holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk.
@@ -158,7 +159,10 @@ def advance(
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence or segment: U for X V, and the states before each chunk."""
+    """BLOCK value columns of one head of one sequence or segment.
+
+    SAVE leaves U in place of X V and the states before each chunk, READ the output.
+    """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
