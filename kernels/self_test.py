@@ -58,8 +58,10 @@ TRIALS: dict[str, Trial] = {
     "delta_rule": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case("plain", 1100), Case("gated", 1100), Case("gated_write_key", 130)),
+            *(Case("plain", 1100), Case("gated_write_key", 130)),
             *(Case("gated", 130, REVERSED), Case("plain", 130, BOTH_WAYS), Case("gated", 1100, BOTH_WAYS)),
+            # Cut into segments of time, of which one hands much to the next.
+            *(Case("gated", 2100), Case("correlated_keys", 2100)),
         ),
     ),
     "head_features": Trial(

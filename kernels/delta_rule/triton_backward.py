@@ -1,8 +1,9 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-`retreat` walks from the last chunk to the first and leaves the gradients of the states after each chunk. The rest runs
-over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences,
-`retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
+`retreat` walks from the last chunk to the first, in the segments of time that forward had (see triton_segments.py), and
+leaves the gradients of the states after each chunk. The rest runs over chunks in parallel: `differentiate_scores`
+(gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences, `retreat` does that too) and `differentiate_inputs`
+(gradients of queries, keys, strengths and gates).
 
 A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on is in
@@ -13,6 +14,7 @@ Gradients of states, of U and of V are handed on transposed, as those are themse
 import triton
 import triton.language as tl
 
+from longseq.kernels.delta_rule.triton_segments import find_segment
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
@@ -47,24 +49,33 @@ def _store_scores(
     store_block(d_lower + place * CHUNK * CHUNK, 0, 0, d_erasing, CHUNK, CHUNK, CHUNK, CHUNK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def retreat(
     g, d_largest, cu_seqlens, squares, queries, writes, erased, written, decays, d_output, d_final,
-    d_states, d_written, d_v, d_attention, d_lower, d_initial,
-    scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
+    d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+    scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence: gradients of the states after each chunk and of U.
+    """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
     Of SHORT sequences one program holds all columns, and leaves the gradients of V instead of U's, and of the scores.
+    A SUMMARY leaves a segment's offset alone.
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    segment, number, last, begin = n, 0, 0, 0
+    if SEGMENTED:
+        n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
+        if SUMMARY:  # nothing asks for the first segment's
+            begin = tl.where(number == 0, stop, begin)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    if not SEGMENTED:
+        stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
 
@@ -72,10 +83,12 @@ def retreat(
     d_state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_FINAL:
         d_state = load_block(d_final + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
-        d_state = tl.trans(d_state.to(tl.float32) * unit)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    for back in range(0, chunks):
-        m = chunks - 1 - back
+        d_state = tl.trans(d_state.to(tl.float32) * tl.where(number == last, unit, 0.0))
+    if SEGMENTED and not SUMMARY:
+        if number < last:
+            d_state = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    for back in range(0, stop - begin):
+        m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
         live = end - start - m * CHUNK
         place = (slot + m) * H + head
@@ -90,7 +103,8 @@ def retreat(
         do = (do.to(tl.float32) * unit).to(DTYPE)
 
         after = d_state.to(DTYPE)
-        store_block(d_states + place * K * V, column, 0, after, V, K, BLOCK, BLOCK_K)
+        if not SUMMARY:
+            store_block(d_states + place * K * V, column, 0, after, V, K, BLOCK, BLOCK_K)
         du = tl.dot(tl.trans(do), among, input_precision=PRECISION)
         du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION).to(DTYPE)
         d_state = tl.dot(tl.trans(do), query, d_state * whole, input_precision=PRECISION)
@@ -108,9 +122,13 @@ def retreat(
             if GATED:
                 gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token * NEXT, live, CHUNK)
             _store_scores(d_attention, d_lower, d_reading, tl.trans(d_erasing), gate, scale, place, GATED, CHUNK)
-        else:
+        elif not SUMMARY:
             store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
-    store_block(d_initial + (n * H + head) * K * V, 0, column, tl.trans(d_state / unit), K, V, BLOCK_K, BLOCK)
+    if SUMMARY:
+        if (number > 0) & (number <= last):
+            store_block(d_offsets + (segment * H + head) * K * V, column, 0, d_state, V, K, BLOCK, BLOCK_K)
+    elif number == 0:
+        store_block(d_initial + (n * H + head) * K * V, 0, column, tl.trans(d_state / unit), K, V, BLOCK_K, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)

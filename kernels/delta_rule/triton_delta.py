@@ -9,7 +9,7 @@ bfloat16. Range is the price: values and gradients are multiplied by a power of 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, U and the states before each chunk for the backward pass: about
 2 C + 3 K + V + K V / C numbers for each token and head, with C = 64 (32 for short sequences). Asked to recompute, it
-keeps its inputs alone, and the backward pass begins with a forward pass.
+keeps its inputs alone, and the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
+from longseq.kernels.delta_rule.triton_segments import connect, summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
@@ -38,14 +39,17 @@ from longseq.kernels.triton_tiles import LARGEST_PARTS
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are asked for just
-# before they are needed.
+# before they are needed. Where nothing reads the output out, `advance` leaves it; it takes the wide launch where the
+# programs of the other would not all run at the same time.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 128),
         "read_through": Launch(64, 0, 4, 1),
+        "summarize": Launch(64, 0, 4, 3),
+        "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
-        "read_out": Launch(64, 64, 4, 1),
         "retreat_short": Launch(64, 0, 4, 3),
+        "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
         "differentiate_inputs": Launch(64, 64, 4, 1, 128),
@@ -53,8 +57,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
+        "summarize": Launch(64, 0, 4, 3),
+        "connect": Launch(16, 0, 4, 3, 168),
         "advance": Launch(64, 0, 4, 3),
-        "read_out": Launch(128, 64, 4, 2),
+        "advance_wide": Launch(128, 0, 8, 3),
+        "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
         "differentiate_inputs": Launch(64, 64, 4, 1),
@@ -62,8 +69,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 256): {
         "prepare": Launch(64, 0, 4, 1, 168),
+        "summarize": Launch(64, 0, 8, 2),
+        "connect": Launch(16, 0, 8, 1),
         "advance": Launch(64, 0, 8, 2),
         "read_out": Launch(128, 64, 4, 2),
+        "retreat_summary": Launch(32, 0, 8, 2),
         "retreat": Launch(32, 0, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2),
         "differentiate_inputs": Launch(64, 64, 8, 1, 128),
@@ -73,8 +83,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 LAUNCHES |= {
     (4, width): {
         "prepare": Launch(32, 0, 4, 1),
+        "summarize": Launch(16, 0, 8, 1),
+        "connect": Launch(16, 0, 8, 1),
         "advance": Launch(16, 0, 8, 1),
         "read_out": Launch(64, 32, 4, 1),
+        "retreat_summary": Launch(16, 0, 8, 1),
         "retreat": Launch(16, 0, 8, 1),
         "differentiate_scores": Launch(0, 32, 4, 1),
         "differentiate_inputs": Launch(64, 32, 8, 1),
@@ -89,6 +102,14 @@ SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
 LARGEST_ROWS = 64  # of values, that a program looks at at a time
 SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
+# Programs of `advance` that walk side by side on a GPU of 132 multiprocessors, by the table's keys: where sequences,
+# heads and blocks of columns are too few for so many, sequences are cut into segments of time. With 256 columns more
+# segments lose, as the programs of `summarize` are more. A transition of 256 x 256 float32 numbers does not fit into
+# shared memory: 0.
+PROGRAMS = {(2, 64): 264, (2, 128): 132, (2, 256): 100, (4, 64): 132, (4, 128): 132, (4, 256): 0}
+FEWEST_SEGMENTS = 3  # fewer do not win back that most of the walk is walked twice
+FEWEST_CHUNKS = 32  # of a sequence that is cut: the launches of two more kernels take as long as walking through fewer
+SHORTEST_SEGMENT = 4  # chunks
 
 
 class _Plan(NamedTuple):
@@ -99,13 +120,26 @@ class _Plan(NamedTuple):
     slots: int  # chunks of all sequences, at most
     sequences: int
     short: bool
+    span: int  # chunks of a segment of time; 0: sequences are not cut
+    walks: int  # sequences, or segments of all of them, at most
     narrowest: int  # block of columns
     launches: dict[str, Launch]
+    advance: str = "advance"  # the table's name for the kernel `advance`
+
+    @property
+    def along(self) -> bool:
+        """Whether `advance` leaves the output as well, which leaves nothing to `read_out`."""
+        return not self.short and "read_out" not in self.launches
 
     @property
     def retreat(self) -> str:
         """The table's name for the kernel `retreat`, which does more for short sequences."""
         return "retreat_short" if self.short else "retreat"
+
+    @property
+    def precision(self) -> str:
+        """Of the matrix products of float32 numbers."""
+        return "tf32x3" if self.dtype == torch.float32 else "tf32"
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
@@ -124,18 +158,45 @@ class _Plan(NamedTuple):
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     """The plan of a call. `v` may be any tensor of v's shape and dtype."""
-    batch, tokens, _, key_dim = k.shape
+    batch, tokens, heads, key_dim = k.shape
     dtype = torch.float16 if half else torch.float32
     width = max(key_dim, v.shape[3])
     short = half and tokens <= SHORT_TOKENS and width <= SHORT_WIDTH
     chunk = SHORT_CHUNK if short else CHUNKS[dtype.itemsize]
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
-    launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256]
+    key = dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256
+    launches = LAUNCHES[key]
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
     narrowest = ROW[2] if half and not short else 16
-    return _Plan(dtype, chunk, slots, sequences, short, narrowest, launches)
+    plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, launches)
+    if short:
+        return plan
+    widest = "advance_wide" if "advance_wide" in launches else "advance"
+    lanes = heads * cdiv(v.shape[3], plan.block(widest, v.shape[3]))
+    span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
+    if span:
+        plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
+    # A program of few columns is through with a chunk sooner, where all of them run at the same time.
+    narrow = cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    fit = narrow * heads == lanes or plan.walks * heads * narrow <= PROGRAMS[key]
+    return plan._replace(advance="advance" if fit else widest)
+
+
+def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: int) -> int:
+    """How many chunks of one of so many rows of the batch make a segment of time; 0: none are cut.
+
+    `lanes` programs walk through a sequence side by side. Packed sequences are cut as the one that they lie in, unless
+    there are enough of them. By comparisons where sizes may be symbols of torch.compile.
+    """
+    most = programs // (batch * lanes)
+    if most < FEWEST_SEGMENTS or sequences * lanes > programs or chunks < FEWEST_CHUNKS:
+        return 0
+    span = SHORTEST_SEGMENT
+    while 2 * span * span < chunks:  # `connect` walks through segments as the others do through chunks
+        span *= 2
+    return max(span, cdiv(chunks, most))
 
 
 def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
@@ -145,7 +206,7 @@ def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
         "V": v.shape[3],
         "PACKED": cu_seqlens is not None,
         "SCALED": plan.dtype == torch.float16,
-        "PRECISION": "tf32x3" if plan.dtype == torch.float32 else "tf32",
+        "PRECISION": plan.precision,
         "CHUNK": plan.chunk,
     }
 
@@ -205,7 +266,7 @@ def delta_rule(
         largest = _find_largest(plan, v, initial_state)
         if plan.short:
             read_through[(plan.sequences * heads,)](
-                q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept, output, final,
+                q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept[:-1], output, final,
                 scale, tokens, heads,
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
@@ -219,25 +280,42 @@ def delta_rule(
             kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SAVE=save, SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
+            GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, SCORES=score_dtype,
+            DTYPE=TRITON_DTYPES[plan.dtype],
             BLOCK=plan.block("prepare", max(key_dim, value_dim)),
             **constants, **plan.options("prepare"),
         )  # fmt: skip
-        block = plan.block("advance", value_dim)
-        advance[(plan.sequences * heads * cdiv(value_dim, block),)](
-            initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, kept.states,
-            final, tokens, heads, GATED=g is not None, HAS_INITIAL=initial_state is not None,
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
-            **constants, **plan.options("advance"),
+        walk = {
+            "GATED": g is not None, "HAS_INITIAL": initial_state is not None,
+            "DTYPE": TRITON_DTYPES[plan.dtype], "BLOCK_K": plan.whole(key_dim), **constants,
+        }  # fmt: skip
+        offsets = None
+        if plan.span:
+            offsets = _allocate_offsets(plan, k, v)
+            block = plan.block("summarize", max(key_dim, value_dim))
+            blocks = cdiv(value_dim, block) + cdiv(key_dim, block)
+            summarize[(plan.walks * heads * blocks,)](
+                initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
+                offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
+                BLOCK=block, **walk, **plan.options("summarize"),
+            )  # fmt: skip
+            _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
+        block = plan.block(plan.advance, value_dim)
+        advance[(plan.walks * heads * cdiv(value_dim, block),)](
+            initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
+            kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
+            SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, REVERSE=reverse,
+            BLOCK=block, **walk, **plan.options(plan.advance),
         )  # fmt: skip
-        block = plan.block("read_out", value_dim)
-        read_out[(plan.slots * heads * cdiv(value_dim, block),)](
-            q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
-            scale, tokens, heads, *strides(q), *strides(g),
-            GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
-            BLOCK=block, STEP=plan.step("read_out", key_dim),
-            **constants, **plan.options("read_out"),
-        )  # fmt: skip
+        if not plan.along:
+            block = plan.block("read_out", value_dim)
+            read_out[(plan.slots * heads * cdiv(value_dim, block),)](
+                q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
+                scale, tokens, heads, *strides(q), *strides(g),
+                GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
+                BLOCK=block, STEP=plan.step("read_out", key_dim),
+                **constants, **plan.options("read_out"),
+            )  # fmt: skip
     return output, final, [*kept, largest] if save else []
 
 
@@ -258,6 +336,7 @@ class _Kept(NamedTuple):
     written: Tensor  # (X V)ᵀ, then Uᵀ
     decays: Tensor  # e^{b_C}, empty without gates
     states: Tensor  # Sᵀ before each chunk
+    transitions: Tensor  # of each segment of time from no other than the second to the last but one
 
 
 def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
@@ -271,12 +350,32 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
 
     # Finding X takes room even where it is not kept: there of one chunk of each sequence at a time.
     squares = tiles(slots or plan.sequences, 2, plan.chunk, plan.chunk)
-    queries = tiles(slots if save else 0, plan.chunk, key_dim)
+    queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
-    written, states = tiles(slots, value_dim, plan.chunk), tiles(slots, value_dim, key_dim)
+    written = tiles(slots, value_dim, plan.chunk)
+    states = tiles(0 if plan.along and not save else slots, value_dim, key_dim)
+    transitions = v.new_empty((plan.walks if plan.span else 0, heads, key_dim, key_dim), dtype=plan.dtype)
     final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states)
+    return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states, transitions)
+
+
+def _connect(
+    plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, transitions: Tensor, tokens: int, back: bool
+) -> None:
+    """Follow the states, or back their gradients, through the segments of time."""
+    heads, value_dim, key_dim = offsets.shape[1:]
+    block = plan.block("connect", value_dim)
+    connect[(plan.sequences * heads * cdiv(value_dim, block),)](
+        cu_seqlens, offsets, transitions, plan.span, tokens, heads, BACK=back, K=key_dim, V=value_dim,
+        PACKED=cu_seqlens is not None, CHUNK=plan.chunk, PRECISION=plan.precision,
+        BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
+    )  # fmt: skip
+
+
+def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
+    """What each segment of time leaves by itself."""
+    return v.new_empty((plan.walks, k.shape[2], v.shape[3], k.shape[3]), dtype=torch.float32)
 
 
 def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
@@ -323,19 +422,25 @@ def delta_rule_backward(
     block_k = plan.block(differentiate, key_dim)
     parts = cdiv(key_dim, block_k)
     d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
-    block = plan.block(plan.retreat, value_dim)
-    assert not plan.short or block >= value_dim, "of short sequences one program of `retreat` holds all value columns"
+    d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
+    walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
     with torch.cuda.device_of(q):
         d_largest = _find_largest(plan, d_output, d_final)
-        retreat[(plan.sequences * heads * cdiv(value_dim, block),)](
-            g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
-            ours.decays, d_output, d_final,
-            d_states, d_written, d_v, d_attention, d_lower, d_initial,
-            scale, tokens, heads, *strides(g), *strides(d_output),
-            GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
-            DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
-            **constants, **plan.options(plan.retreat),
-        )  # fmt: skip
+        for walk in walks:
+            block = plan.block(walk, value_dim)
+            assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
+            retreat[(plan.walks * heads * cdiv(value_dim, block),)](
+                g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
+                ours.decays, d_output, d_final,
+                d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+                scale, plan.sequences, plan.span, tokens, heads, *strides(g), *strides(d_output),
+                GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
+                SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
+                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
+                **constants, **plan.options(walk),
+            )  # fmt: skip
+            if d_offsets is not None and walk == "retreat_summary":
+                _connect(plan, cu_seqlens, d_offsets, ours.transitions, tokens, back=True)
         if not plan.short:
             differentiate_scores[(plan.slots * heads,)](
                 g, d_largest, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,

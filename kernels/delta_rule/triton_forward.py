@@ -1,9 +1,10 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
 `prepare` runs over chunks in parallel and leaves tiles that need no further scaling. After it `advance` walks along
-time, and `read_out` takes the outputs over chunks in parallel. Of short sequences there are enough to leave that to
-`read_through`, one launch that walks along time with everything on chip. Values, U and states are handed on in units
-of `largest`, the largest value (see `unit_scale`).
+time and leaves the outputs on its way, or, where a chunk's tiles are too many for that, `read_out` takes them over
+chunks in parallel. Few heads of a long sequence are cut into segments of time before (see triton_segments.py). Of short
+sequences there are enough to leave all to `read_through`, one launch that walks along time with everything on chip.
+Values, U and states are handed on in units of `largest`, the largest value (see `unit_scale`).
 
 States and what is written are handed on transposed, [V, K] and [V, C]: so `advance` multiplies from the left what it
 holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk.
@@ -12,6 +13,7 @@ holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits fo
 import triton
 import triton.language as tl
 
+from longseq.kernels.delta_rule.triton_segments import find_segment
 from longseq.kernels.triton_tiles import (
     LARGEST_PARTS,
     PLAIN,
@@ -151,28 +153,42 @@ def prepare(
         store_block(erased + place * CHUNK * K, 0, e, -read, CHUNK, K, CHUNK, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def advance(
-    initial, largest, cu_seqlens, writes, erased, written, decays, states, final, T, H,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    initial, largest, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
+    sequences, span, T, H,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence: U in place of X V, and the states before each chunk."""
+    """BLOCK value columns of one head of one sequence or segment.
+
+    SAVE leaves U in place of X V and the states before each chunk, READ the output.
+    """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    segment, number, last, begin = n, 0, 0, 0
+    if SEGMENTED:
+        n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT = direction(REVERSE)
+    tokens = (end - start).to(tl.int32)
+    output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
+    if not SEGMENTED:
+        stop = tl.cdiv(tokens, CHUNK)
 
     unit = unit_scale(largest, SCALED)
     state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_INITIAL:
         state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
         state = tl.trans(state.to(tl.float32) * unit)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    offered = load_block(written + (slot * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
-    for m in range(0, chunks):
+    if SEGMENTED:
+        if number > 0:
+            state = load_block(offsets + ((segment - 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    offered = load_block(written + ((slot + begin) * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    for m in range(begin, stop):
         place = (slot + m) * H + head
         whole = 1.0
         if GATED:
@@ -180,16 +196,26 @@ def advance(
         erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         # A turn early: the compiler prefetches the operands of products alone.
-        following = (slot + tl.minimum(m + 1, chunks - 1)) * H + head
+        following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
         later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
 
         before = state.to(DTYPE)
-        store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
+        if SAVE:
+            store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
         u = tl.dot(before, tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
-        store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+        if SAVE:
+            store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
         state = tl.dot(u, write, state * whole, input_precision=PRECISION)
+        if READ:
+            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+            among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
+            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) / unit
+            chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
+            store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
-    store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
+    if number == last:
+        store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)

@@ -150,6 +150,106 @@ def test_delta_rule_over_several_float32_chunks(interpreted, variant):
     assert_as_accurate_as_torch(make_inputs("delta_rule", variant, batch=1, tokens=70, dtype=torch.float32), exact)
 
 
+@pytest.fixture
+def delta_segments(monkeypatch):
+    """Segments of time of two chunks; and of each call the number of segments that its programs hold."""
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)
+    monkeypatch.setattr(triton_delta, "_find_span", lambda *sizes: 2)
+    counts = []
+    plan = triton_delta._plan
+    monkeypatch.setattr(triton_delta, "_plan", lambda *call: counts.append(plan(*call).walks) or plan(*call))
+    return counts
+
+
+def lasting(inputs):
+    """A delta rule that replaces so little at a token that the first one is still seen after all segments."""
+    return inputs.replace({"beta": 0.02 * inputs.sequences["beta"]})
+
+
+@pytest.mark.parametrize(("variant", "reverse"), [("repeated_keys", False), ("gated_write_key", True)])
+def test_delta_rule_in_segments_of_time(interpreted, delta_segments, variant, reverse):
+    bounds = torch.tensor([0, 3, 3, 390, 392, 560])  # sequences of one, no, four, one and two segments
+    inputs = lasting(make_inputs("delta_rule", variant, tokens=560, segments=5, dtype=torch.float16, sizes={"H": 1}))
+    if "g" in inputs.sequences:
+        inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
+    run = Inputs.run_turned if reverse else Inputs.run
+    exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
+    actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
+    assert set(delta_segments) == {560 // 128 + 6}
+    for name, value in exact.items():
+        assert error(actual[name], value) <= 3e-3, name
+    again = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse, recompute=True)
+    assert all(torch.equal(again[name], value) for name, value in actual.items())
+
+
+@pytest.mark.parametrize("variant", ["plain", "extreme_decay"])
+def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, variant):
+    exact, inputs = (
+        lasting(make_inputs("delta_rule", variant, batch=1, tokens=270, dtype=dtype, sizes={"H": 1, "K": 20}))
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_as_accurate_as_torch(inputs, gradients(exact, backend="reference"))
+    assert set(delta_segments) == {5}
+
+
+def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segments):
+    inputs = lasting(
+        make_inputs("delta_rule", "gated", tokens=600, batch=1, dtype=torch.float16, sizes={"H": 1, "V": 80})
+    )
+
+    def gradients_of(backend, dtype):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.sequences.items()}
+        o, _ = delta_rule(**leaves, backend=backend)
+        return [o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))]
+
+    for ours, exact in zip(gradients_of("triton", torch.float16), gradients_of("torch", torch.float64), strict=True):
+        assert error(ours, exact) <= 3e-3
+    assert set(delta_segments) == {5}
+
+
+def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
+    from longseq.kernels.delta_rule.triton_delta import _plan
+
+    def plan(batch, tokens, heads, width, *bounds, half=True):
+        x = torch.empty((batch, tokens, heads, width), device="meta")
+        return _plan(x, x, torch.tensor(bounds) if bounds else None, half)
+
+    def segments(*sizes, **options):
+        found = plan(*sizes, **options)
+        assert found.walks * found.span * found.chunk >= sizes[0] * sizes[1] or not found.span
+        return found.walks if found.span else 0
+
+    assert segments(1, 16384, 16, 128) == segments(1, 65536, 16, 128) == segments(1, 2048, 4, 128) == 8
+    assert segments(1, 65536, 4, 128) == 32
+    assert segments(2, 4096, 2, 128) == 2 * segments(1, 4096, 2, 128) == 16
+    assert segments(8, 2048, 16, 128) == segments(1, 16384, 64, 128) == segments(1, 1024, 4, 128) == 0
+    assert segments(1, 16384, 16, 128, 0, 100, 16384) == 8 + 3
+    assert segments(1, 16384, 16, 128, *range(0, 16385, 1024)) == 0
+    assert segments(1, 16384, 4, 256, half=False) == 0
+    # Wide blocks of columns where the programs of narrow ones would not all run at the same time.
+    assert plan(8, 2048, 16, 128).advance == plan(1, 16384, 16, 128).advance == "advance_wide"
+    assert (
+        plan(1, 2048, 4, 128).advance == plan(1, 16384, 64, 128).advance == plan(8, 2048, 8, 128).advance == "advance"
+    )
+
+
+def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted, monkeypatch):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "SHORTEST_SEGMENT", 1)
+    monkeypatch.setattr(triton_delta, "FEWEST_SEGMENTS", 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda inputs: inputs.run(backend="triton"), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for tokens in (20, 150, 200):
+        inputs = make_inputs("delta_rule", tokens=tokens, batch=1, dtype=torch.float32, sizes={"H": 1})
+        inputs = inputs.map(lambda x: x.requires_grad_())
+        torch.testing.assert_close(compiled(inputs), inputs.run(backend="triton"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted, dtype):
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=40, dtype=torch.float32)
@@ -531,6 +631,10 @@ DELTA_SHAPES = [
     (1, 700, 2, 64, 64, True, False, (0, 64, 65, 700)),
     (1, 1100, 2, 256, 128, True, False, None),
     (1, 1100, 2, 96, 256, False, True, None),
+    # In segments of time, those of half precision.
+    (1, 16384, 16, 128, 128, False, False, None),
+    (1, 65536, 4, 128, 128, True, True, None),
+    (1, 16384, 8, 256, 256, False, True, (0, 100, 12100, 12228, 16384)),
 ]
 # (batch, tokens, heads, D, M, objective, normalize, with gates, with a threshold, chunk_size, segments)
 ORTHOGONAL_SHAPES = [
@@ -748,6 +852,30 @@ def test_delta_rule_on_the_gpu(shape, dtype):
     arguments["initial_state"] = normal(segments, heads, key_dim, value_dim)
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
     assert_accurate_in_every_run(delta_rule, arguments, dtype, scale=0.5, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 3000, 3001, 4200)], ids=["one_sequence", "packed"])
+def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, gated, width, dtype):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "_find_span", lambda *sizes: 7 if width <= 128 or dtype != torch.float32 else 0)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    arguments = delta_arguments(normal, 1, 4200, 2, width, width)
+    arguments["beta"] = 0.02 * arguments["beta"]  # so that the first token is still seen after all segments
+    if gated:
+        arguments["g"] = -0.001 * normal(1, 4200, 2).exp()
+    arguments["initial_state"] = normal(1 if bounds is None else len(bounds) - 1, 2, width, width)
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+    for reverse in (False, True):
+        assert_accurate_in_every_run(delta_rule, arguments, dtype, reverse=reverse, **options)
 
 
 @pytest.mark.gpu

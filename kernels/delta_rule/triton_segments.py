@@ -1,0 +1,131 @@
+"""Segments of time for the delta rule in Triton: few heads of a long sequence are walked through side by side.
+
+With E = -X e^b R (`erased`) and N = e^{b_C - b} W (`writes`) a chunk's step is linear in the state, and so is that of
+the state's gradient back,
+
+    Sᵀ <- Sᵀ M + (X V)ᵀ N,   M = e^{b_C} I + Eᵀ N            dSᵀ <- dSᵀ Mᵀ + ...
+
+A segment is a run of chunks. `summarize` walks it from the identity to its transition, the product of its M, and from
+no state to its offset, what it leaves by itself; `retreat` finds the offsets of gradients likewise. The first segment
+is is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
+needed of the segments between alone, and are the same for both. `connect` follows the state through them, and `advance`
+and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block, unit_scale
+
+# Borders of packed sequences that are looked at at a time.
+BORDERS = tl.constexpr(128)
+
+
+@triton.jit
+def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, CHUNK: tl.constexpr):
+    """A segment's sequence, its number there and that of the last one, and its first and its end among the chunks.
+
+    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. One of packed sequences may hold
+    no chunk: then its number is greater than the last one's.
+    """
+    length = span * CHUNK
+    n = segment // tl.cdiv(T, length)
+    if PACKED:
+        n = segment * 0 - 1
+        for first in range(0, sequences, BORDERS):
+            i = first + tl.arange(0, BORDERS)
+            border = tl.load(cu_seqlens + i, mask=i < sequences, other=0).to(tl.int64)
+            begins = tl.minimum(tl.maximum(border, 0), T) // length + i
+            n += tl.sum(tl.where((i < sequences) & (begins <= segment), 1, 0), 0)
+        n = tl.maximum(n, 0)
+    _, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    number = segment - n * tl.cdiv(T, length)
+    if PACKED:
+        number = tl.maximum(segment - start // length - n, 0)
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    number, last = number.to(tl.int32), tl.maximum(tl.cdiv(chunks, span) - 1, 0)
+    first = tl.minimum(number * span, chunks)
+    return n, number, last, first, tl.minimum(first + span, chunks)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
+def summarize(
+    initial, largest, cu_seqlens, writes, erased, written, decays, offsets, transitions, sequences, span, T, H,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows of the offset [V, K], or after those of the transition [K, K], of one segment of one head."""
+    of_offset: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    blocks: tl.constexpr = of_offset + (K + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) % blocks
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    segment = (tl.program_id(0) // blocks // H).to(tl.int64)
+    n, number, last, first, end = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
+    _, _, _, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    # Nothing comes after the last segment, and nothing but the initial state before the first.
+    needed = (number < last) & ((block < of_offset) | (number > 0))
+    end = tl.where(needed, end, first)
+
+    column = block * BLOCK
+    i = column + tl.arange(0, BLOCK)
+    j = tl.arange(0, BLOCK_K)
+    state = tl.where((i - of_offset * BLOCK)[:, None] == j[None, :], 1.0, 0.0)
+    if HAS_INITIAL:
+        mask = (j < K)[:, None] & (i < tl.where(number == 0, V, 0))[None, :]
+        given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
+        state += tl.trans(given.to(tl.float32) * unit_scale(largest, SCALED))
+    column_of_chunk = i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    mask = (i < V)[:, None]  # to a transition nothing is offered
+    offered = tl.load(written + ((slot + first) * H + head) * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
+    for m in range(first, end):
+        place = (slot + m) * H + head
+        whole = 1.0
+        if GATED:
+            whole = tl.load(decays + place)
+        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        following = (slot + tl.minimum(m + 1, end - 1)) * H + head
+        later = tl.load(written + following * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
+        u = tl.dot(state.to(DTYPE), tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
+        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
+        offered = later
+    place = segment * H + head
+    if needed:
+        if block < of_offset:
+            store_block(offsets + place * K * V, column, 0, state, V, K, BLOCK, BLOCK_K)
+        else:
+            row = column - of_offset * BLOCK
+            store_block(transitions + place * K * K, row, 0, state, K, K, BLOCK, BLOCK_K)
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "span"])
+def connect(
+    cu_seqlens, offsets, transitions, span, T, H,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value columns of one head of one sequence: the states that segments leave, in place of their offsets.
+
+    BACK: the gradients of the states before segments, from the last segment on.
+    """
+    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    _, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    segments = tl.cdiv((end - start).to(tl.int32), span * CHUNK)
+    first = n * segments
+    if PACKED:
+        first = start // (span * CHUNK) + n
+    if BACK:
+        first += tl.maximum(segments - 1, 0)
+    state = load_block(offsets + (first * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    for j in range(1, segments - 1):
+        place = (first - j if BACK else first + j) * H + head
+        transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
+        if BACK:
+            transition = tl.trans(transition)
+        offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+        state = tl.dot(state.to(transition.dtype), transition, offset, input_precision=PRECISION)
+        store_block(offsets + place * K * V, column, 0, state, V, K, BLOCK, BLOCK_K)
