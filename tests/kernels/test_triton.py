@@ -631,6 +631,7 @@ DELTA_SHAPES = [
     (1, 700, 2, 64, 64, True, False, (0, 64, 65, 700)),
     (1, 1100, 2, 256, 128, True, False, None),
     (1, 1100, 2, 96, 256, False, True, None),
+    (8, 2048, 16, 128, 128, False, True, None),
     # In segments of time, those of half precision.
     (1, 16384, 16, 128, 128, False, False, None),
     (1, 65536, 4, 128, 128, True, True, None),
