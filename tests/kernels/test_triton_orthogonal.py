@@ -55,6 +55,17 @@ def test_chunks_of_many_slots(interpreted, objective, tokens):
     assert_as_accurate_as_torch(inputs, chunk_size=17)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("objective", ["decode", "encode"])
+def test_more_slots_and_channels_than_a_block(interpreted, objective, dtype):
+    inputs = make_inputs(OP, "gated", batch=1, tokens=9, dtype=dtype, sizes={"H": 1, "D": 66, "M": 70})
+    inputs = replace(inputs, options={**inputs.options, "objective": objective})
+    exact = gradients(inputs.map(torch.Tensor.double), backend="torch", chunk_size=4)
+    plain, actual = (gradients(inputs, backend=name, chunk_size=4) for name in ("torch", "triton"))
+    for name, value in exact.items():
+        assert_accurate(actual[name], plain[name], value, name)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3])
 @pytest.mark.parametrize("objective", ["encode", "similarity"])
 def test_unnormalized_slots(interpreted, short_stretches, objective, chunk_size):
