@@ -194,6 +194,15 @@ def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, 
     assert set(delta_segments) == {5}
 
 
+def test_delta_rule_in_segments_of_time_reads_half_of_the_rows_in_reverse(interpreted, delta_segments):
+    inputs = lasting(make_inputs("delta_rule", "gated", tokens=300, dtype=torch.float16, sizes={"H": 1}))
+    inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
+    exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="torch")
+    for name, value in gradients(inputs, backend="triton", reverse="second_half").items():
+        assert error(value, exact[name]) <= 3e-3, name
+    assert set(delta_segments) == {2 * 3}  # of two chunks, the last one of each row of one
+
+
 def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segments):
     inputs = lasting(
         make_inputs("delta_rule", "gated", tokens=600, batch=1, dtype=torch.float16, sizes={"H": 1, "V": 80})
