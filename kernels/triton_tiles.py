@@ -232,3 +232,54 @@ def leave_unit_lower_inverse(lower, room, CHUNK: tl.constexpr, HALVES: tl.conste
         tl.debug_barrier()
         tl.store(result + full, inverse)
         tl.debug_barrier()
+
+
+@triton.jit
+def _near(i, SIZE: tl.constexpr):
+    """Whether two tokens lie in one block of SIZE."""
+    return (i // SIZE)[:, None] == (i // SIZE)[None, :]
+
+
+@triton.jit
+def _join(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """The inverses of blocks of 4 SIZE from those of SIZE, X: (I + M²) (I + M) X with M = -X L between the blocks."""
+    known = x.to(minus.dtype)
+    m = tl.dot(known, minus, input_precision="ieee")
+    if 4 * SIZE < CHUNK:
+        m = tl.where(_near(i, 4 * SIZE), m, 0.0)
+    m = tl.where(_near(i, SIZE), 0.0, m).to(minus.dtype)
+    x = tl.dot(m, known, x, input_precision="ieee")
+    if 2 * SIZE < CHUNK:
+        square = tl.dot(m, m, input_precision="ieee").to(minus.dtype)
+        x = tl.dot(square, x.to(minus.dtype), x, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
+    """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32; CHUNK is 32 or 64.
+
+    Blocks of 4, then of 16, then all: each step is of four blocks and ends with the square of what couples them, which
+    is small for repeated keys, where higher powers of L are not. Of HALVES, operands are float16 numbers, and one step
+    of Newton's method, X + (I - X (I + L)) X with L in 22 bits, makes good what they lose: an error of some 1e-6 is
+    left. Nothing leaves the chip: what one product leaves in registers is the next one's left side as it lies there.
+    That takes more registers than `leave_unit_lower_inverse`, which is for kernels that hold a state beside it.
+    """
+    DTYPE: tl.constexpr = tl.float16 if HALVES else tl.float32
+    i = tl.arange(0, CHUNK)
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    minus = (-lower).to(DTYPE)
+    low = (-lower - minus.to(tl.float32)).to(DTYPE)
+    m = tl.where(_near(i, 4), -lower, 0.0)
+    x = one + m
+    m = m.to(DTYPE)
+    square = tl.dot(m, m, input_precision="ieee").to(DTYPE)
+    x = tl.dot(square, x.to(DTYPE), x, input_precision="ieee")
+    x = _join(x, minus, i, 4, CHUNK)
+    x = _join(x, minus, i, 16, CHUNK)
+    if HALVES:
+        known = x.to(DTYPE)
+        x = known.to(tl.float32)
+        rest = tl.dot(known, low, tl.dot(known, minus, one - x))
+        x = tl.dot(rest.to(DTYPE), known, x)
+    return x

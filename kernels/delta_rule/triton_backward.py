@@ -203,6 +203,8 @@ def differentiate_inputs(
         g_token *= NEXT
 
     unit = unit_scale(d_largest, SCALED)
+    # Multiplied by one after the other: their product may lie outside of float32's range where the gradients do not.
+    inverse, other = 1.0 / unit, 1.0 / unit_scale(largest, SCALED)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
     dr = tl.zeros((CHUNK, BLOCK), tl.float32)
     dw = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -223,6 +225,9 @@ def differentiate_inputs(
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK).to(written.dtype.element_ty)
+    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
+    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     write = read
     if OWN_WRITE_KEY:
         write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
@@ -236,20 +241,16 @@ def differentiate_inputs(
         d_end = tl.sum(d_whole, 0) * tl.exp(tl.sum(gate, 0))
         d_end += tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0)
 
-    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
-    d_products = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    unit *= unit_scale(largest, SCALED)
-    weighed = (d_products.to(tl.float32) * strength[None, :]).to(read.dtype)
-    dq = tl.dot(weighed, write, dq, input_precision=PRECISION) / unit
-    dw = tl.dot(tl.trans(d_products), query, dw, input_precision=PRECISION)
+    weighed = (d_reading.to(tl.float32) * strength[None, :]).to(read.dtype)
+    dq = tl.dot(weighed, write, dq, input_precision=PRECISION) * inverse * other
+    dw = tl.dot(tl.trans(d_reading), query, dw, input_precision=PRECISION)
     store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     later = strength
     if GATED:
         later = tl.sum(dq * query.to(tl.float32), 1)
-    d_products = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    weighed = (d_products.to(tl.float32) * strength[None, :]).to(read.dtype)
-    dr = tl.dot(weighed, write, dr, input_precision=PRECISION) / unit
-    dw = tl.dot(tl.trans(d_products), read, dw, input_precision=PRECISION) / unit
+    weighed = (d_erasing.to(tl.float32) * strength[None, :]).to(read.dtype)
+    dr = tl.dot(weighed, write, dr, input_precision=PRECISION) * inverse * other
+    dw = tl.dot(tl.trans(d_erasing), read, dw, input_precision=PRECISION) * inverse * other
     d_strength = tl.sum(dw * write.to(tl.float32), 1)
     part = block.to(tl.int64) * tokens * H + token
     tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
@@ -257,7 +258,7 @@ def differentiate_inputs(
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
         # one side of it are in both sums, with opposite signs.
         later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
-        dg = tl.cumsum(later, 0, reverse=True) + d_end / unit
+        dg = tl.cumsum(later, 0, reverse=True) + d_end * inverse * other
         tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
     dw *= strength[:, None]
     if OWN_WRITE_KEY:

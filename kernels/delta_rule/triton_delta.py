@@ -43,7 +43,8 @@ from longseq.kernels.triton_tiles import LARGEST_PARTS
 # programs of the other would not all run at the same time.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
-        "prepare": Launch(64, 0, 4, 1, 128),
+        "prepare": Launch(64, 0, 4, 1, 168),
+        "prepare_gated": Launch(64, 0, 4, 1, 168),
         "read_through": Launch(64, 0, 4, 1),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
@@ -56,7 +57,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "differentiate_gated": Launch(64, 64, 8, 1),
     },
     (2, 128): {
-        "prepare": Launch(64, 0, 4, 1, 168),
+        "prepare": Launch(128, 0, 4, 1, 168),
+        "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 168),
         "advance": Launch(64, 0, 4, 3),
@@ -64,11 +66,12 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
-        "differentiate_inputs": Launch(64, 64, 4, 1),
+        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
         "differentiate_gated": Launch(64, 64, 4, 1),
     },
     (2, 256): {
         "prepare": Launch(64, 0, 4, 1, 168),
+        "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 8, 2),
         "connect": Launch(16, 0, 8, 1),
         "advance": Launch(64, 0, 8, 2),
@@ -76,13 +79,14 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(32, 0, 8, 2),
         "retreat": Launch(32, 0, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2),
-        "differentiate_inputs": Launch(64, 64, 8, 1, 128),
+        "differentiate_inputs": Launch(64, 64, 4, 2),
         "differentiate_gated": Launch(64, 64, 8, 1),
     },
 }
 LAUNCHES |= {
     (4, width): {
         "prepare": Launch(32, 0, 4, 1),
+        "prepare_gated": Launch(32, 0, 4, 1),
         "summarize": Launch(16, 0, 8, 1),
         "connect": Launch(16, 0, 8, 1),
         "advance": Launch(16, 0, 8, 1),
@@ -275,15 +279,16 @@ def delta_rule(
                 **constants, **plan.options("read_through"),
             )  # fmt: skip
             return output, final, [*kept, largest] if save else []
+        name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
         prepare[(plan.slots * heads,)](
             q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
             kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
             GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, SCORES=score_dtype,
-            DTYPE=TRITON_DTYPES[plan.dtype],
-            BLOCK=plan.block("prepare", max(key_dim, value_dim)),
-            **constants, **plan.options("prepare"),
+            DTYPE=TRITON_DTYPES[plan.dtype], OWN_WRITE_KEY=write_key is not None,
+            BLOCK=plan.block(name, max(key_dim, value_dim)),
+            **constants, **plan.options(name),
         )  # fmt: skip
         walk = {
             "GATED": g is not None, "HAS_INITIAL": initial_state is not None,

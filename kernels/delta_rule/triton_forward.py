@@ -30,6 +30,7 @@ from longseq.kernels.triton_tiles import (
     store_block,
     store_tokens,
     token_after,
+    unit_lower_inverse,
     unit_scale,
 )
 
@@ -88,9 +89,9 @@ def prepare(
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, SAVE: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: X, tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, scaled e^b Q."""
+    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q."""
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
@@ -117,40 +118,46 @@ def prepare(
         until = decay_until(g, g_token, live, CHUNK)
         tl.store(decays + place, tl.exp(tl.sum(gate, 0)))
 
-    products = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for e in range(0, K, BLOCK):
-        write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK).to(SCORES)
-        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(SCORES)
-        products = tl.dot(read, tl.trans(write), products, input_precision=PRECISION)
-    squares += place * 2 * CHUNK * CHUNK
-    room = squares.to(tl.pointer_type(tl.float32), bitcast=True)
-    leave_unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), room, CHUNK, SCALED)
-
-    products = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for e in range(0, K, BLOCK):
-        write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
+    unit = unit_scale(largest, SCALED)
+    erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
+    reading = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
-        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), products, input_precision=PRECISION)
+        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
+        write = read
+        if OWN_WRITE_KEY:
+            write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
+        reading = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), reading, input_precision=PRECISION)
+        erasing = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), erasing, input_precision=PRECISION)
         if SAVE:
             query = query.to(tl.float32) * (since * scale)[:, None]
             store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
         write = write.to(tl.float32) * (until * strength)[:, None]
         store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
-    among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK)
+    squares += place * 2 * CHUNK * CHUNK
+    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
 
-    x = load_block(squares, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    unit = unit_scale(largest, SCALED)
-    for e in range(0, V, BLOCK):
-        value = (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK).to(tl.float32) * unit).to(DTYPE)
-        value = tl.dot(tl.trans(value), tl.trans(x), input_precision=PRECISION)
-        store_block(offered + place * CHUNK * V, e, 0, value, V, CHUNK, BLOCK, CHUNK)
+    # Where measured to be faster, the first values are asked for before the inverse, which leaves registers for so few.
+    EARLY: tl.constexpr = BLOCK == 64 and V <= 128
+    if EARLY:
+        value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
+    x = unit_lower_inverse(_weigh(erasing, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED)
+    if SAVE:
+        store_block(squares, 0, 0, x.to(DTYPE), CHUNK, CHUNK, CHUNK, CHUNK)
+    for e in tl.static_range(0, V, BLOCK):
+        if e > 0 or not EARLY:
+            value = load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
+        value = (value.to(tl.float32) * unit).to(DTYPE)
+        value = tl.dot(x.to(DTYPE), value, input_precision=PRECISION).to(DTYPE)
+        store_block(offered + place * CHUNK * V, e, 0, tl.trans(value), V, CHUNK, BLOCK, CHUNK)
     if GATED:
-        x = (x.to(tl.float32) * since[None, :]).to(DTYPE)
-    for e in range(0, K, BLOCK):
+        x *= since[None, :]
+    x = -x
+    for e in tl.static_range(0, K, BLOCK):
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(DTYPE)
-        read = tl.dot(x, read, input_precision=PRECISION)
-        store_block(erased + place * CHUNK * K, 0, e, -read, CHUNK, K, CHUNK, BLOCK)
+        read = tl.dot(x.to(DTYPE), read, input_precision=PRECISION).to(DTYPE)
+        store_block(erased + place * CHUNK * K, 0, e, read, CHUNK, K, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
