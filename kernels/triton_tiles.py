@@ -123,12 +123,41 @@ LARGEST_PARTS = tl.constexpr(512)
 
 
 @triton.jit
+def unit_of(greatest):
+    """The power of two that brings numbers up to `greatest` into float16's range."""
+    return tl.exp2(-tl.ceil(tl.log2(tl.maximum(greatest, 1e-30))))
+
+
+@triton.jit
 def unit_scale(largest, SCALED: tl.constexpr):
-    """The power of two that brings numbers up to the greatest in `largest` into float16's range, or 1 for float32."""
+    """The unit of all numbers up to the greatest in `largest`, or 1 for float32."""
     if SCALED:
-        greatest = tl.max(tl.load(largest + tl.arange(0, LARGEST_PARTS)), 0)
-        return tl.exp2(-tl.ceil(tl.log2(tl.maximum(greatest, 1e-30))))
+        return unit_of(tl.max(tl.load(largest + tl.arange(0, LARGEST_PARTS)), 0))
     return 1.0
+
+
+@triton.jit
+def own_unit(
+    base, stride, tokens, state, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The unit of so many rows from `base` on, looked at ROWS at a time, and of a state."""
+    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, tokens, ROWS):
+        numbers = load_tokens(base, stride, tokens - first, 0, WIDTH, ROWS, COLUMNS)
+        found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
+        base += ROWS * stride
+    greatest = tl.max(tl.max(found, 1), 0)
+    if HAS_STATE:
+        greatest = tl.maximum(greatest, tl.max(tl.max(tl.abs(state.to(tl.float32)), 1), 0))
+    return unit_of(greatest)
+
+
+@triton.jit
+def unit_of_chunk(largest, place, OWN: tl.constexpr, SCALED: tl.constexpr):
+    """The unit of what belongs to one chunk of one head: its OWN, which is kept by place, or that of all."""
+    if OWN:
+        return tl.load(largest + place)
+    return unit_scale(largest, SCALED)
 
 
 @triton.jit

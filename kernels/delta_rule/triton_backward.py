@@ -25,10 +25,12 @@ from longseq.kernels.triton_tiles import (
     load_block,
     load_numbers,
     load_tokens,
+    own_unit,
     sequence,
     store_block,
     store_tokens,
     token_after,
+    unit_of_chunk,
     unit_scale,
 )
 
@@ -62,6 +64,7 @@ def retreat(
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
     Of SHORT sequences one program holds all columns, and leaves the gradients of V instead of U's, and of the scores.
+    Its unit is that of its sequence and head, and is left in `d_largest`, by place.
     A SUMMARY leaves a segment's offset alone.
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -79,7 +82,13 @@ def retreat(
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
 
-    unit = unit_scale(d_largest, SCALED)
+    if SHORT:
+        d_last = d_final
+        if HAS_FINAL:
+            d_last = load_block(d_final + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK)
+        unit = own_unit(d_output + start * do_token, do_token, end - start, d_last, V, HAS_FINAL, 128, BLOCK)
+    else:
+        unit = unit_scale(d_largest, SCALED)
     d_state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_FINAL:
         d_state = load_block(d_final + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
@@ -110,6 +119,7 @@ def retreat(
         d_state = tl.dot(tl.trans(do), query, d_state * whole, input_precision=PRECISION)
         d_state = tl.dot(du, erase, d_state, input_precision=PRECISION)
         if SHORT:
+            tl.store(d_largest + place, unit)
             x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
             dv = tl.dot(du, x, input_precision=PRECISION)
@@ -176,7 +186,7 @@ def differentiate_inputs(
     q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    SCALED: tl.constexpr, SHORT: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's."""
@@ -202,9 +212,9 @@ def differentiate_inputs(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
 
-    unit = unit_scale(d_largest, SCALED)
+    unit = unit_of_chunk(d_largest, place, SHORT, SCALED)
     # Multiplied by one after the other: their product may lie outside of float32's range where the gradients do not.
-    inverse, other = 1.0 / unit, 1.0 / unit_scale(largest, SCALED)
+    inverse, other = 1.0 / unit, 1.0 / unit_of_chunk(largest, place, SHORT, SCALED)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
     dr = tl.zeros((CHUNK, BLOCK), tl.float32)
     dw = tl.zeros((CHUNK, BLOCK), tl.float32)

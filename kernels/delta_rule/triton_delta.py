@@ -216,14 +216,16 @@ def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
 
 
 def _allocate_largest(plan: _Plan, like: Tensor) -> Tensor:
-    """Of float32, which needs no scale, nothing is looked for."""
+    """Of float32, which needs no scale, nothing is looked for. Of short sequences these are units, by slot and head."""
+    if plan.short:
+        return like.new_empty((plan.slots, like.shape[2]), dtype=torch.float32)
     return like.new_empty((0 if plan.dtype == torch.float32 else LARGEST_PARTS.value,), dtype=torch.float32)
 
 
 def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
-    """The largest magnitude of values (or gradients) and states, in parts."""
+    """The largest magnitude of values (or gradients) and states, in parts. Of short sequences others find it."""
     largest = _allocate_largest(plan, values)
-    if plan.dtype == torch.float32:
+    if plan.dtype == torch.float32 or plan.short:
         return largest
     batch, tokens, heads, width = values.shape
     programs = min(LARGEST_PARTS.value, cdiv(batch * tokens * heads, LARGEST_ROWS))
@@ -459,7 +461,7 @@ def delta_rule_backward(
             d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
             scale, tokens, heads, batch * tokens,
             *strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output),
-            GATED=g is not None, REVERSE=reverse, OWN_WRITE_KEY=write_key is not None,
+            GATED=g is not None, REVERSE=reverse, SHORT=plan.short, OWN_WRITE_KEY=write_key is not None,
             BLOCK=block_k, STEP=plan.step(differentiate, value_dim),
             **constants, **plan.options(differentiate),
         )  # fmt: skip

@@ -26,6 +26,7 @@ from longseq.kernels.triton_tiles import (
     load_block,
     load_numbers,
     load_tokens,
+    own_unit,
     sequence,
     store_block,
     store_tokens,
@@ -270,7 +271,10 @@ def read_through(
     SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left."""
+    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left.
+
+    The unit is that of this sequence and head, and is left in `largest`, by place.
+    """
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
@@ -283,10 +287,12 @@ def read_through(
     if GATED:
         g += row * g_row + head * g_head
 
-    unit = unit_scale(largest, SCALED)
     state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
     if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32) * unit
+        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
+    unit = own_unit(v + start * v_token, v_token, end - start, state, V, HAS_INITIAL, 128, BLOCK)
+    if HAS_INITIAL:
+        state *= unit
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
         place = (slot + m) * H + head
         live = end - start - m * CHUNK
@@ -329,6 +335,7 @@ def read_through(
         write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
         state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
         if SAVE:
+            tl.store(largest + place, unit)
             store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
             store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
             store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)

@@ -132,9 +132,10 @@ def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, mon
         assert error(actual[name], value) <= 2e-2, name
 
 
-def test_delta_rule_finds_the_largest_value_wherever_it_lies(interpreted):
+def test_delta_rule_finds_the_largest_value_wherever_it_lies(interpreted, monkeypatch):
     from longseq.kernels.delta_rule import triton_delta
 
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)
     values = torch.randn(40, 7, 3, 16)
     views = [values, values[::2, 1:6], values.transpose(1, 2)[..., :13], values[:1], values[..., :1]]
     for view in views:
@@ -142,6 +143,31 @@ def test_delta_rule_finds_the_largest_value_wherever_it_lies(interpreted):
         for state in (None, 2 * torch.randn(2, 3, 16, 5)):
             expected = max(x.abs().max() for x in (view, state) if x is not None)
             assert triton_delta._find_largest(plan, view, state).max() == expected
+
+
+def test_delta_rule_keeps_the_range_of_every_short_sequence_and_head(interpreted):
+    of_values = 2.0 ** torch.tensor([[90, 0], [-90, 45]])  # by sequence and head
+    of_gradients = 2.0 ** torch.tensor([[-60, 30], [0, 60]])
+    shape = (2, 70, 2, 16)
+    q, k, v, d_output = (torch.randn(shape).bfloat16() for _ in range(4))
+    k = torch.nn.functional.normalize(k, dim=-1)
+    beta, state = torch.rand(shape[:3]).bfloat16(), torch.randn(2, 2, 16, 16)
+
+    def scale(x, factors):
+        return x * (factors[:, :, None, None] if x is state else factors[:, None, :, None]).to(x.dtype)
+
+    def run(of_values, of_gradients):
+        leaves = [x.detach().requires_grad_() for x in (q, k, scale(v, of_values), beta, scale(state, of_values))]
+        o, final = delta_rule(*leaves[:4], initial_state=leaves[4], output_final_state=True, backend="triton")
+        return [final, o, *torch.autograd.grad(o, leaves, scale(d_output, of_gradients))]
+
+    both = of_values * of_gradients
+    factors = (of_values, of_values, both, both, of_gradients, both, of_gradients)
+    plain, scaled = run(torch.ones(2, 2), torch.ones(2, 2)), run(of_values, of_gradients)
+    for x, y, factor in zip(plain, scaled, factors, strict=True):
+        by_time = x.shape[1] == shape[1]
+        factor = factor[:, None, :] if by_time else factor[:, :, None]
+        assert torch.equal(y, x * (factor if x.ndim == 3 else factor[..., None]).to(x.dtype))
 
 
 @pytest.mark.parametrize("variant", ["repeated_keys", "extreme_decay"])
