@@ -261,6 +261,7 @@ def test_a_cuda_graph_replays_the_kernel(op):
     with torch.cuda.graph(graph):
         actual = results(*inputs.run(backend="triton"))
     for value in actual.values():
-        value.zero_()
+        if all(value is not x for x in inputs.tensors.values()):  # the sum without a branch is x itself
+            value.zero_()
     graph.replay()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
