@@ -21,6 +21,7 @@ class Call:
         default_factory=dict
     )  # by dimension name ("T", "K", ...); what is absent is not known
     differentiated: bool = False  # an input requires a gradient; known of one-token forms alone
+    reverse: bool | str = False  # as operations take it
 
 
 def no_reasons(call: Call) -> list[str]:
@@ -109,7 +110,7 @@ def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     reasons = backend.reasons(call)
     if reasons or backend.name != "triton":
         return reasons
-    return self_test.failures(op, call.device, call.dtype, call.sizes)
+    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:

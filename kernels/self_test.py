@@ -50,8 +50,8 @@ class Trial(NamedTuple):
 
 REVERSED = {"reverse": True}
 BOTH_WAYS = {"reverse": "second_half"}
-# Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones, both
-# directions. One-token kernels are tried with the variants of their operation.
+# Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones. A call's
+# kernels are tried with the cases that read in its direction, one-token kernels with the variants of all.
 TRIALS: dict[str, Trial] = {
     "add_norm": Trial({"D": 64}, tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair"))),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
@@ -59,7 +59,7 @@ TRIALS: dict[str, Trial] = {
         {"K": 64, "V": 64},
         (
             *(Case("plain", 1100), Case("gated_write_key", 130)),
-            *(Case("gated", 130, REVERSED), Case("plain", 130, BOTH_WAYS), Case("gated", 1100, BOTH_WAYS)),
+            *(case for way in (REVERSED, BOTH_WAYS) for case in (Case("plain", 130, way), Case("gated", 1100, way))),
             # Cut into segments of time, of which one hands much to the next.
             *(Case("gated", 2100), Case("correlated_keys", 2100)),
         ),
@@ -71,7 +71,11 @@ TRIALS: dict[str, Trial] = {
         {"K": 64, "V": 64},
         (
             *(Case(variant, 130) for variant in ("plain", "head_gated", "channel_gated", "value_gated")),
-            *(Case(variant, 130, way) for way in (REVERSED, BOTH_WAYS) for variant in ("head_gated", "channel_gated")),
+            *(
+                Case(variant, 130, way)
+                for way in (REVERSED, BOTH_WAYS)
+                for variant in ("plain", "head_gated", "channel_gated")
+            ),
             # Strong decays have kernels of their own.
             *(Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")),
         ),
@@ -128,12 +132,14 @@ _LOCK = threading.Lock()
 _THREAD = threading.local()
 
 
-def failures(op: str, device: torch.device, dtype: torch.dtype, sizes: Mapping[str, int]) -> list[str]:
+def failures(
+    op: str, device: torch.device, dtype: torch.dtype, sizes: Mapping[str, int], reverse: bool | str = False
+) -> list[str]:
     """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
     if not is_tested(device.type):
         return []
     widths = [_round_up(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
-    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, *widths)
+    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, *widths)
     return [] if failure is None else [failure]
 
 
@@ -156,7 +162,7 @@ def _round_up(size: int) -> int:
 
 
 def longseq_self_test_verdict(
-    op: str, dtype: torch.dtype, device_type: str, index: int | None, *widths: int
+    op: str, dtype: torch.dtype, device_type: str, index: int | None, reverse: bool | str, *widths: int
 ) -> str | None:
     """Why the kernels are refused, or None. Tests them unless this process or an earlier one has."""
     if device_type == "cuda":
@@ -164,7 +170,7 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    key = (op, dtype, device, *widths)
+    key = (op, dtype, device, reverse, *widths)
     if key in _VERDICTS:
         return _VERDICTS[key]
     if getattr(_THREAD, "is_testing", False):
@@ -175,7 +181,7 @@ def longseq_self_test_verdict(
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
-        test = _Test(op, dtype, device, dict(zip(find_trial(op).widths, widths, strict=True)))
+        test = _Test(op, dtype, device, reverse, dict(zip(find_trial(op).widths, widths, strict=True)))
         failure, is_final = _judge(test)
         if is_final:
             _VERDICTS[key] = failure
@@ -198,6 +204,7 @@ class _Test(NamedTuple):
     op: str
     dtype: torch.dtype
     device: torch.device
+    reverse: bool | str  # each way of reading has its kernels, and its verdict: most programs need one way alone
     widths: dict[str, int]
 
     @property
@@ -215,7 +222,8 @@ class _Test(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Everything that a verdict depends on."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return {"op": self.op, "dtype": dtype, "widths": self.widths, **self.place, "sources": _hash_sources()}
+        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "widths": self.widths}
+        return {**call, **self.place, "sources": _hash_sources()}
 
 
 def _judge(test: _Test) -> tuple[str | None, bool]:
@@ -319,7 +327,8 @@ def _find_error(test: _Test) -> str | None:
             _find_step_error(test, variant, dtype) for variant in variants for dtype in (test.dtype, torch.bfloat16)
         )
     else:
-        errors = (_find_case_error(test, case) for case in trial.cases)
+        cases = (case for case in trial.cases if case.options.get("reverse", False) == test.reverse)
+        errors = (_find_case_error(test, case) for case in cases)
     return next((error for error in errors if error is not None), None)
 
 

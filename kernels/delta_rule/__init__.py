@@ -110,7 +110,7 @@ def delta_rule(
     )
     check_reverse("delta_rule", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, beta, write_key, g, initial_state)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("delta_rule", backend, call)
     return run(
         q,

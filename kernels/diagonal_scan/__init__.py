@@ -129,7 +129,7 @@ def longhorn_scan(
     )
     check_reverse("longhorn_scan", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(x, q, k, beta, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("longhorn_scan", backend, call)
     return run(
         x,
@@ -196,7 +196,7 @@ def selective_scan(
     if A.dim() == 3:
         check_own_parameters("selective_scan", "A", A, reverse)
     dtype = call_dtype(x, delta, A, B, C, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("selective_scan", backend, call)
     return run(
         x,

@@ -109,7 +109,7 @@ def linear_attention(
     )
     check_reverse("linear_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, g_value, initial_state)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("linear_attention", backend, call)
     return run(
         q,

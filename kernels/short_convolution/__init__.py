@@ -102,7 +102,7 @@ def short_convolution(
         check_own_parameters("short_convolution", "weight", weight, reverse)
     check_reverse("short_convolution", reverse, 2 if own else sizes["B"], cu_seqlens)
     dtype = call_dtype(x, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("short_convolution", backend, call)
     return run(
         x,

@@ -113,7 +113,7 @@ def slot_attention(
     )
     check_reverse("slot_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, write, keys, values)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("slot_attention", backend, call)
     return run(
         q,

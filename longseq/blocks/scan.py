@@ -79,6 +79,8 @@ class Directions(nn.Module):
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
+    Mixers that can read an order and its reverse at once (see `Mixer.scan_pair`), unless a callback watches them.
+
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
         orders: names of orders, as `scan_orders` gives them.

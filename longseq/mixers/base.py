@@ -128,7 +128,8 @@ class Mixer(nn.Module):
         """Sum of two scans: by this mixer from the first token, and by `backward`, built alike, from the last.
 
         Every operation is called once for both, on rows of which the second half is read from the end. `backward` may
-        be this mixer itself. It reports nothing (see `observe`).
+        be this mixer itself. It reports nothing (see `observe`), and takes the parameters of both mixers' parts without
+        calling those: their forward hooks do not run, and what replaces a part must hold the whole weight itself.
         """
         raise NotImplementedError
 

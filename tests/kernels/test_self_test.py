@@ -165,6 +165,24 @@ def test_each_precision_and_width_has_its_verdict(kernel, tests_run, tmp_path):
     assert len(verdict_files(tmp_path)) == 4
 
 
+def test_each_direction_has_its_verdict(kernel, tests_run, monkeypatch, tmp_path):
+    def wrong_backwards(*args, reverse, **kwargs):
+        y, state = short_convolution_chunk(*args, reverse=reverse, **kwargs)
+        return y + 1 if reverse else y, state
+
+    cases = (self_test.Case("plain", 5), self_test.Case("plain", 5, self_test.REVERSED))
+    monkeypatch.setattr(self_test, "TRIALS", {OP: self_test.Trial({"W": 4}, cases)})
+    kernel(wrong_backwards)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    with pytest.warns(UserWarning, match="refuses the Triton kernels of short_convolution"):
+        y, _ = run(reverse=True)
+    assert torch.equal(y, run(reverse=True, backend="torch")[0])
+    assert [test.reverse for test in tests_run] == [False, True]
+    assert len(verdict_files(tmp_path)) == 2
+
+
 def test_the_callers_modes_and_random_numbers_are_left_alone(kernel, tests_run):
     kernel(short_convolution_chunk)
     before = torch.random.get_rng_state()
