@@ -264,7 +264,7 @@ def _forward(
     layout: _Layout, fill: FillDecay, key: Tensor, value: Tensor, query: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [blocks, L, lanes * B, D], the states at the chunks' starts [blocks, lanes * B, N, D], final state."""
-    output = torch.empty_like(value)
+    output = torch.empty_like(value, memory_format=torch.contiguous_format)
     starts = value.new_empty(layout.blocks, value.shape[2], state.shape[2], state.shape[1])
     decay = torch.empty_like(starts[0])
     state = state.mT
@@ -414,7 +414,7 @@ def _selective_backward(
     """Gradients of x, delta, A, B, C and the initial state."""
     key, value, query, fill, step = _selective_lanes(layout, x, delta, A, B, C, starts.dtype)
     rate = A.to(starts.dtype).mT.contiguous()
-    d_step, d_rate = torch.empty_like(step), torch.zeros_like(rate)
+    d_step, d_rate = torch.empty_like(step, memory_format=torch.contiguous_format), torch.zeros_like(rate)
 
     def collect(block: int, decays: Tensor, d_decays: Tensor) -> None:
         d_exponents = d_decays.mul_(decays)

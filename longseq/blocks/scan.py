@@ -79,7 +79,8 @@ class Directions(nn.Module):
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
-    Mixers that can read an order and its reverse at once (see `Mixer.scan_pair`), unless a callback watches them.
+    Mixers that can read an order and its reverse at once (see `Mixer.scan_pair`), but not while a callback watches
+    them, nor with hooks on their parts or parts of another class (adapters, quantisation), which must be called.
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
@@ -104,6 +105,7 @@ class Directions(nn.Module):
             for mixer in mixers[1:]:
                 mixer.release_projections()
         self.mixers: Any = nn.ModuleList(mixers)
+        self._kinds = [type(part) for part in self.mixers.modules()]
 
     def forward(self, x: Tensor, layout: Layout | None = None, *, mask: Tensor | None = None) -> Tensor:
         """Mix `x [B, T, D]`.
@@ -125,15 +127,23 @@ class Directions(nn.Module):
                 ]
             )
         projected = first.project_in(x)
-        # What a pair of mixers reported together could not be told apart.
-        is_watched = any(mixer.observed is not None for mixer in self.mixers)
-        if first.reads_pairs and are_pairs(self.orders) and not is_watched:
+        if first.reads_pairs and are_pairs(self.orders) and not self._is_watched():
             readings = self._read_pairs(projected, layout, mask)
         elif self.share == "all":
             readings = self._read_stacked(projected, layout, mask)
         else:
             readings = [_scan(m, projected, o, layout, mask) for m, o in zip(self.mixers, self.orders, strict=True)]
         return first.project_out(self._merge(readings))
+
+    def _is_watched(self) -> bool:
+        """Whether each mixer, or a part of one, must be called by itself."""
+        if any(mixer.observed is not None for mixer in self.mixers):
+            return True  # what a pair reported together could not be told apart
+        parts = list(self.mixers.modules())
+        return [type(part) for part in parts] != self._kinds or any(
+            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+            for part in parts
+        )
 
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
         """One reading for each pair of orders, the sum of both."""

@@ -129,7 +129,7 @@ class Mixer(nn.Module):
 
         Every operation is called once for both, on rows of which the second half is read from the end. `backward` may
         be this mixer itself. It reports nothing (see `observe`), and takes the parameters of both mixers' parts without
-        calling those: their forward hooks do not run, and what replaces a part must hold the whole weight itself.
+        calling those: `Directions` does not use it where a part has hooks or was replaced.
         """
         raise NotImplementedError
 

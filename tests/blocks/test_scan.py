@@ -162,6 +162,38 @@ def test_a_pair_launches_each_operation_once(monkeypatch, mixer, share):
     assert 0 < paired == forward
 
 
+@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
+def test_a_compiled_graph_reads_pairs(mixer):
+    torch.manual_seed(0)
+    # As wide as a model: the layout of narrow ones is another.
+    layer = Directions(partial(mixers.create, mixer, 192), scan_orders("bidirectional"))
+    x = torch.randn(2, 6, 192)
+    expected = gradients_of(layer, x, None, None)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    actual = gradients_of(compiled, x, None, None)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name.removeprefix("_orig_mod.")])
+
+
+def test_hooks_and_substitutes_of_parts_are_called():
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    layer, layout = build("longhorn"), Layout(2, 3, None)
+    x = tokens(layout)
+    plain, called = layer(x, layout), []
+    handle = layer.mixers[1].x_proj.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(layer(x, layout), plain)
+    assert called
+    handle.remove()
+    part = layer.mixers[1].x_proj
+    layer.mixers[1].x_proj = Adapted(part.in_features, part.out_features, bias=False).double()
+    layer.mixers[1].x_proj.weight = part.weight
+    assert not torch.allclose(layer(x, layout), plain)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
 def test_pairs_on_the_gpu(monkeypatch, mixer):
