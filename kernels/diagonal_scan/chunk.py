@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
+from longseq.kernels.diagonal_scan.reference import scan_each_way
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse, half, run_each_way
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 # How many numbers one step should work on: enough to hide the cost of a launch, few enough to stay in a cache.
@@ -77,18 +78,11 @@ def selective_scan_chunk(
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
-
     if A.dim() == 3:
-        return run_each_way(
-            lambda i: selective_scan_chunk(
-                *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),
-                initial_state=None if initial_state is None else half(initial_state, i),
-                output_final_state=output_final_state,
-                cu_seqlens=None,
-                chunk_size=chunk_size,
-                reverse=bool(i),
-            )
-        )
+        return scan_each_way(
+            selective_scan_chunk, x, delta, A, B, C, initial_state,
+            output_final_state=output_final_state, cu_seqlens=None, chunk_size=chunk_size,
+        )  # fmt: skip
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         x, delta, B, C = sequences

@@ -1,5 +1,8 @@
 """The diagonal scans as their recurrences: the definitions that every other form is compared with."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,18 +79,11 @@ def selective_scan_reference(
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan`, one token at a time. `chunk_size` has no meaning here."""
-
     if A.dim() == 3:
-        return run_each_way(
-            lambda i: selective_scan_reference(
-                *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),
-                initial_state=None if initial_state is None else half(initial_state, i),
-                output_final_state=output_final_state,
-                cu_seqlens=None,
-                chunk_size=chunk_size,
-                reverse=bool(i),
-            )
-        )
+        return scan_each_way(
+            selective_scan_reference, x, delta, A, B, C, initial_state,
+            output_final_state=output_final_state, cu_seqlens=None, chunk_size=chunk_size,
+        )  # fmt: skip
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -107,4 +103,25 @@ def selective_scan_reference(
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
         reverse=reverse,
+    )
+
+
+def scan_each_way(
+    scan: Callable[..., tuple[Tensor, Tensor | None]],
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial_state: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Scan the first half of the rows forward and the second backward, each with its own A, by a form for one A."""
+    return run_each_way(
+        lambda i: scan(
+            *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),
+            initial_state=None if initial_state is None else half(initial_state, i),
+            reverse=bool(i),
+            **options,
+        )
     )

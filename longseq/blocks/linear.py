@@ -20,12 +20,9 @@ class AlignedLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        missing = -self.out_features % ALIGNMENT
-        if not missing or x.ndim < 3 or not gains_by_alignment(self.weight):
+        if self.out_features % ALIGNMENT == 0 or x.ndim < 3 or not gains_by_alignment(self.weight):
             return super().forward(x)
-        weight = functional.pad(self.weight, (0, 0, 0, missing))
-        bias = None if self.bias is None else functional.pad(self.bias, (0, missing))
-        return functional.linear(x, weight, bias)[..., : self.out_features]
+        return functional.linear(x, *_align(self.weight, self.bias))[..., : self.out_features]
 
 
 def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
@@ -35,14 +32,18 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
     weight = torch.stack((forward.weight, backward.weight))
-    bias = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
-    missing = -forward.out_features % ALIGNMENT
-    if missing and gains_by_alignment(forward.weight):
-        weight = functional.pad(weight, (0, 0, 0, missing))
-        bias = None if bias is None else functional.pad(bias, (0, missing))
+    bias: Tensor | None = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
+    if forward.out_features % ALIGNMENT and gains_by_alignment(forward.weight):
+        weight, bias = _align(weight, bias)
     rows = halves.flatten(1, 2)
     y = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return y[..., : forward.out_features].unflatten(1, halves.shape[1:3]).flatten(0, 1)
+
+
+def _align(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weights `[..., O, I]` and biases `[..., O]` with outputs of zeros up to a multiple of 8."""
+    missing = -weight.shape[-2] % ALIGNMENT
+    return functional.pad(weight, (0, 0, 0, missing)), None if bias is None else functional.pad(bias, (0, missing))
 
 
 def gains_by_alignment(weight: Tensor) -> bool:
