@@ -2,9 +2,10 @@
 
 A program takes the blocks between checkpoints from the last to the first. It walks through a block once, and leaves
 the state before every few tokens, a piece, in scratch memory, which stays in the GPU's cache. Then it takes the pieces
-from the last to the first: it computes a piece's states again, keeps them in registers, and runs the adjoint recurrence
-through them. Sums over all channels (the gradients of keys and queries) are written once a program, and `gather` adds
-them in a fixed order: the result is the same in every run.
+from the last to the first: it computes a piece's states again, keeps in registers what the way back asks of them, and
+runs the adjoint recurrence. A piece's loads all come first, and its stores last. Sums over all channels (the gradients
+of keys and queries) are written once a program, and `gather` adds them in a fixed order: the result is the same in
+every run.
 """
 
 import triton
@@ -16,9 +17,11 @@ from longseq.kernels.diagonal_scan.triton_forward import (
     find_tile,
     first_checkpoint,
     load_channels,
-    load_norm,
+    load_entries,
     load_rates,
     load_state,
+    load_values,
+    row_of,
     store_channels,
     store_state,
     strength,
@@ -33,53 +36,107 @@ def _within_threads(x, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _step_back(
-    g, d_rates, before, after, factor, do_t, query, x, rate, prepared, d_x, d_rate, d_prepared, rates, wide, e, D,
-    LONGHORN: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """From the gradient g of the state after one token to that of the state before; the pointers are to the token.
+def _stack(parts, TOKENS: tl.constexpr):
+    """A tuple of so many tensors (1, 2 or 4) as one, [..., TOKENS]."""
+    stacked = tl.expand_dims(parts[0], 4)
+    if TOKENS == 2:
+        stacked = tl.join(parts[0], parts[1])
+    if TOKENS == 4:
+        four = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        stacked = tl.reshape(four, (four.shape[0], four.shape[1], four.shape[2], four.shape[3], 4))
+    return stacked
 
-    All gradients are sums of products with g; those over entries are for a channel, those over channels for an entry.
+
+@triton.jit
+def _load_gradients(d_output, output_step, first, wide, limit, EVEN: tl.constexpr, TOKENS: tl.constexpr):
+    """The gradients of the outputs of so many tokens from the first on, as they are stored."""
+    d_output += first * output_step
+    gradients = ()
+    for i in tl.static_range(TOKENS):
+        gradients = gradients + (load_channels(d_output + i * output_step, wide, limit, EVEN),)
+    return gradients
+
+
+@triton.jit
+def _step_back(
+    g, d_rates, kept, factor, do_t, x_t, rate_t, key, query, rates, LONGHORN: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """From the gradient g of the state after one token to that of the state before, and the token's own gradients.
+
+    `kept` is what the token's x is more than its key reads (Longhorn), or the state before. Sums over entries are the
+    gradients of a channel, sums over channels those of an entry; the latter are over those of one thread here.
     """
-    STATE: tl.constexpr = e.shape[0] * e.shape[1]
-    x_t = load_channels(x, wide, D, EVEN).to(tl.float32)
-    rate_t = load_channels(rate, wide, D, EVEN).to(tl.float32)
-    do_t = do_t.to(tl.float32)
-    key = tl.load(prepared + e)
     keys = key[:, :, None]
     g += do_t[:, None, :] * query[:, :, None]
-    d_query = tl.sum(do_t[:, None, :] * after, 2)
     along = tl.sum(tl.sum(g * keys, 1), 0)[None, :]
     if LONGHORN:
         step = rate_t * factor
-        pull = g * (x_t[:, None, :] - keys * before)
+        pull = g * kept
         d_step = tl.sum(tl.sum(pull * keys, 1), 0)[None, :]
         d_x_t = step * along
         d_rate_t = d_step * (factor * factor)
         # The key acts through the step's norm, too: there alike for all entries but for its own factor.
-        turn = (d_step * (step * step) + tl.arange(0, e.shape[0])[:, None] * 0.0)[:, None, :]
+        turn = (d_step * (step * step))[:, None, :]
         d_key = _within_threads(pull * (2.0 * step)[:, None, :], VECTOR)
         d_key -= _within_threads(g * (step * x_t)[:, None, :], VECTOR)
-        d_key = tl.sum(d_key - 2.0 * _within_threads(turn, VECTOR) * keys, 2)
+        d_key -= 2.0 * _within_threads(turn, VECTOR) * keys
         g *= 1.0 - step[:, None, :] * (keys * keys)
     else:
-        d_key = tl.sum((rate_t * x_t)[:, None, :] * g, 2)
+        d_key = _within_threads((rate_t * x_t)[:, None, :] * g, VECTOR)
         g *= tl.exp2(rate_t[:, None, :] * rates)
-        d_exponent = g * before
+        d_exponent = g * kept
         d_rates += d_exponent * rate_t[:, None, :]
         LN2: tl.constexpr = 0.6931471805599453
         d_rate_t = LN2 * tl.sum(tl.sum(d_exponent * rates, 1), 0)[None, :] + x_t * along
         d_x_t = rate_t * along
-    store_channels(d_x, wide, D, d_x_t, EVEN)
-    store_channels(d_rate, wide, D, d_rate_t, EVEN)
-    both = e[:, :, None] + STATE * tl.arange(0, 2)[None, None, :]
-    tl.store(d_prepared + both, tl.join(d_key, d_query))
+    return g, d_rates, d_x_t, d_rate_t, d_key
+
+
+@triton.jit
+def _walk_back(
+    h, g, d_rates, values, entries, d_outputs, d_x, d_rate, d_prepared, output_step, rates, wide, e, D, STEP,
+    LONGHORN: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """From the gradient g of the state after so many tokens to that of the state before them, h.
+
+    The pointers are to the gradients of the first of these tokens.
+    """
+    STATE: tl.constexpr = e.shape[0] * e.shape[1]
+    kept = ()
+    factors = ()
+    d_queries = ()
+    for i in tl.static_range(TOKENS):
+        x_t, rate_t = values[i][0].to(tl.float32), values[i][1].to(tl.float32)
+        key, _, norm_t = entries[i]
+        factors = factors + (strength(rate_t, norm_t, LONGHORN),)
+        if LONGHORN:
+            kept = kept + (x_t[:, None, :] - key[:, :, None] * h,)
+            h += ((rate_t * factors[i])[:, None, :] * key[:, :, None]) * kept[i]
+        else:
+            kept = kept + (h,)
+            h = advance(h, x_t, rate_t, key, norm_t, rates, LONGHORN)
+        d_queries = d_queries + (_within_threads(d_outputs[i].to(tl.float32)[:, None, :] * h, VECTOR),)
+    d_values = ()
+    d_entries = ()
+    for i in tl.static_range(TOKENS - 1, -1, -1):
+        g, d_rates, d_x_t, d_rate_t, d_key = _step_back(
+            g, d_rates, kept[i], factors[i], d_outputs[i].to(tl.float32), values[i][0].to(tl.float32),
+            values[i][1].to(tl.float32), entries[i][0], entries[i][1], rates, LONGHORN, VECTOR,
+        )  # fmt: skip
+        d_values = ((d_x_t.to(d_x.dtype.element_ty), d_rate_t.to(d_rate.dtype.element_ty)),) + d_values
+        d_entries = (tl.join(d_key, d_queries[i]),) + d_entries
+    place = e[:, :, None, None] + STATE * tl.arange(0, 2)[None, None, :, None]
+    place += (2 * STATE * STEP) * tl.arange(0, TOKENS)[None, None, None, :]
+    tl.store(d_prepared + place, tl.sum(_stack(d_entries, TOKENS), 2))
+    for i in tl.static_range(TOKENS):
+        store_channels(d_x + i * output_step, wide, D, d_values[i][0], EVEN)
+        store_channels(d_rate + i * output_step, wide, D, d_values[i][1], EVEN)
     return g, d_rates
 
 
 @triton.jit(do_not_specialize=["T", "tokens", "A_half"])
 def backward(
-    x, rate, prepared, norm, A, cu_seqlens, sequence_of, products, ends, checkpoints, scratch, d_output, d_final,
+    x, rate, prepared, A, cu_seqlens, sequence_of, products, ends, checkpoints, scratch, d_output, d_final,
     d_x, d_rate, d_prepared, d_A, d_initial,
     T, D, tokens, A_half, x_row, x_token, rate_row, rate_token,
     HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
@@ -97,20 +154,19 @@ def backward(
 
     # Without a gradient nothing is read, but a load it must be: all that depends on it is laid out as it is.
     given = D if HAS_FINAL else tl.where(live < 0, D, 0)
-    g = load_state(d_final + n * STATE * D, e, d, D, given, False)
+    g = load_state(d_final + n * STATE * D, e, d, D, given, False, VECTOR)
     if SPAN > 0:
         for behind in range(0, tl.cdiv(length, SPAN) - 1 - done // SPAN):
             place = (first_slot + tl.cdiv(length, SPAN) - 1 - behind) * STATE * D
-            g = load_state(products + place, e, d, D, D, EVEN) * g + load_state(ends + place, e, d, D, D, EVEN)
+            decay = load_state(products + place, e, d, D, D, EVEN, VECTOR)
+            g = decay * g + load_state(ends + place, e, d, D, D, EVEN, VECTOR)
     rates = g
     if not LONGHORN:
-        rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN)
+        rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN, VECTOR)
     d_rates = g * 0.0
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
-    prepared += (row * T + token) * (2 * STATE)
-    if LONGHORN:
-        norm += row * T + token
+    prepared += (row * T + token) * row_of(STATE, LONGHORN)
     d_output += (row * T + token) * D
     d_x += (row * T + token) * D
     d_rate += (row * T + token) * D
@@ -121,89 +177,69 @@ def backward(
     x_step = (zero + x_token) * STEP
     rate_step = (zero + rate_token) * STEP
     output_step = (zero + D) * STEP
-    NEXT = 2 * STATE * STEP
+    entries_step = 2 * STATE * STEP
 
     for behind in range(0, tl.cdiv(live, CHECKPOINT)):
         number = tl.cdiv(live, CHECKPOINT) - 1 - behind
         begin = number * CHECKPOINT
-        h = load_state(checkpoints + (zero + number) * STATE * D, e, d, D, D, EVEN)
+        h = load_state(checkpoints + (zero + number) * STATE * D, e, d, D, D, EVEN, VECTOR)
         pieces = tl.minimum(live - begin, CHECKPOINT) // TOKENS
         rest = tl.minimum(live - begin, CHECKPOINT) - pieces * TOKENS
-        # The state before the last piece, or before the rest, stays at hand. Loads are a piece ahead of their use.
+        last = zero + (begin + (pieces - 1) * TOKENS)
+        d_ahead = _load_gradients(d_output, output_step, last, wide, tl.where(pieces > 0, D, 0), False, TOKENS)
+        # The state before the last piece, or before the rest, stays at hand.
         if CHECKPOINT > TOKENS:
             count = pieces - tl.where(rest > 0, 0, 1)
-            ahead = ()
-            for i in tl.static_range(TOKENS):
-                t = zero + tl.minimum(begin + i, live - 1)
-                near = load_channels(x + t * x_step, wide, D, EVEN)
-                ahead = ahead + (near, load_channels(rate + t * rate_step, wide, D, EVEN))
-                ahead = ahead + (tl.load(prepared + t * NEXT + e), load_norm(norm, t * STEP, LONGHORN))
+            ahead = load_values(
+                x, rate, x_step, rate_step, zero + begin, wide, tl.where(count > 0, D, 0), False, TOKENS
+            )  # fmt: skip
             for piece in range(0, count):
                 now = ahead
-                ahead = ()
-                first = zero + (begin + tl.minimum(piece + 1, count - 1) * TOKENS)
+                entries = load_entries(prepared, zero + (begin + piece * TOKENS), e, STEP, LONGHORN, TOKENS)
+                coming = zero + (begin + tl.minimum(piece + 1, count - 1) * TOKENS)
+                ahead = load_values(x, rate, x_step, rate_step, coming, wide, D, EVEN, TOKENS)
+                store_state(scratch + piece * (STATE * BLOCK_D), e, own, BLOCK_D, BLOCK_D, h, True, VECTOR)
                 for i in tl.static_range(TOKENS):
-                    near = load_channels(x + first * x_step + i * x_step, wide, D, EVEN)
-                    ahead = ahead + (near, load_channels(rate + first * rate_step + i * rate_step, wide, D, EVEN))
-                    key_t = tl.load(prepared + first * NEXT + i * NEXT + e)
-                    ahead = ahead + (key_t, load_norm(norm, (first + i) * STEP, LONGHORN))
-                store_state(scratch + piece * (STATE * BLOCK_D), e, own, BLOCK_D, BLOCK_D, h, True)
-                for i in tl.static_range(TOKENS):
-                    x_t, rate_t = now[4 * i].to(tl.float32), now[4 * i + 1].to(tl.float32)
-                    h = advance(h, x_t, rate_t, now[4 * i + 2], now[4 * i + 3], rates, LONGHORN)
+                    x_t, rate_t = now[i][0].to(tl.float32), now[i][1].to(tl.float32)
+                    h = advance(h, x_t, rate_t, entries[i][0], entries[i][2], rates, LONGHORN)
             tl.debug_barrier()
         # Of a rest of fewer tokens than a piece the states are computed again for each.
         for left in range(0, rest):
             before = h
-            for between in range(0, rest - 1 - left):
-                t = zero + (begin + pieces * TOKENS + between)
-                x_t = load_channels(x + t * x_step, wide, D, EVEN).to(tl.float32)
-                rate_t = load_channels(rate + t * rate_step, wide, D, EVEN).to(tl.float32)
-                key_t = tl.load(prepared + t * NEXT + e)
-                before = advance(before, x_t, rate_t, key_t, load_norm(norm, t * STEP, LONGHORN), rates, LONGHORN)
-            t = zero + (begin + pieces * TOKENS + rest - 1 - left)
-            x_t = load_channels(x + t * x_step, wide, D, EVEN).to(tl.float32)
-            rate_t = load_channels(rate + t * rate_step, wide, D, EVEN).to(tl.float32)
-            do_t = load_channels(d_output + t * output_step, wide, D, EVEN)
-            norm_t = load_norm(norm, t * STEP, LONGHORN)
-            after = advance(before, x_t, rate_t, tl.load(prepared + t * NEXT + e), norm_t, rates, LONGHORN)
-            g, d_rates = _step_back(
-                g, d_rates, before, after, strength(rate_t, norm_t, LONGHORN), do_t,
-                tl.load(prepared + t * NEXT + STATE + e), x + t * x_step, rate + t * rate_step, prepared + t * NEXT,
-                d_x + t * output_step, d_rate + t * output_step, d_prepared + t * NEXT,
-                rates, wide, e, D, LONGHORN, EVEN, VECTOR,
+            t = zero + (begin + pieces * TOKENS)
+            for _ in range(0, rest - 1 - left):
+                values = load_values(x, rate, x_step, rate_step, t, wide, D, EVEN, 1)
+                key, _, norm_t = load_entries(prepared, t, e, STEP, LONGHORN, 1)[0]
+                x_t, rate_t = values[0][0].to(tl.float32), values[0][1].to(tl.float32)
+                before = advance(before, x_t, rate_t, key, norm_t, rates, LONGHORN)
+                t += 1
+            g, d_rates = _walk_back(
+                before, g, d_rates, load_values(x, rate, x_step, rate_step, t, wide, D, EVEN, 1),
+                load_entries(prepared, t, e, STEP, LONGHORN, 1),
+                _load_gradients(d_output, output_step, t, wide, D, EVEN, 1),
+                d_x + t * output_step, d_rate + t * output_step, d_prepared + t * entries_step,
+                output_step, rates, wide, e, D, STEP, LONGHORN, EVEN, VECTOR, 1,
             )  # fmt: skip
         for left in range(0, pieces):
             piece = pieces - 1 - left
             if CHECKPOINT > TOKENS:
                 if left + rest > 0:
-                    h = load_state(scratch + piece * (STATE * BLOCK_D), e, own, BLOCK_D, BLOCK_D, True)
-            first = zero + (begin + piece * TOKENS)
-            states = (h,)
-            factors = ()
-            coming = ()  # what is used only on the way back, and comes from far
-            for i in tl.static_range(TOKENS):
-                x_t = load_channels(x + first * x_step + i * x_step, wide, D, EVEN).to(tl.float32)
-                rate_t = load_channels(rate + first * rate_step + i * rate_step, wide, D, EVEN).to(tl.float32)
-                key_t = tl.load(prepared + first * NEXT + i * NEXT + e)
-                norm_t = load_norm(norm, (first + i) * STEP, LONGHORN)
-                factors = factors + (strength(rate_t, norm_t, LONGHORN),)
-                h = advance(h, x_t, rate_t, key_t, norm_t, rates, LONGHORN)
-                states = states + (h,)
-                do_t = load_channels(d_output + first * output_step + i * output_step, wide, D, EVEN)
-                coming = coming + ((do_t, tl.load(prepared + first * NEXT + i * NEXT + STATE + e)),)
-            for i in tl.static_range(TOKENS - 1, -1, -1):
-                g, d_rates = _step_back(
-                    g, d_rates, states[i], states[i + 1], factors[i], coming[i][0], coming[i][1],
-                    x + first * x_step + i * x_step, rate + first * rate_step + i * rate_step,
-                    prepared + first * NEXT + i * NEXT, d_x + first * output_step + i * output_step,
-                    d_rate + first * output_step + i * output_step, d_prepared + first * NEXT + i * NEXT,
-                    rates, wide, e, D, LONGHORN, EVEN, VECTOR,
-                )  # fmt: skip
-    store_state(d_initial + n * STATE * D, e, d, D, tl.where(done == 0, D, 0), g, False)
+                    h = load_state(scratch + piece * (STATE * BLOCK_D), e, own, BLOCK_D, BLOCK_D, True, VECTOR)
+            t = zero + (begin + piece * TOKENS)
+            values = load_values(x, rate, x_step, rate_step, t, wide, D, EVEN, TOKENS)
+            entries = load_entries(prepared, t, e, STEP, LONGHORN, TOKENS)
+            d_now = d_ahead
+            coming = zero + (begin + tl.maximum(piece - 1, 0) * TOKENS)
+            d_ahead = _load_gradients(d_output, output_step, coming, wide, D, EVEN, TOKENS)
+            g, d_rates = _walk_back(
+                h, g, d_rates, values, entries, d_now,
+                d_x + t * output_step, d_rate + t * output_step, d_prepared + t * entries_step,
+                output_step, rates, wide, e, D, STEP, LONGHORN, EVEN, VECTOR, TOKENS,
+            )  # fmt: skip
+    store_state(d_initial + n * STATE * D, e, d, D, tl.where(done == 0, D, 0), g, False, VECTOR)
     if not LONGHORN:
         LN2: tl.constexpr = 0.6931471805599453
-        store_state(d_A + slot * STATE * D, e, d, D, D, LN2 * d_rates, EVEN)
+        store_state(d_A + slot * STATE * D, e, d, D, D, LN2 * d_rates, EVEN, VECTOR)
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens"])

@@ -35,32 +35,35 @@ class Walk(NamedTuple):
     """How a kernel walks along time."""
 
     entries: int  # of a state's row in one thread, at most
-    vector: int  # adjacent channels in one thread, which the alignment of loads must lead Triton to
-    repeats: int  # of these
+    vector: int  # adjacent channels in one thread
     tokens: int  # taken at a time
-    registers: int | None = None  # of a thread, at most
 
     def tile(self, width: int) -> dict[str, int]:
         """The part of a state that one warp holds."""
         entries = min(self.entries, width)
         sharing = width // entries
-        return {"P": entries, "Q": sharing, "BLOCK_D": max(32 // sharing, 1) * self.vector * self.repeats}
+        return {"P": entries, "Q": sharing, "BLOCK_D": max(32 // sharing, 1) * self.vector}
 
 
-# Compared with other walks on an H200, of the form before the last one.
-FORWARD = Walk(16, 1, 1, 4)
-SUMMARY = Walk(16, 1, 1, 4)
-BACKWARD = Walk(4, 4, 1, 4, registers=168)
+# FORWARD was compared with other walks on an H200, the walks backward in a form before the last one.
+FORWARD = Walk(8, 2, 8)  # of summaries, too
+BACKWARD = Walk(4, 4, 4)
+BACKWARD_CROWDED = Walk(4, 4, 2)
 CHECKPOINT = 16
-# Time is split into parts if there are fewer warps than the first number, into enough for about the second.
+# Time is split into parts if there are fewer warps than the first number, into enough for about the second: as many as
+# an H200 runs at once if each has all registers that a thread can have. Of more than that, with fewer registers half as
+# many again run at once.
 FEWEST_WARPS = 512
-WARPS = 2048
+WARPS = 1024
+REGISTERS = 255
+REGISTERS_CROWDED = 168
 SHORTEST_PART = 128
 FEWEST_PARTS = 4  # fewer would not win back that all of the work is done twice
 PREPARED = 64  # tokens of a program that prepares keys and queries
 GATHERED = 16  # tokens of a program that adds up their gradients
 LOG2E = 1.4426950408889634
-assert CHECKPOINT % FORWARD.tokens == CHECKPOINT % BACKWARD.tokens == SHORTEST_PART % CHECKPOINT == 0
+assert all(CHECKPOINT % walk.tokens == 0 for walk in (FORWARD, BACKWARD, BACKWARD_CROWDED))
+assert SHORTEST_PART % CHECKPOINT == 0
 
 
 class _Plan(NamedTuple):
@@ -72,11 +75,16 @@ class _Plan(NamedTuple):
     sequence_of: Tensor | None
     constants: dict[str, Any]  # the compile-time arguments that every kernel on parts takes
 
+    def crowded(self, walk: Walk, channels: int) -> bool:
+        """Whether a walk has more warps than run at once with all registers."""
+        return self.slots * cdiv(channels, walk.tile(self.width)["BLOCK_D"]) > WARPS
+
     def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
         """The constants of a walk."""
         tile = walk.tile(self.width)
-        options = {"num_warps": 1, "maxnreg": walk.registers}
-        return {**self.constants, **tile, **options, "EVEN": channels % tile["BLOCK_D"] == 0, "TOKENS": walk.tokens}
+        options = {"num_warps": 1, "maxnreg": REGISTERS_CROWDED if self.crowded(walk, channels) else REGISTERS}
+        even = channels % tile["BLOCK_D"] == 0
+        return {**self.constants, **tile, **options, "EVEN": even, "VECTOR": walk.vector, "TOKENS": walk.tokens}
 
 
 def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, reverse: int) -> _Plan:
@@ -101,18 +109,18 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
     return _Plan(width, sequences, slots, sequence_of, constants)
 
 
-def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Keys and queries [B, T, 2, W] in float32, and for Longhorn the squared norms of keys."""
+def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
+    """Keys and queries in float32, as the kernels read them."""
     batch, tokens, entries = key.shape
     longhorn = plan.constants["LONGHORN"]
-    prepared = key.new_empty((batch, tokens, 2, plan.width), dtype=torch.float32)
-    norm = key.new_empty((batch, tokens), dtype=torch.float32) if longhorn else None
+    row = 2 * plan.width + (4 if longhorn else 0)
+    prepared = key.new_empty((batch, tokens, row), dtype=torch.float32)
     if prepared.numel():
         prepare[(batch * cdiv(tokens, PREPARED),)](
-            key, query, prepared, norm, tokens, entries, key.stride(0), key.stride(1), query.stride(0),
+            key, query, prepared, tokens, entries, key.stride(0), key.stride(1), query.stride(0),
             query.stride(1), LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, num_warps=2,
         )  # fmt: skip
-    return prepared, norm
+    return prepared
 
 
 def _summarize(
@@ -120,7 +128,6 @@ def _summarize(
     x: Tensor,
     rate: Tensor,
     prepared: Tensor,
-    norm: Tensor | None,
     A: Tensor | None,
     cu_seqlens: Tensor | None,
     adjoint: bool,
@@ -130,9 +137,9 @@ def _summarize(
         return None, None
     tokens, channels = x.shape[1:]
     products, ends = (x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32) for _ in range(2))
-    launch = plan.launch(SUMMARY, channels)
+    launch = plan.launch(FORWARD, channels)
     summarize[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
-        x, rate, prepared, norm, A, cu_seqlens, plan.sequence_of, products, ends,
+        x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends,
         tokens, channels, _half(A), *_strides(x, rate), ADJOINT=adjoint, **launch,
     )  # fmt: skip
     return products, ends
@@ -165,11 +172,11 @@ def diagonal_scan(
     if final.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             plan = _plan(x, key, A, cu_seqlens, reverse)
-            prepared, norm = _prepare(plan, key, query)
-            products, ends = _summarize(plan, x, rate, prepared, norm, A, cu_seqlens, adjoint=False)
+            prepared = _prepare(plan, key, query)
+            products, ends = _summarize(plan, x, rate, prepared, A, cu_seqlens, adjoint=False)
             launch = plan.launch(FORWARD, channels)
             forward[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
-                x, rate, prepared, norm, A, final if initial_state is None else initial_state, cu_seqlens,
+                x, rate, prepared, A, final if initial_state is None else initial_state, cu_seqlens,
                 plan.sequence_of, products, ends, output, final, checkpoints,
                 tokens, channels, _half(A), *_strides(x, rate),
                 HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT, **launch,
@@ -208,19 +215,20 @@ def diagonal_scan_backward(
     d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
         with torch.cuda.device_of(x):
-            prepared, norm = _prepare(plan, key, query)
-            products, ends = _summarize(plan, d_output, rate, prepared, norm, A, cu_seqlens, adjoint=True)
-            launch = plan.launch(BACKWARD, channels)
+            prepared = _prepare(plan, key, query)
+            products, ends = _summarize(plan, d_output, rate, prepared, A, cu_seqlens, adjoint=True)
+            walk = BACKWARD_CROWDED if plan.crowded(BACKWARD, channels) else BACKWARD
+            launch = plan.launch(walk, channels)
             blocks = cdiv(channels, launch["BLOCK_D"])
             d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
-            pieces = (plan.slots * blocks, CHECKPOINT // BACKWARD.tokens, plan.width, launch["BLOCK_D"])
+            pieces = (plan.slots * blocks, CHECKPOINT // walk.tokens, plan.width, launch["BLOCK_D"])
             scratch = x.new_empty(pieces, dtype=torch.float32)
             backward[(plan.slots * blocks,)](
-                x, rate, prepared, norm, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
+                x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
                 d_output, checkpoints if d_final is None else d_final.contiguous(),
                 d_x, d_rate, d_prepared, d_A, d_initial,
                 tokens, channels, batch * tokens, _half(A), *_strides(x, rate),
-                HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, VECTOR=BACKWARD.vector, **launch,
+                HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, **launch,
             )  # fmt: skip
             if d_key.numel():
                 gather[(cdiv(batch * tokens, GATHERED),)](

@@ -562,6 +562,17 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
         assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
 
 
+@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
+def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch, op):
+    from longseq.kernels.diagonal_scan import triton_scan as kernels
+
+    monkeypatch.setattr(kernels, "FEWEST_WARPS", 0)
+    monkeypatch.setattr(kernels, "WARPS", 0)
+    inputs = make_inputs(op, batch=1, tokens=21, sizes={"N": 5})
+    exact = gradients(inputs, backend="reference")
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact)
+
+
 @pytest.mark.parametrize("reverse", [False, True, "second_half", "own"])
 def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
     generator = torch.Generator().manual_seed(0)
@@ -1025,6 +1036,17 @@ def test_variational_linear_attention_on_the_gpu(shape, dtype):
     arguments["z"] = normal(segments, heads, key_dim).sigmoid()
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
     assert_accurate_in_every_run(variational_linear_attention_from, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
+def test_diagonal_scans_of_more_warps_than_run_at_once_on_the_gpu(monkeypatch, op, dtype):
+    from longseq.kernels.diagonal_scan import triton_scan as kernels
+
+    monkeypatch.setattr(kernels, "FEWEST_WARPS", 0)
+    monkeypatch.setattr(kernels, "WARPS", 0)
+    assert_accurate_in_every_run(*gpu_arguments(op, 2, 197, 384, 16, dtype), dtype)
 
 
 @pytest.mark.gpu
