@@ -15,6 +15,7 @@ queries and decayed keys are found again there.
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
@@ -26,10 +27,12 @@ from longseq.kernels.linear_attention.triton_passes import (
     score,
     score_by_level,
     walk,
+    walk_and_read,
 )
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
     ROW,
+    TRITON_DTYPES,
     Launch,
     block_width,
     cdiv,
@@ -49,6 +52,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "score": Launch(64, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 3),
+        "walk_and_read": Launch(0, 0, 4, 2),
         "read": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate": Launch(64, 0, 4, 1),
         "read_channels": Launch(64, 0, 4, 2),
@@ -64,6 +68,7 @@ LAUNCHES |= {
         "score": Launch(32, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 1),
+        "walk_and_read": Launch(0, 0, 4, 1),
         "read": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 0, 8, 1),
         "read_channels": Launch(32, 0, 4, 1),
@@ -74,6 +79,7 @@ LAUNCHES |= {
     for width in (64, 512)
 }
 use_measured("linear_attention", LAUNCHES)
+WHOLE = 128  # key channels at most that one program holds states of, so that it reads them as it walks
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'
 # rounding errors are small.
@@ -96,6 +102,11 @@ class _Plan(NamedTuple):
     def scaled(self) -> bool:
         """Whether tiles have units."""
         return self.dtype == torch.float16
+
+    @property
+    def reads_in_walk(self) -> bool:
+        """Whether the walk leaves what is read of the states, and states are kept transposed, for the backward pass."""
+        return self.gate == "key" and self.key_dim <= WHOLE
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
@@ -169,46 +180,46 @@ class _Passes:
         self.constants = {**self.layout, "PRECISION": "tf32" if plan.scaled else "tf32x3"}
         self.levels = {"LEVELS": plan.chunk.bit_length() - 1}
 
-    def decay(self, x: Tensor | None, y: Tensor, g: Tensor) -> _Decayed:
-        """Without x the reads are empty."""
+    def decay(self, x: Tensor | None, y: Tensor, g: Tensor, scores: "_Scores | None" = None) -> _Decayed:
+        """Without x the reads are empty; into `scores` those of x with y."""
         plan, width = self.plan, y.shape[3]
         tiles, reads = plan.tiles(width), x is not None
         decayed = _Decayed(
             y.new_empty(y.shape if reads else (0,), dtype=plan.dtype),
-            plan.units(y, tiles if reads else 0),
+            plan.units(y),
             y.new_empty(y.shape, dtype=plan.dtype),
-            plan.units(y, tiles),
+            plan.units(y),
             y.new_empty((plan.slots, self.heads, width), dtype=torch.float32),
             y.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
         )
         x = y if x is None else x
-        decay_channels[(plan.slots * self.heads * tiles,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, *decayed,
+        into = scores or (x, x)
+        decay_channels[(plan.slots * self.heads,)](
+            x, y, g, self.cu_seqlens, self.sequence_of, *decayed, *into,
             self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, READS=reads, TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
-            **self.layout, **self.levels, **plan.options("decay_channels"),
+            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g),
+            TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
+            **self.constants, **self.levels, **plan.options("decay_channels"),
         )  # fmt: skip
-        return decayed
-
-    def score(self, x: Tensor, y: Tensor, g: Tensor | None, decayed: _Decayed | None = None) -> _Scores:
-        """`decayed` comes with a gate per channel, which is that of x and y."""
-        plan, width = self.plan, x.shape[3]
-        scores = _allocate_scores(plan, x)
-        tiles = {"TILE": plan.tile, "TILES": next_power_of_2(plan.tiles(width))}
-        score[(plan.slots * self.heads,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
-            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, GATE="none" if g is None else "head" if decayed is None else "channel",
-            BLOCK=plan.block("score", width), **tiles,
-            **self.constants, **self.levels, **plan.options("score"),
-        )  # fmt: skip
-        if decayed is not None:
+        if scores is not None:
             score_by_level[(plan.slots * self.heads,)](
                 x, y, g, self.cu_seqlens, self.sequence_of, decayed.levels, *scores,
                 self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-                W=width, BLOCK=plan.block("score_by_level", width), **tiles,
+                W=width, BLOCK=plan.block("score_by_level", width), TILE=plan.tile, TILES=next_power_of_2(tiles),
                 **self.constants, **self.levels, **plan.options("score_by_level"),
             )  # fmt: skip
+        return decayed
+
+    def score(self, x: Tensor, y: Tensor, g: Tensor | None) -> _Scores:
+        """`g` is the gate of heads, if there is one."""
+        plan, width = self.plan, x.shape[3]
+        scores = _allocate_scores(plan, x)
+        score[(plan.slots * self.heads,)](
+            x, y, g, self.cu_seqlens, self.sequence_of, *scores,
+            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
+            W=width, GATE="none" if g is None else "head", BLOCK=plan.block("score", width),
+            **self.constants, **plan.options("score"),
+        )  # fmt: skip
         return scores
 
     def walk(
@@ -236,6 +247,34 @@ class _Passes:
             K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
             ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
             **self.constants, **plan.options("walk"),
+        )  # fmt: skip
+
+    def walk_and_read(
+        self,
+        x: Tensor,
+        x_units: Tensor,
+        y: Tensor,
+        y_units: Tensor,
+        v: Tensor,
+        whole: Tensor,
+        scores: _Scores,
+        first: Tensor | None,
+        states: _States | None,
+        last: Tensor,
+        output: Tensor,
+        *,
+        transposed: bool,
+        backward: bool = False,
+    ) -> None:
+        """From `first` to `last`, into `output` and, if they are kept, `states`."""
+        plan = self.plan
+        row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
+        walk_and_read[(plan.sequences * self.heads * plan.tiles(plan.value_dim),)](
+            x, x_units, y, y_units, v, whole, self.cu_seqlens, *scores, first, *(states or (v, v)), last, output,
+            self.scale, self.tokens, self.heads, *strides(v),
+            K=plan.key_dim, V=plan.value_dim, BACKWARD=backward, HAS_FIRST=first is not None, SAVE=states is not None,
+            ROW=row, COLUMN=column, BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
+            **self.constants, **plan.options("walk_and_read"),
         )  # fmt: skip
 
     def read(
@@ -291,7 +330,7 @@ class _Passes:
                 self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
                 *strides(x), *strides(y), *strides(a), *strides(b), *strides(g),
                 GATE="none" if g is None else "head" if decayed is None else "channel",
-                READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
+                DTYPE=_dtype_of_sums(g), READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
                 BLOCK=block, **self._state_layout(plan.gate != "value"),
                 **self.constants, **self.levels, **plan.options(kernel),
             )  # fmt: skip
@@ -301,7 +340,11 @@ class _Passes:
         plan = self.plan
         tiles = plan.tiles(plan.value_dim)
         layout = {"TILES": plan.tiles(plan.key_dim) * tiles}
-        if by_value:
+        if plan.reads_in_walk:
+            assert by_value, "other matrices are read in the walk"
+            layout = {"E": plan.value_dim, "W": plan.key_dim, "ROW": plan.key_dim, "COLUMN": 1}
+            layout |= {"TILES": tiles, "UNIT_ROW": 1, "UNIT_COLUMN": 0}
+        elif by_value:
             layout |= {"E": plan.value_dim, "W": plan.key_dim, "ROW": 1, "COLUMN": plan.value_dim}
             layout |= {"UNIT_ROW": 1, "UNIT_COLUMN": tiles}
         else:
@@ -310,14 +353,21 @@ class _Passes:
         return layout | {"STEP": plan.tile, "TILE": plan.tile}
 
 
+def _dtype_of_sums(g: Tensor | None) -> tl.dtype:
+    """The type of operands that hold gates to be added up; those of bfloat16 are multiplied on GPUs alone."""
+    exact = g is not None and (g.dtype == torch.float16 or g.dtype == torch.bfloat16 and g.device.type != "cpu")
+    return TRITON_DTYPES[g.dtype] if exact else tl.float32
+
+
 def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
     matrices = like.new_empty((plan.slots, like.shape[2], plan.chunk, plan.chunk), dtype=plan.dtype)
     return _Scores(matrices, plan.units(like))
 
 
 def _allocate_states(plan: _Plan, like: Tensor) -> _States:
-    states = like.new_empty((plan.slots, like.shape[2], plan.key_dim, plan.value_dim), dtype=plan.dtype)
-    return _States(states, plan.units(like, plan.tiles(plan.key_dim), plan.tiles(plan.value_dim)))
+    states = like.new_empty((plan.slots, like.shape[2], plan.key_dim * plan.value_dim), dtype=plan.dtype)
+    tiles_k = 1 if plan.reads_in_walk else plan.tiles(plan.key_dim)
+    return _States(states, plan.units(like, tiles_k, plan.tiles(plan.value_dim)))
 
 
 def _allocate_state(plan: _Plan, like: Tensor, transposed: bool) -> Tensor:
@@ -351,7 +401,8 @@ def linear_attention(
     g, g_value, initial_state, cu_seqlens = _adjacent(g, g_value, initial_state, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
-    states, final = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
+    final = _allocate_state(plan, q, transposed)
+    states = _allocate_states(plan, q) if save or not plan.reads_in_walk else None
     output = v.new_empty(v.shape, dtype=output_dtype)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if g_value is not None:
@@ -360,11 +411,21 @@ def linear_attention(
             passes.walk(k, values.writes, None, values, initial_state, states, final, transposed=transposed)
             passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
         else:
-            keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            scores = passes.score(q, k, g, keys)
-            x, units, y = (q, None, k) if keys is None else (keys.reads, keys.read_units, keys.writes)
-            passes.walk(y, v, g, keys, initial_state, states, final, transposed=transposed)
-            passes.read(x, units, v, g, scores, states, output)
+            keys = None
+            if plan.gate == "key":
+                scores = _allocate_scores(plan, q)
+                keys = passes.decay(q, k, g, scores)
+            else:
+                scores = passes.score(q, k, g)
+            if plan.reads_in_walk:
+                x, y = keys[:2], keys[2:4]
+                passes.walk_and_read(
+                    *x, *y, v, keys.whole, scores, initial_state, states, final, output, transposed=transposed
+                )
+            else:
+                x, units, y = (q, None, k) if keys is None else (keys.reads, keys.read_units, keys.writes)
+                passes.walk(y, v, g, keys, initial_state, states, final, transposed=transposed)
+                passes.read(x, units, v, g, scores, states, output)
     return output, final, [*scores, *states] if save else []
 
 
@@ -415,21 +476,29 @@ def linear_attention_backward(
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
     with torch.cuda.device_of(q):
         if g_value is not None:
-            values = passes.decay(d_output, v, g_value)
+            d_scores = _allocate_scores(plan, q)
+            values = passes.decay(d_output, v, g_value, d_scores)
             y, out = values.reads, (None, d_v, d_g_value[0])
             passes.walk(q, y, None, values, d_final, d_states, d_initial, transposed=transposed, backward=True)
-            d_scores = passes.score(d_output, v, g_value, values)
             passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
             passes.read(values.reads, values.read_units, k, None, d_scores, states, d_q, by_value=True)
             x, x_units = values.writes, values.write_units
             passes.read(x, x_units, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
         else:
             keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            x, units, y = (k, None, q) if keys is None else (keys.writes, keys.write_units, keys.reads)
-            passes.walk(y, d_output, g, keys, d_final, d_states, d_initial, transposed=transposed, backward=True)
+            if plan.reads_in_walk:
+                x, y = keys[2:4], keys[:2]
+                passes.walk_and_read(
+                    *x, *y, d_output, keys.whole, scores, d_final, d_states, d_initial, d_v,
+                    transposed=transposed, backward=True,
+                )  # fmt: skip
+            else:
+                x, units, y = (k, None, q) if keys is None else (keys.writes, keys.write_units, keys.reads)
+                passes.walk(y, d_output, g, keys, d_final, d_states, d_initial, transposed=transposed, backward=True)
             d_scores = passes.score(d_output, v, g if plan.gate == "head" else None)
             passes.differentiate(q, k, d_output, v, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
-            passes.read(x, units, d_output, g, scores, d_states, d_v, transposed=True)
+            if not plan.reads_in_walk:
+                passes.read(x, units, d_output, g, scores, d_states, d_v, transposed=True)
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from longseq.kernels.linear_attention.triton_gates import (
     STRONGEST,
+    add_gates,
     add_ranges,
     add_ranges_across,
     are_paired,
@@ -40,6 +41,7 @@ from longseq.kernels.linear_attention.triton_gates import (
     store_matrix,
     store_unit,
     to_tf32,
+    unit_of_rows,
 )
 from longseq.kernels.triton_tiles import (
     chunk,
@@ -47,6 +49,7 @@ from longseq.kernels.triton_tiles import (
     decay_since,
     decay_until,
     direction,
+    load_block,
     load_numbers,
     load_tokens,
     sequence,
@@ -66,39 +69,57 @@ def _load_gates(g, stride, live, column, W: tl.constexpr, CHUNK: tl.constexpr, B
 
 @triton.jit(do_not_specialize=SIZES)
 def decay_channels(
-    x, y, g, cu_seqlens, sequence_of, reads, read_units, writes, write_units, whole, levels,
+    x, y, g, cu_seqlens, sequence_of, reads, read_units, writes, write_units, whole, levels, scores, score_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, READS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    W: tl.constexpr, READS: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE columns of one chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild level, and if it READS, e^b X."""
+    """One chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild levels of tiles, and if it READS, e^b X.
+
+    With SCORES also tril(X Yᵀ), decayed, where that is mild.
+    """
     tiles: tl.constexpr = (W + TILE - 1) // TILE
-    tile = tl.program_id(0) % tiles
-    column = tile * TILE
-    head = (tl.program_id(0) // tiles % H).to(tl.int64)
-    slot = (tl.program_id(0) // tiles // H).to(tl.int64)
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
+    x += row * x_row + start * x_token + head * x_head
+    y += row * y_row + start * y_token + head * y_head
+    g += row * g_row + start * g_token + head * g_head
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
 
-    gate = _load_gates(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, column, W, CHUNK, TILE)
-    e = column + tl.arange(0, TILE)
-    tl.store(whole + place * W + e, tl.exp(tl.sum(gate, 0)), mask=e < W)
-    tl.store(levels + place * tiles + tile, mild_level(gate, LIMIT, LEVELS))
-    y += row * y_row + start * y_token + head * y_head
-    ys, unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
-    ys = decay(ys, tl.exp(add_ranges(i < j, gate)))
-    store_tokens(writes + token * W, H * W * NEXT, live, column, ys, W, CHUNK, TILE)
-    store_unit(write_units, place * tiles + tile, unit, SCALED)
+    y_unit, y_inverse = unit_of_rows(y, y_token * NEXT, live, W, SCALED, CHUNK, TILE)
+    store_unit(write_units, place, y_unit, SCALED)
     if READS:
-        x += row * x_row + start * x_token + head * x_head
-        xs, unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
-        xs = decay(xs, tl.exp(add_ranges(i >= j, gate)))
-        store_tokens(reads + token * W, H * W * NEXT, live, column, xs, W, CHUNK, TILE)
-        store_unit(read_units, place * tiles + tile, unit, SCALED)
+        x_unit, x_inverse = unit_of_rows(x, x_token * NEXT, live, W, SCALED, CHUNK, TILE)
+        store_unit(read_units, place, x_unit, SCALED)
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    mild = tl.full((), LEVELS, tl.int32)
+    for column in range(0, W, TILE):
+        gate = _load_gates(g, g_token * NEXT, live, column, W, CHUNK, TILE)
+        total = tl.sum(gate, 0)
+        e = column + tl.arange(0, TILE)
+        tl.store(whole + place * W + e, tl.exp(total), mask=e < W)
+        level = mild_level(gate, total, LIMIT, LEVELS)
+        tl.store(levels + place * tiles + column // TILE, level)
+        mild = tl.minimum(mild, level)
+        ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
+        ys *= tl.exp(add_gates(i < j, gate, DTYPE)) * y_inverse
+        store_tokens(writes + token * W, H * W * NEXT, live, column, as_tile(ys, SCALED), W, CHUNK, TILE)
+        if READS:
+            xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
+            xs *= tl.exp(add_gates(i >= j, gate, DTYPE)) * x_inverse
+            store_tokens(reads + token * W, H * W * NEXT, live, column, as_tile(xs, SCALED), W, CHUNK, TILE)
+            if SCORES:
+                half = tl.exp(-0.5 * total)[None, :]
+                xs, ys = to_tf32(xs * half, SCALED), to_tf32(ys * half, SCALED)
+                products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION)
+    if SCORES and mild == LEVELS:
+        _store_scores(scores, score_units, products, x_unit * y_unit, place, SCALED, CHUNK)
 
 
 @triton.jit
@@ -110,55 +131,36 @@ def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.conste
 
 @triton.jit(do_not_specialize=SIZES)
 def score(
-    x, y, g, cu_seqlens, sequence_of, levels, scores, score_units,
+    x, y, g, cu_seqlens, sequence_of, scores, score_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
     W: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(X Yᵀ), decayed. With a gate per channel, where its decays are mild."""
+    """One chunk of one head: tril(X Yᵀ), decayed by the gate of a head if there is one."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    if GATE == "channel":
-        if _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES) < LEVELS:
-            return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
-    x_token *= NEXT
-    y_token *= NEXT
-    if GATE != "none":
-        g += row * g_row + start * g_token + head * g_head
-        g_token *= NEXT
-
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     for column in range(0, W, BLOCK):
-        if GATE == "channel":
-            gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-            exponent = tl.cumsum(gate, 0) - 0.5 * tl.sum(gate, 0)[None, :]
-            xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-            ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-            xs, x_unit = scale_down(xs, SCALED)
-            ys, y_unit = scale_down(ys, SCALED)
-            xs = to_tf32(xs * tl.exp(exponent), SCALED)
-            ys = to_tf32(ys * tl.exp(-exponent), SCALED)
-        else:
-            xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-            ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+        xs, x_unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, BLOCK)
+        ys, y_unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, BLOCK)
         products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit)
     if GATE == "head":
-        products *= decay_between(load_numbers(g, g_token, live, CHUNK), CHUNK)
-    _store_scores(scores, score_units, products, place, SCALED, CHUNK)
+        g += row * g_row + start * g_token + head * g_head
+        products *= decay_between(load_numbers(g, g_token * NEXT, live, CHUNK), CHUNK)
+    _store_scores(scores, score_units, products, 1.0, slot * H + head, SCALED, CHUNK)
 
 
 @triton.jit
-def _store_scores(scores, units, products, place, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+def _store_scores(scores, units, products, factor, place, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """The lower triangles of products, which are a power of two, `factor`, too small."""
     i = tl.arange(0, CHUNK)
     products, unit = in_units(tl.where(i[:, None] >= i[None, :], products, 0.0), SCALED)
     store_block(scores + place * CHUNK * CHUNK, 0, 0, products, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_unit(units, place, unit, SCALED)
+    store_unit(units, place, unit * factor, SCALED)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -188,9 +190,10 @@ def score_by_level(
     sums = tl.zeros((CHUNK, CHUNK), tl.float32)
     for column in range(0, W, BLOCK):
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        gate_across = tl.maximum(load_channels(g, g_token, live, column, W, CHUNK, BLOCK), STRONGEST)
+        gate_across = load_channels(g, g_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        gate_across = tl.maximum(gate_across, STRONGEST)
         xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-        ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK), SCALED)
+        ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32), SCALED)
         unit = x_unit * y_unit
         for level in range(mild, LEVELS):
             since = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
@@ -201,7 +204,7 @@ def score_by_level(
         until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild)))
         products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
         sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * unit, 0.0)
-    _store_scores(scores, score_units, sums, place, SCALED, CHUNK)
+    _store_scores(scores, score_units, sums, 1.0, place, SCALED, CHUNK)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -246,7 +249,7 @@ def walk(
         place = (slot + index) * H + head
         if GATE == "key" and SCALED:
             x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K)
-            x_unit = load_unit(a_units, place * tiles_k + tile_k, SCALED)
+            x_unit = load_unit(a_units, place, SCALED)
         else:
             x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K).to(tl.float32)
             if GATE == "head":
@@ -257,7 +260,7 @@ def walk(
             x, x_unit = in_units(x, SCALED)
         if GATE == "value" and SCALED:
             y = load_tokens(b + t * b_token, b_token * NEXT, live, column, V, CHUNK, TILE_V)
-            y_unit = load_unit(b_units, place * tiles_v + tile_v, SCALED)
+            y_unit = load_unit(b_units, place, SCALED)
         else:
             y, y_unit = load_scaled(b + t * b_token, b_token * NEXT, live, column, V, SCALED, CHUNK, TILE_V)
 
@@ -275,6 +278,79 @@ def walk(
             state *= tl.load(whole + place * V + e, mask=e < V, other=0.0)[None, :]
         state += update * (x_unit * y_unit * scale)
     store_matrix(last + (n * H + head) * K * V, row_of_tile, column, state, K, V, ROW, COLUMN, TILE_K, TILE_V)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def walk_and_read(
+    x, x_units, y, y_units, v, whole, cu_seqlens, scores, score_units, first, states, state_units, last, output,
+    scale, T, H, v_row, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr, SAVE: tl.constexpr,
+    ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE value columns of the state of one head of one sequence, and what is read of them.
+
+        O = scale (X S + P V);   S <- e^{b_C} S + Yᵀ V     or BACKWARD     O = X S + scale Pᵀ V;   S <- ... + scale Yᵀ V
+
+    with X and Y decayed by key channel. The state is held and, if it is to SAVE, left transposed: as the left side of
+    the product it stays in registers.
+    """
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
+    tile = tl.program_id(0) % tiles
+    column = tile * TILE
+    head = (tl.program_id(0) // tiles % H).to(tl.int64)
+    n = (tl.program_id(0) // tiles // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT = direction(REVERSE)
+    v += row * v_row + head * v_head
+    x += (row * T * H + head) * K
+    y += (row * T * H + head) * K
+    output += (row * T * H + head) * V
+    e = tl.arange(0, BLOCK_K)
+
+    state = tl.zeros((TILE, BLOCK_K), tl.float32)
+    if HAS_FIRST:
+        own = first + (n * H + head) * K * V
+        state = load_matrix(own, column, 0, V, K, COLUMN, ROW, TILE, BLOCK_K).to(tl.float32)
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    index = tl.maximum(chunks - 1, 0) if BACKWARD else chunks * 0
+    t = token_after(index * CHUNK, start, end, REVERSE)
+    offered = load_channels(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+    for _ in range(0, chunks):
+        live = end - start - index * CHUNK
+        place = (slot + index) * H + head
+        xs = load_tokens(x + t * H * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        ys = load_tokens(y + t * H * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        among = load_block(scores + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        decay = tl.load(whole + place * K + e, mask=e < K, other=0.0)
+        x_unit = load_unit(x_units, place, SCALED)
+        y_unit = load_unit(y_units, place, SCALED)
+        score_unit = load_unit(score_units, place, SCALED)
+        now = t
+        # A turn early: the compiler prefetches the operands of products alone.
+        index = tl.maximum(index - 1, 0) if BACKWARD else tl.minimum(index + 1, chunks - 1)
+        t = token_after(index * CHUNK, start, end, REVERSE)
+        later = load_channels(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+
+        vs, v_unit = in_units(offered.to(tl.float32), SCALED)
+        before, unit = in_units(state, SCALED)
+        if SAVE:
+            store_block(states + place * K * V, column, 0, before, V, K, TILE, BLOCK_K)
+            store_unit(state_units, place * tiles + tile, unit, SCALED)
+        o = tl.dot(before, tl.trans(xs), input_precision=PRECISION) * (unit * x_unit)
+        if BACKWARD:
+            o += tl.dot(vs, among, input_precision=PRECISION) * (score_unit * v_unit * scale)
+        else:
+            o += tl.dot(vs, tl.trans(among), input_precision=PRECISION) * (score_unit * v_unit)
+            o *= scale
+        # The state counts in the units of what is added while that is added, which saves registers. What is 2^100 times
+        # smaller than the state may be added in too large a unit.
+        factor = tl.maximum(y_unit * v_unit * (scale if BACKWARD else 1.0), unit * 2.0**-100)
+        state = tl.dot(vs, ys, state * (decay[None, :] / factor), input_precision=PRECISION) * factor
+        o = tl.trans(o.to(output.dtype.element_ty))
+        store_tokens(output + now * H * V, H * V * NEXT, live, column, o, V, CHUNK, TILE)
+        offered = later
+    store_matrix(last + (n * H + head) * K * V, column, 0, state, V, K, COLUMN, ROW, TILE, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -311,7 +387,7 @@ def read(
         e = step * STEP
         if DECAYED and SCALED:
             xs = load_tokens(x, x_token, live, e, E, CHUNK, STEP)
-            x_unit = load_unit(x_units, place * ((E + STEP - 1) // STEP) + step, SCALED)
+            x_unit = load_unit(x_units, place, SCALED)
         else:
             xs, x_unit = load_scaled(x, x_token, live, e, E, SCALED, CHUNK, STEP)
         state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
@@ -428,7 +504,7 @@ def differentiate(
     g_row, g_token, g_head,
     W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
+    GATE: tl.constexpr, DTYPE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -502,12 +578,12 @@ def differentiate(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        since = add_ranges(i[:, None] >= j, gate)
+        since = add_gates(i[:, None] >= j, gate, DTYPE)
         kept *= tl.exp(tl.sum(gate, 0))
         if BY_LEVEL:
             read *= tl.exp(since)
             if WRITES:
-                written *= tl.exp(add_ranges(i[:, None] < j, gate))
+                written *= tl.exp(add_gates(i[:, None] < j, gate, DTYPE))
             from_earlier, from_later = _sums_by_level(
                 scores, x, y, g, x_token, y_token, g_token, live, column, level,
                 W, WRITES, SCALED, PRECISION, CHUNK, LEVELS, BLOCK,
