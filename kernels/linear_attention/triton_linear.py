@@ -105,8 +105,13 @@ class _Plan(NamedTuple):
 
     @property
     def reads_in_walk(self) -> bool:
-        """Whether the walk leaves what is read of the states, and states are kept transposed, for the backward pass."""
+        """Whether the walk leaves what is read of the states, and and writes them for the backward pass alone."""
         return self.gate == "key" and self.key_dim <= WHOLE
+
+    @property
+    def unit_rows(self) -> int:
+        """The tiles of a state's rows that have units of their own."""
+        return 1 if self.reads_in_walk else self.tiles(self.key_dim)
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
@@ -144,10 +149,13 @@ def _plan(
 
 
 class _Decayed(NamedTuple):
-    """Two tensors that share the columns of a gate, decayed since the chunk's start and until its end."""
+    """Two tensors that share the columns of a gate, decayed since the chunk's start and until its end.
 
-    reads: Tensor  # by token
-    read_units: Tensor  # by slot and head, as all that follows but for the writes
+    All are by slot and head.
+    """
+
+    reads: Tensor
+    read_units: Tensor
     writes: Tensor
     write_units: Tensor
     whole: Tensor  # decays over chunks
@@ -184,10 +192,11 @@ class _Passes:
         """Without x the reads are empty; into `scores` those of x with y."""
         plan, width = self.plan, y.shape[3]
         tiles, reads = plan.tiles(width), x is not None
+        shape = (plan.slots, self.heads, plan.chunk, width)
         decayed = _Decayed(
-            y.new_empty(y.shape if reads else (0,), dtype=plan.dtype),
+            y.new_empty(shape if reads else (0,), dtype=plan.dtype),
             plan.units(y),
-            y.new_empty(y.shape, dtype=plan.dtype),
+            y.new_empty(shape, dtype=plan.dtype),
             plan.units(y),
             y.new_empty((plan.slots, self.heads, width), dtype=torch.float32),
             y.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
@@ -339,14 +348,10 @@ class _Passes:
         """States as matrices whose rows are read by key columns, or with `by_value` transposed."""
         plan = self.plan
         tiles = plan.tiles(plan.value_dim)
-        layout = {"TILES": plan.tiles(plan.key_dim) * tiles}
-        if plan.reads_in_walk:
-            assert by_value, "other matrices are read in the walk"
-            layout = {"E": plan.value_dim, "W": plan.key_dim, "ROW": plan.key_dim, "COLUMN": 1}
-            layout |= {"TILES": tiles, "UNIT_ROW": 1, "UNIT_COLUMN": 0}
-        elif by_value:
+        layout = {"TILES": plan.unit_rows * tiles}
+        if by_value:
             layout |= {"E": plan.value_dim, "W": plan.key_dim, "ROW": 1, "COLUMN": plan.value_dim}
-            layout |= {"UNIT_ROW": 1, "UNIT_COLUMN": tiles}
+            layout |= {"UNIT_ROW": 1, "UNIT_COLUMN": tiles if plan.unit_rows > 1 else 0}
         else:
             layout |= {"E": plan.key_dim, "W": plan.value_dim, "ROW": plan.value_dim, "COLUMN": 1}
             layout |= {"UNIT_ROW": tiles, "UNIT_COLUMN": 1}
@@ -365,9 +370,8 @@ def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
 
 
 def _allocate_states(plan: _Plan, like: Tensor) -> _States:
-    states = like.new_empty((plan.slots, like.shape[2], plan.key_dim * plan.value_dim), dtype=plan.dtype)
-    tiles_k = 1 if plan.reads_in_walk else plan.tiles(plan.key_dim)
-    return _States(states, plan.units(like, tiles_k, plan.tiles(plan.value_dim)))
+    states = like.new_empty((plan.slots, like.shape[2], plan.key_dim, plan.value_dim), dtype=plan.dtype)
+    return _States(states, plan.units(like, plan.unit_rows, plan.tiles(plan.value_dim)))
 
 
 def _allocate_state(plan: _Plan, like: Tensor, transposed: bool) -> Tensor:

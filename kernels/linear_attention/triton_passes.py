@@ -85,7 +85,6 @@ def decay_channels(
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
-    token = (row * T + start) * H + head
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
     g += row * g_row + start * g_token + head * g_head
@@ -109,11 +108,11 @@ def decay_channels(
         mild = tl.minimum(mild, level)
         ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
         ys *= tl.exp(add_gates(i < j, gate, DTYPE)) * y_inverse
-        store_tokens(writes + token * W, H * W * NEXT, live, column, as_tile(ys, SCALED), W, CHUNK, TILE)
+        store_block(writes + place * CHUNK * W, 0, column, as_tile(ys, SCALED), CHUNK, W, CHUNK, TILE)
         if READS:
             xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
             xs *= tl.exp(add_gates(i >= j, gate, DTYPE)) * x_inverse
-            store_tokens(reads + token * W, H * W * NEXT, live, column, as_tile(xs, SCALED), W, CHUNK, TILE)
+            store_block(reads + place * CHUNK * W, 0, column, as_tile(xs, SCALED), CHUNK, W, CHUNK, TILE)
             if SCORES:
                 half = tl.exp(-0.5 * total)[None, :]
                 xs, ys = to_tf32(xs * half, SCALED), to_tf32(ys * half, SCALED)
@@ -230,8 +229,10 @@ def walk(
     n = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT = direction(REVERSE)
-    a += row * a_row + head * a_head
-    b += row * b_row + head * b_head
+    if GATE != "key":
+        a += row * a_row + head * a_head
+    if GATE != "value":
+        b += row * b_row + head * b_head
     if GATE == "head":
         g += row * g_row + head * g_head
 
@@ -247,8 +248,8 @@ def walk(
         t = token_after(index * CHUNK, start, end, REVERSE)
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
-        if GATE == "key" and SCALED:
-            x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K)
+        if GATE == "key":
+            x = load_block(a + place * CHUNK * K, 0, row_of_tile, CHUNK, K, CHUNK, TILE_K)
             x_unit = load_unit(a_units, place, SCALED)
         else:
             x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K).to(tl.float32)
@@ -258,8 +259,8 @@ def walk(
                 else:
                     x *= decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)[:, None]
             x, x_unit = in_units(x, SCALED)
-        if GATE == "value" and SCALED:
-            y = load_tokens(b + t * b_token, b_token * NEXT, live, column, V, CHUNK, TILE_V)
+        if GATE == "value":
+            y = load_block(b + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE_V)
             y_unit = load_unit(b_units, place, SCALED)
         else:
             y, y_unit = load_scaled(b + t * b_token, b_token * NEXT, live, column, V, SCALED, CHUNK, TILE_V)
@@ -292,8 +293,7 @@ def walk_and_read(
 
         O = scale (X S + P V);   S <- e^{b_C} S + Yᵀ V     or BACKWARD     O = X S + scale Pᵀ V;   S <- ... + scale Yᵀ V
 
-    with X and Y decayed by key channel. The state is held and, if it is to SAVE, left transposed: as the left side of
-    the product it stays in registers.
+    with X and Y decayed by key channel.
     """
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     tile = tl.program_id(0) % tiles
@@ -303,24 +303,21 @@ def walk_and_read(
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT = direction(REVERSE)
     v += row * v_row + head * v_head
-    x += (row * T * H + head) * K
-    y += (row * T * H + head) * K
     output += (row * T * H + head) * V
     e = tl.arange(0, BLOCK_K)
 
-    state = tl.zeros((TILE, BLOCK_K), tl.float32)
+    state = tl.zeros((BLOCK_K, TILE), tl.float32)
     if HAS_FIRST:
-        own = first + (n * H + head) * K * V
-        state = load_matrix(own, column, 0, V, K, COLUMN, ROW, TILE, BLOCK_K).to(tl.float32)
+        state = load_matrix(first + (n * H + head) * K * V, 0, column, K, V, ROW, COLUMN, BLOCK_K, TILE).to(tl.float32)
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     index = tl.maximum(chunks - 1, 0) if BACKWARD else chunks * 0
     t = token_after(index * CHUNK, start, end, REVERSE)
-    offered = load_channels(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+    offered = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
     for _ in range(0, chunks):
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
-        xs = load_tokens(x + t * H * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        ys = load_tokens(y + t * H * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        xs = load_block(x + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        ys = load_block(y + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         among = load_block(scores + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         decay = tl.load(whole + place * K + e, mask=e < K, other=0.0)
         x_unit = load_unit(x_units, place, SCALED)
@@ -330,27 +327,26 @@ def walk_and_read(
         # A turn early: the compiler prefetches the operands of products alone.
         index = tl.maximum(index - 1, 0) if BACKWARD else tl.minimum(index + 1, chunks - 1)
         t = token_after(index * CHUNK, start, end, REVERSE)
-        later = load_channels(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+        later = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
 
         vs, v_unit = in_units(offered.to(tl.float32), SCALED)
         before, unit = in_units(state, SCALED)
         if SAVE:
-            store_block(states + place * K * V, column, 0, before, V, K, TILE, BLOCK_K)
+            store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, TILE)
             store_unit(state_units, place * tiles + tile, unit, SCALED)
-        o = tl.dot(before, tl.trans(xs), input_precision=PRECISION) * (unit * x_unit)
+        o = tl.dot(xs, before, input_precision=PRECISION) * (unit * x_unit)
         if BACKWARD:
-            o += tl.dot(vs, among, input_precision=PRECISION) * (score_unit * v_unit * scale)
+            o += tl.dot(tl.trans(among), vs, input_precision=PRECISION) * (score_unit * v_unit * scale)
         else:
-            o += tl.dot(vs, tl.trans(among), input_precision=PRECISION) * (score_unit * v_unit)
+            o += tl.dot(among, vs, input_precision=PRECISION) * (score_unit * v_unit)
             o *= scale
         # The state counts in the units of what is added while that is added, which saves registers. What is 2^100 times
         # smaller than the state may be added in too large a unit.
         factor = tl.maximum(y_unit * v_unit * (scale if BACKWARD else 1.0), unit * 2.0**-100)
-        state = tl.dot(vs, ys, state * (decay[None, :] / factor), input_precision=PRECISION) * factor
-        o = tl.trans(o.to(output.dtype.element_ty))
+        state = tl.dot(tl.trans(ys), vs, state * (decay / factor)[:, None], input_precision=PRECISION) * factor
         store_tokens(output + now * H * V, H * V * NEXT, live, column, o, V, CHUNK, TILE)
         offered = later
-    store_matrix(last + (n * H + head) * K * V, column, 0, state, V, K, COLUMN, ROW, TILE, BLOCK_K)
+    store_matrix(last + (n * H + head) * K * V, 0, column, state, K, V, ROW, COLUMN, BLOCK_K, TILE)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -375,9 +371,10 @@ def read(
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
-    x += row * x_row + start * x_token + head * x_head
+    if not DECAYED:
+        x += row * x_row + start * x_token + head * x_head
+        x_token *= NEXT
     y += row * y_row + start * y_token + head * y_head
-    x_token *= NEXT
     y_token *= NEXT
     states += place * E * W
     state_units += place * TILES
@@ -385,8 +382,8 @@ def read(
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
     for step in range(0, (E + STEP - 1) // STEP):
         e = step * STEP
-        if DECAYED and SCALED:
-            xs = load_tokens(x, x_token, live, e, E, CHUNK, STEP)
+        if DECAYED:
+            xs = load_block(x + place * CHUNK * E, 0, e, CHUNK, E, CHUNK, STEP)
             x_unit = load_unit(x_units, place, SCALED)
         else:
             xs, x_unit = load_scaled(x, x_token, live, e, E, SCALED, CHUNK, STEP)
