@@ -49,7 +49,7 @@ from longseq.kernels.triton_launch import (
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(64, 0, 4, 1),
+        "score": Launch(0, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 3),
         "walk_and_read": Launch(0, 0, 4, 2),
@@ -65,7 +65,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 LAUNCHES |= {
     (4, width): {
         "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(32, 0, 4, 1),
+        "score": Launch(0, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 1),
         "walk_and_read": Launch(0, 0, 4, 1),
@@ -169,6 +169,13 @@ class _States(NamedTuple):
     units: Tensor
 
 
+class _Tiles(NamedTuple):
+    """A tensor of [B, T, H, D] as tiles, by slot and head, with a unit of each."""
+
+    tiles: Tensor
+    units: Tensor
+
+
 class _Scores(NamedTuple):
     """Products of tokens with those before them, by slot and head."""
 
@@ -219,14 +226,17 @@ class _Passes:
             )  # fmt: skip
         return decayed
 
-    def score(self, x: Tensor, y: Tensor, g: Tensor | None) -> _Scores:
-        """`g` is the gate of heads, if there is one."""
+    def score(
+        self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None
+    ) -> _Scores:
+        """`g` is the gate of heads, if there is one; into `tiles` x and y."""
         plan, width = self.plan, x.shape[3]
         scores = _allocate_scores(plan, x)
+        into = (x, x, x, x) if tiles is None else (*tiles[0], *tiles[1])
         score[(plan.slots * self.heads,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, *scores,
+            x, y, g, self.cu_seqlens, self.sequence_of, *scores, *into,
             self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, GATE="none" if g is None else "head", BLOCK=plan.block("score", width),
+            W=width, GATE="none" if g is None else "head", LEAVES=tiles is not None, BLOCK=plan.tile,
             **self.constants, **plan.options("score"),
         )  # fmt: skip
         return scores
@@ -264,7 +274,7 @@ class _Passes:
         x_units: Tensor,
         y: Tensor,
         y_units: Tensor,
-        v: Tensor,
+        v: Tensor | _Tiles,
         whole: Tensor,
         scores: _Scores,
         first: Tensor | None,
@@ -277,11 +287,12 @@ class _Passes:
     ) -> None:
         """From `first` to `last`, into `output` and, if they are kept, `states`."""
         plan = self.plan
+        tiles = v if isinstance(v, _Tiles) else (v, v)
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         walk_and_read[(plan.sequences * self.heads * plan.tiles(plan.value_dim),)](
-            x, x_units, y, y_units, v, whole, self.cu_seqlens, *scores, first, *(states or (v, v)), last, output,
-            self.scale, self.tokens, self.heads, *strides(v),
-            K=plan.key_dim, V=plan.value_dim, BACKWARD=backward, HAS_FIRST=first is not None, SAVE=states is not None,
+            x, x_units, y, y_units, *tiles, whole, self.cu_seqlens, *scores, first, *(states or (x, x)), last, output,
+            self.scale, self.tokens, self.heads, *strides(None if tiles is v else v),
+            K=plan.key_dim, V=plan.value_dim, TILED=tiles is v, BACKWARD=backward, HAS_FIRST=first is not None, SAVE=states is not None,
             ROW=row, COLUMN=column, BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
             **self.constants, **plan.options("walk_and_read"),
         )  # fmt: skip
@@ -313,8 +324,8 @@ class _Passes:
         self,
         x: Tensor,
         y: Tensor,
-        a: Tensor,
-        b: Tensor,
+        a: Tensor | _Tiles,
+        b: Tensor | _Tiles,
         g: Tensor | None,
         decayed: _Decayed | None,
         scores: _Scores,
@@ -326,20 +337,23 @@ class _Passes:
     ) -> None:
         """Into d_x, d_y and d_g as far as they are given; `decayed` comes with a gate per channel."""
         plan, width = self.plan, x.shape[3]
+        tiled = isinstance(a, _Tiles)
+        sides = (*a, *b) if tiled else (a, a, b, b)
         kernels = ["differentiate"]
         if decayed is not None:
             kernel = "read_channels" if d_y is None else "differentiate_channels"
             kernels = [kernel, f"{kernel}_by_level"]
         for kernel in kernels:
             block = plan.block(kernel, width)
-            assert decayed is None or block <= plan.tile, "a block of columns lies in one tile"
+            assert block <= plan.tile, "a block of columns lies in one tile"
             differentiate[(plan.slots * self.heads * cdiv(width, block),)](
-                x, y, a, b, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
+                x, y, *sides, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
                 *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
                 self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
-                *strides(x), *strides(y), *strides(a), *strides(b), *strides(g),
+                *strides(x), *strides(y), *strides(None if tiled else a), *strides(None if tiled else b), *strides(g),
                 GATE="none" if g is None else "head" if decayed is None else "channel",
-                DTYPE=_dtype_of_sums(g), READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
+                TILED=tiled, DTYPE=_dtype_of_sums(g),
+                READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
                 BLOCK=block, **self._state_layout(plan.gate != "value"),
                 **self.constants, **self.levels, **plan.options(kernel),
             )  # fmt: skip
@@ -367,6 +381,12 @@ def _dtype_of_sums(g: Tensor | None) -> tl.dtype:
 def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
     matrices = like.new_empty((plan.slots, like.shape[2], plan.chunk, plan.chunk), dtype=plan.dtype)
     return _Scores(matrices, plan.units(like))
+
+
+def _allocate_tiles(plan: _Plan, x: Tensor) -> _Tiles:
+    width = x.shape[3]
+    tiles = x.new_empty((plan.slots, x.shape[2], plan.chunk, width), dtype=plan.dtype)
+    return _Tiles(tiles, plan.units(x, plan.tiles(width)))
 
 
 def _allocate_states(plan: _Plan, like: Tensor) -> _States:
@@ -490,17 +510,18 @@ def linear_attention_backward(
             passes.read(x, x_units, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
         else:
             keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
+            outputs, values = _allocate_tiles(plan, d_output), _allocate_tiles(plan, v)
+            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, (outputs, values))
             if plan.reads_in_walk:
                 x, y = keys[2:4], keys[:2]
                 passes.walk_and_read(
-                    *x, *y, d_output, keys.whole, scores, d_final, d_states, d_initial, d_v,
+                    *x, *y, outputs, keys.whole, scores, d_final, d_states, d_initial, d_v,
                     transposed=transposed, backward=True,
                 )  # fmt: skip
             else:
                 x, units, y = (k, None, q) if keys is None else (keys.writes, keys.write_units, keys.reads)
                 passes.walk(y, d_output, g, keys, d_final, d_states, d_initial, transposed=transposed, backward=True)
-            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None)
-            passes.differentiate(q, k, d_output, v, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
+            passes.differentiate(q, k, outputs, values, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
             if not plan.reads_in_walk:
                 passes.read(x, units, d_output, g, scores, d_states, d_v, transposed=True)
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial

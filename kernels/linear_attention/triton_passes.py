@@ -130,14 +130,15 @@ def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.conste
 
 @triton.jit(do_not_specialize=SIZES)
 def score(
-    x, y, g, cu_seqlens, sequence_of, scores, score_units,
+    x, y, g, cu_seqlens, sequence_of, scores, score_units, x_tiles, x_units, y_tiles, y_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    W: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(X Yᵀ), decayed by the gate of a head if there is one."""
+    """One chunk of one head: tril(X Yᵀ), decayed by the gate of a head if there is one. LEAVES X and Y as tiles."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
@@ -146,11 +147,17 @@ def score(
     for column in range(0, W, BLOCK):
         xs, x_unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, BLOCK)
         ys, y_unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, BLOCK)
+        if LEAVES:
+            store_block(x_tiles + place * CHUNK * W, 0, column, xs, CHUNK, W, CHUNK, BLOCK)
+            store_block(y_tiles + place * CHUNK * W, 0, column, ys, CHUNK, W, CHUNK, BLOCK)
+            tile = place * ((W + BLOCK - 1) // BLOCK) + column // BLOCK
+            store_unit(x_units, tile, x_unit, SCALED)
+            store_unit(y_units, tile, y_unit, SCALED)
         products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit)
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
         products *= decay_between(load_numbers(g, g_token * NEXT, live, CHUNK), CHUNK)
-    _store_scores(scores, score_units, products, 1.0, slot * H + head, SCALED, CHUNK)
+    _store_scores(scores, score_units, products, 1.0, place, SCALED, CHUNK)
 
 
 @triton.jit
@@ -283,9 +290,9 @@ def walk(
 
 @triton.jit(do_not_specialize=SIZES)
 def walk_and_read(
-    x, x_units, y, y_units, v, whole, cu_seqlens, scores, score_units, first, states, state_units, last, output,
-    scale, T, H, v_row, v_token, v_head,
-    K: tl.constexpr, V: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr, SAVE: tl.constexpr,
+    x, x_units, y, y_units, v, v_units, whole, cu_seqlens, scores, score_units, first, states, state_units, last,
+    output, scale, T, H, v_row, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, TILED: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr, SAVE: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -293,7 +300,7 @@ def walk_and_read(
 
         O = scale (X S + P V);   S <- e^{b_C} S + Yᵀ V     or BACKWARD     O = X S + scale Pᵀ V;   S <- ... + scale Yᵀ V
 
-    with X and Y decayed by key channel.
+    with X and Y decayed by key channel, and V in TILED form or as it came.
     """
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     tile = tl.program_id(0) % tiles
@@ -302,7 +309,8 @@ def walk_and_read(
     n = (tl.program_id(0) // tiles // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT = direction(REVERSE)
-    v += row * v_row + head * v_head
+    if not TILED:
+        v += row * v_row + head * v_head
     output += (row * T * H + head) * V
     e = tl.arange(0, BLOCK_K)
 
@@ -312,7 +320,11 @@ def walk_and_read(
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     index = tl.maximum(chunks - 1, 0) if BACKWARD else chunks * 0
     t = token_after(index * CHUNK, start, end, REVERSE)
-    offered = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+    if TILED:
+        place = (slot + index) * H + head
+        offered = load_block(v + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE)
+    else:
+        offered = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
     for _ in range(0, chunks):
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
@@ -327,9 +339,15 @@ def walk_and_read(
         # A turn early: the compiler prefetches the operands of products alone.
         index = tl.maximum(index - 1, 0) if BACKWARD else tl.minimum(index + 1, chunks - 1)
         t = token_after(index * CHUNK, start, end, REVERSE)
-        later = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+        if TILED:
+            vs, v_unit = offered, load_unit(v_units, place * tiles + tile, SCALED)
+            following = (slot + index) * H + head
+            offered = load_block(v + following * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE)
+        else:
+            later = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+            vs, v_unit = in_units(offered.to(tl.float32), SCALED)
+            offered = later
 
-        vs, v_unit = in_units(offered.to(tl.float32), SCALED)
         before, unit = in_units(state, SCALED)
         if SAVE:
             store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, TILE)
@@ -345,7 +363,6 @@ def walk_and_read(
         factor = tl.maximum(y_unit * v_unit * (scale if BACKWARD else 1.0), unit * 2.0**-100)
         state = tl.dot(tl.trans(ys), vs, state * (decay / factor)[:, None], input_precision=PRECISION) * factor
         store_tokens(output + now * H * V, H * V * NEXT, live, column, o, V, CHUNK, TILE)
-        offered = later
     store_matrix(last + (n * H + head) * K * V, 0, column, state, K, V, ROW, COLUMN, BLOCK_K, TILE)
 
 
@@ -427,81 +444,87 @@ def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _sums(
-    scores, x, y, x_token, y_token, live, column, W: tl.constexpr, WRITES: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def _times_states(
+    rows, row_units, stride, live, states, units, place, column,
+    E: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILED: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j<i} p_ij y_j and Σ_{j>i} p_ji x_j for scores p."""
-    ys, unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
-    read = tl.dot(_load_earlier(scores, SCALED, CHUNK), ys, input_precision=PRECISION) * unit
-    written = tl.zeros_like(read)
-    if WRITES:
-        xs, unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-        written = tl.dot(_load_later(scores, SCALED, CHUNK), xs, input_precision=PRECISION) * unit
-    return read, written
+    """BLOCK columns of the product of the rows of a chunk, [CHUNK, E], with states [E, W]."""
+    product = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for e in range(0, E, STEP):
+        if TILED:
+            xs = load_block(rows, 0, e, CHUNK, E, CHUNK, STEP)
+            unit = load_unit(row_units, place * ((E + STEP - 1) // STEP) + e // STEP, SCALED)
+        else:
+            xs, unit = load_scaled(rows, stride, live, e, E, SCALED, CHUNK, STEP)
+        state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
+        unit *= load_unit(units, e // STEP * UNIT_ROW + column // TILE * UNIT_COLUMN, SCALED)
+        product += tl.dot(xs, state, input_precision=PRECISION) * unit
+    return product
 
 
 @triton.jit
-def _sums_from_middle(
-    scores, x, y, x_token, y_token, live, column, late, early, W: tl.constexpr, WRITES: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def _from_earlier(
+    scores, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j<i} p_ij y_jc late_ic early_jc and Σ_{j>i} p_ji x_jc late_jc early_ic for scores p and BLOCK columns c."""
-    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    ys, unit = scale_down(ys, SCALED)
-    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
-    read = tl.dot(among, to_tf32(ys * early, SCALED), input_precision=PRECISION) * (late * unit)
-    written = tl.zeros_like(read)
-    if WRITES:
-        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        xs, unit = scale_down(xs, SCALED)
-        among = _load_later(scores, SCALED, CHUNK).to(tl.float32)
-        written = tl.dot(among, to_tf32(xs * late, SCALED), input_precision=PRECISION) * (early * unit)
-    return read, written
-
-
-@triton.jit
-def _sums_by_level(
-    scores, x, y, g, x_token, y_token, g_token, live, column, mild,
-    W: tl.constexpr, WRITES: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} and Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p and BLOCK columns c."""
+    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p, in which the decays of a gate per head already are."""
+    among = _load_earlier(scores, SCALED, CHUNK)
+    if GATE != "channel":
+        y, unit = in_units(y, SCALED)
+        return tl.dot(among, y, input_precision=PRECISION) * unit
+    among = among.to(tl.float32)
+    if not BY_LEVEL:
+        y = to_tf32(y * tl.exp(middle - since), SCALED)
+        return tl.dot(among, y, input_precision=PRECISION) * tl.exp(since - middle)
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
-    gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
-    read = tl.zeros((CHUNK, BLOCK), tl.float32)
-    for level in range(mild, LEVELS):
-        part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
-        pairs = tl.where(are_paired(i, j, level), among, 0.0)
-        read += tl.dot(pairs, to_tf32(ys * part, SCALED), input_precision=PRECISION) * part
-    since = add_ranges(block_ranges(i, j, mild), gate)
-    pairs = tl.where((i >> mild) == (j >> mild), among, 0.0)
-    read += tl.dot(pairs, to_tf32(ys * tl.exp(-since), SCALED), input_precision=PRECISION) * tl.exp(since)
-    written = tl.zeros((CHUNK, BLOCK), tl.float32)
-    if WRITES:
-        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        among = _load_later(scores, SCALED, CHUNK).to(tl.float32)
-        for level in range(mild, LEVELS):
-            part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
-            pairs = tl.where(are_paired(j, i, level), among, 0.0)
-            written += tl.dot(pairs, to_tf32(xs * part, SCALED), input_precision=PRECISION) * part
-        pairs = tl.where((i >> mild) == (j >> mild), among, 0.0)
-        written += tl.dot(pairs, to_tf32(xs * tl.exp(since), SCALED), input_precision=PRECISION) * tl.exp(-since)
-    return read, written
+    own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+    pairs = tl.where((i >> level) == (j >> level), among, 0.0)
+    read = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION) * tl.exp(own)
+    for upper in range(level, LEVELS):
+        part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+        pairs = tl.where(are_paired(i, j, upper), among, 0.0)
+        read += tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION) * part
+    return read
+
+
+@triton.jit
+def _from_later(
+    scores, x, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p, in which the decays of a gate per head already are."""
+    among = _load_later(scores, SCALED, CHUNK)
+    if GATE != "channel":
+        x, unit = in_units(x, SCALED)
+        return tl.dot(among, x, input_precision=PRECISION) * unit
+    among = among.to(tl.float32)
+    if not BY_LEVEL:
+        x = to_tf32(x * tl.exp(since - middle), SCALED)
+        return tl.dot(among, x, input_precision=PRECISION) * tl.exp(middle - since)
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+    pairs = tl.where((i >> level) == (j >> level), among, 0.0)
+    written = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION) * tl.exp(-own)
+    for upper in range(level, LEVELS):
+        part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+        pairs = tl.where(are_paired(j, i, upper), among, 0.0)
+        written += tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION) * part
+    return written
 
 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate(
-    x, y, a, b, g, cu_seqlens, sequence_of, levels, scores, score_units, states, state_units,
+    x, y, a, a_units, b, b_units, g, cu_seqlens, sequence_of, levels, scores, score_units, states, state_units,
     d_states, d_state_units, d_x, d_y, d_g, scale, T, H, tokens,
     x_row, x_token, x_head, y_row, y_token, y_head, a_row, a_token, a_head, b_row, b_token, b_head,
     g_row, g_token, g_head,
     W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
-    GATE: tl.constexpr, DTYPE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
+    GATE: tl.constexpr, TILED: tl.constexpr, DTYPE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -520,6 +543,7 @@ def differentiate(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
+    level = 0
     if GATE == "channel":
         level = tl.load(levels + place * ((W + TILE - 1) // TILE) + column // TILE)
         if (level < LEVELS) != BY_LEVEL:
@@ -529,12 +553,16 @@ def differentiate(
     token = (row * T + start) * H + head
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
-    a += row * a_row + start * a_token + head * a_head
-    b += row * b_row + start * b_token + head * b_head
     x_token *= NEXT
     y_token *= NEXT
-    a_token *= NEXT
-    b_token *= NEXT
+    if TILED:
+        a += place * CHUNK * E
+        b += place * CHUNK * E
+    else:
+        a += row * a_row + start * a_token + head * a_head
+        b += row * b_row + start * b_token + head * b_head
+        a_token *= NEXT
+        b_token *= NEXT
     states += place * E * W
     state_units += place * TILES
     if WRITES:
@@ -542,80 +570,79 @@ def differentiate(
         d_state_units += place * TILES
     scores += place * CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
-    j = i[None, :]
-
-    read = tl.zeros((CHUNK, BLOCK), tl.float32)
-    written = tl.zeros((CHUNK, BLOCK), tl.float32)
-    kept = tl.zeros((BLOCK,), tl.float32)
-    for step in range(0, (E + STEP - 1) // STEP):
-        e = step * STEP
-        xs, x_unit = load_scaled(a, a_token, live, e, E, SCALED, CHUNK, STEP)
-        state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
-        unit = load_column_units(state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
-        read += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)[None, :]
-        if WRITES:
-            ys, y_unit = load_scaled(b, b_token, live, e, E, SCALED, CHUNK, STEP)
-            after = load_matrix(d_states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
-            d_unit = load_column_units(d_state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
-            written += tl.dot(ys, after, input_precision=PRECISION) * (y_unit * d_unit)[None, :]
-            if GATE != "none":
-                kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * unit * d_unit
-
     unit = load_unit(score_units, place, SCALED) * scale
     itself = (tl.load(scores + i * (CHUNK + 1)).to(tl.float32) * unit)[:, None]
-    read *= scale
+    gate, since, middle, whole = 0.0, 0.0, 0.0, 1.0
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
         own = load_numbers(g, g_token, live, CHUNK)
-        read *= decay_since(own)[:, None]
-        written *= decay_until(g, g_token, live, CHUNK)[:, None]
-        kept *= tl.exp(tl.sum(own, 0))
+        whole = tl.exp(tl.sum(own, 0))
     if GATE == "channel":
         g += row * g_row + start * g_token + head * g_head
-        g_token *= NEXT
-        gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        since = add_gates(i[:, None] >= j, gate, DTYPE)
-        kept *= tl.exp(tl.sum(gate, 0))
-        if BY_LEVEL:
-            read *= tl.exp(since)
-            if WRITES:
-                written *= tl.exp(add_gates(i[:, None] < j, gate, DTYPE))
-            from_earlier, from_later = _sums_by_level(
-                scores, x, y, g, x_token, y_token, g_token, live, column, level,
-                W, WRITES, SCALED, PRECISION, CHUNK, LEVELS, BLOCK,
-            )  # fmt: skip
-        else:
-            middle = 0.5 * tl.sum(gate, 0)[None, :]
-            late = tl.exp(since - middle)
-            early = tl.exp(middle - since)
-            read *= late * tl.exp(middle)
-            written *= early * tl.exp(middle)
-            from_earlier, from_later = _sums_from_middle(
-                scores, x, y, x_token, y_token, live, column, late, early, W, WRITES, SCALED, PRECISION, CHUNK, BLOCK
-            )
-    else:
-        from_earlier, from_later = _sums(
-            scores, x, y, x_token, y_token, live, column, W, WRITES, SCALED, PRECISION, CHUNK, BLOCK
-        )
-    read += from_earlier * unit
-    from_later *= unit
-    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    if READS:
-        store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
+        gate = _load_gates(g, g_token * NEXT, live, column, W, CHUNK, BLOCK)
+        since = add_gates(i[:, None] >= i[None, :], gate, DTYPE)
+        total = tl.sum(gate, 0)
+        middle = 0.5 * total[None, :]
+        whole = tl.exp(total)
+
     if WRITES:
+        written = _times_states(
+            b, b_units, b_token, live, d_states, d_state_units, place, column, E, W, ROW, COLUMN, UNIT_ROW, UNIT_COLUMN,
+            TILED, SCALED, PRECISION, CHUNK, STEP, TILE, BLOCK,
+        )  # fmt: skip
+        if GATE == "head":
+            written *= decay_until(g, g_token, live, CHUNK)[:, None]
+        if GATE == "channel":
+            if BY_LEVEL:
+                written *= tl.exp(add_gates(i[:, None] < i[None, :], gate, DTYPE))
+            else:
+                written *= tl.exp(2.0 * middle - since)
         xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        later = unit * _from_later(
+            scores, xs, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+        )
         d_y += token * W
-        store_tokens(d_y, H * W * NEXT, live, column, written + from_later + itself * xs, W, CHUNK, BLOCK)
+        store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
         # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here.
-        later = xs * read - ys * from_later
-        earlier = ys * written
+        if GATE != "none":
+            ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+            # The gate's gradient is kept + Σ later of the tokens after it + Σ earlier of those before it, or the sum of
+            # all that is later and, of the tokens before it, of what is earlier minus what is later: the change.
+            change = ys * (written + later)
+            kept = tl.zeros((BLOCK,), tl.float32)
+            for e in range(0, E, STEP):
+                tile = e // STEP * UNIT_ROW + column // TILE * UNIT_COLUMN
+                before = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK).to(tl.float32)
+                after = load_matrix(d_states, e, column, E, W, ROW, COLUMN, STEP, BLOCK).to(tl.float32)
+                units = load_unit(state_units, tile, SCALED) * load_unit(d_state_units, tile, SCALED)
+                kept += tl.sum(before * after, 0) * units
+            kept = kept * whole - tl.sum(ys * later, 0)
+
+    read = _times_states(
+        a, a_units, a_token, live, states, state_units, place, column, E, W, ROW, COLUMN, UNIT_ROW, UNIT_COLUMN,
+        TILED, SCALED, PRECISION, CHUNK, STEP, TILE, BLOCK,
+    )  # fmt: skip
+    read *= scale
+    if GATE == "head":
+        read *= decay_since(own)[:, None]
+    if GATE == "channel":
+        read *= tl.exp(since)
+    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    read += unit * _from_earlier(
+        scores, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+    )
+    if READS:
+        store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
+    if WRITES and GATE != "none":
+        later = read * load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        change -= later
+        kept += tl.sum(later, 0)
         if GATE == "channel":
-            dg = kept[None, :] + add_ranges(i[:, None] > j, earlier)
-            dg += add_ranges(i[:, None] <= j, later)
+            dg = kept[None, :] + add_ranges(i[:, None] > i[None, :], change)
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
-        if GATE == "head":
-            before = tl.sum(earlier, 1)
-            dg = tl.cumsum(tl.sum(later, 1), 0, reverse=True) + tl.cumsum(before, 0) - before + tl.sum(kept, 0)
+        else:
+            change = tl.sum(change, 1)
+            dg = tl.sum(kept, 0) + tl.cumsum(change, 0) - change
             tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)
