@@ -30,19 +30,12 @@ def power_of_two(largest):
 
 
 @triton.jit
-def scale_down(x, SCALED: tl.constexpr):
-    """x, in float32, in its unit, and the unit. Not SCALED, the unit is 1."""
+def in_units(x, SCALED: tl.constexpr):
+    """x, in float32, as a tile, and its unit. Not SCALED, the unit is 1."""
     unit = 1.0
     if SCALED:
         unit, inverse = power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
         x *= inverse
-    return x, unit
-
-
-@triton.jit
-def in_units(x, SCALED: tl.constexpr):
-    """x, in float32, as a tile, and its unit."""
-    x, unit = scale_down(x, SCALED)
     return as_tile(x, SCALED), unit
 
 
@@ -162,7 +155,7 @@ def add_ranges(ranges, x):
 @triton.jit
 def add_gates(ranges, gate, DTYPE: tl.constexpr):
     """`add_ranges` of gates that came in DTYPE: those of 16 bits are operands of matrix products as they are."""
-    if DTYPE == tl.float32:
+    if DTYPE.primitive_bitwidth == 32:
         return add_ranges(ranges, gate)
     return tl.dot(ranges.to(DTYPE), gate.to(DTYPE))
 

@@ -9,7 +9,8 @@ rounding it to bfloat16; with 11 bits it was at most 1.2 times, both emulated on
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps P and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head with C = 64; decays, decayed
-queries and decayed keys are found again there.
+queries and decayed keys are found again there. Without a backward pass to come, and with a gate per key channel of up
+to WHOLE channels, states stay on the chip.
 """
 
 from typing import NamedTuple
@@ -105,7 +106,7 @@ class _Plan(NamedTuple):
 
     @property
     def reads_in_walk(self) -> bool:
-        """Whether the walk leaves what is read of the states, and and writes them for the backward pass alone."""
+        """Whether the walk leaves what is read of the states, and writes them for the backward pass alone."""
         return self.gate == "key" and self.key_dim <= WHOLE
 
     @property
@@ -148,17 +149,19 @@ def _plan(
     return _Plan(dtype, chunk, slots, sequences, key_dim, value_dim, gate, launches)
 
 
+class _Tiles(NamedTuple):
+    """A tensor of [B, T, H, D] in the type of matrix products, by slot and head, with units."""
+
+    tiles: Tensor
+    units: Tensor
+
+
 class _Decayed(NamedTuple):
-    """Two tensors that share the columns of a gate, decayed since the chunk's start and until its end.
+    """Two tensors that share the columns of a gate, decayed since the chunk's start and until its end."""
 
-    All are by slot and head.
-    """
-
-    reads: Tensor
-    read_units: Tensor
-    writes: Tensor
-    write_units: Tensor
-    whole: Tensor  # decays over chunks
+    reads: _Tiles
+    writes: _Tiles
+    whole: Tensor  # decays over chunks, by slot and head
     levels: Tensor  # down to which blocks of tokens are halved before their decays are mild
 
 
@@ -166,13 +169,6 @@ class _States(NamedTuple):
     """States, or their gradients, by slot and head."""
 
     states: Tensor
-    units: Tensor
-
-
-class _Tiles(NamedTuple):
-    """A tensor of [B, T, H, D] as tiles, by slot and head, with a unit of each."""
-
-    tiles: Tensor
     units: Tensor
 
 
@@ -199,21 +195,17 @@ class _Passes:
         """Without x the reads are empty; into `scores` those of x with y."""
         plan, width = self.plan, y.shape[3]
         tiles, reads = plan.tiles(width), x is not None
-        shape = (plan.slots, self.heads, plan.chunk, width)
         decayed = _Decayed(
-            y.new_empty(shape if reads else (0,), dtype=plan.dtype),
-            plan.units(y),
-            y.new_empty(shape, dtype=plan.dtype),
-            plan.units(y),
+            _allocate_tiles(plan, y) if reads else _Tiles(y, y),
+            _allocate_tiles(plan, y),
             y.new_empty((plan.slots, self.heads, width), dtype=torch.float32),
             y.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
         )
         x = y if x is None else x
-        into = scores or (x, x)
         decay_channels[(plan.slots * self.heads,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, *decayed, *into,
-            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g),
+            x, y, g, self.cu_seqlens, self.sequence_of, *decayed.reads, *decayed.writes, decayed.whole, decayed.levels,
+            *(scores or (x, x)), self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
+            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g, plan.tile),
             TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
             **self.constants, **self.levels, **plan.options("decay_channels"),
         )  # fmt: skip
@@ -226,9 +218,7 @@ class _Passes:
             )  # fmt: skip
         return decayed
 
-    def score(
-        self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None
-    ) -> _Scores:
+    def score(self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Scores:
         """`g` is the gate of heads, if there is one; into `tiles` x and y."""
         plan, width = self.plan, x.shape[3]
         scores = _allocate_scores(plan, x)
@@ -243,10 +233,10 @@ class _Passes:
 
     def walk(
         self,
-        a: Tensor,
-        b: Tensor,
+        a: Tensor | _Tiles,
+        b: Tensor | _Tiles,
         g: Tensor | None,
-        decayed: _Decayed | None,
+        whole: Tensor | None,
         first: Tensor | None,
         states: _States,
         last: Tensor,
@@ -254,15 +244,12 @@ class _Passes:
         transposed: bool,
         backward: bool = False,
     ) -> None:
-        """From `first` to `last`. With a gate per channel comes `decayed`, of which a or b is the part that decays."""
+        """From `first` to `last`. With a gate per channel comes `whole`, and a or b is decayed."""
         plan = self.plan
-        units, whole = a, a
-        if decayed is not None:
-            units, whole = decayed.read_units if backward else decayed.write_units, decayed.whole
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         walk[(plan.sequences * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),)](
-            a, units, b, units, g, whole, self.cu_seqlens, first, *states, last,
-            self.scale if backward else 1.0, self.tokens, self.heads, *strides(a), *strides(b), *strides(g),
+            *_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *states, last,
+            self.scale if backward else 1.0, self.tokens, self.heads, *_strides(a), *_strides(b), *strides(g),
             K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
             ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
             **self.constants, **plan.options("walk"),
@@ -270,10 +257,8 @@ class _Passes:
 
     def walk_and_read(
         self,
-        x: Tensor,
-        x_units: Tensor,
-        y: Tensor,
-        y_units: Tensor,
+        x: _Tiles,
+        y: _Tiles,
         v: Tensor | _Tiles,
         whole: Tensor,
         scores: _Scores,
@@ -287,20 +272,19 @@ class _Passes:
     ) -> None:
         """From `first` to `last`, into `output` and, if they are kept, `states`."""
         plan = self.plan
-        tiles = v if isinstance(v, _Tiles) else (v, v)
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         walk_and_read[(plan.sequences * self.heads * plan.tiles(plan.value_dim),)](
-            x, x_units, y, y_units, *tiles, whole, self.cu_seqlens, *scores, first, *(states or (x, x)), last, output,
-            self.scale, self.tokens, self.heads, *strides(None if tiles is v else v),
-            K=plan.key_dim, V=plan.value_dim, TILED=tiles is v, BACKWARD=backward, HAS_FIRST=first is not None, SAVE=states is not None,
-            ROW=row, COLUMN=column, BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
+            *x, *y, *_with_units(v), whole, self.cu_seqlens, *scores, first, *(states or x), last, output,
+            self.scale, self.tokens, self.heads, *_strides(v),
+            K=plan.key_dim, V=plan.value_dim, TILED=isinstance(v, _Tiles), BACKWARD=backward,
+            HAS_FIRST=first is not None, SAVE=states is not None, ROW=row, COLUMN=column,
+            BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
             **self.constants, **plan.options("walk_and_read"),
         )  # fmt: skip
 
     def read(
         self,
-        x: Tensor,
-        x_units: Tensor | None,
+        x: Tensor | _Tiles,
         y: Tensor,
         g: Tensor | None,
         scores: _Scores,
@@ -310,13 +294,13 @@ class _Passes:
         by_value: bool = False,
         transposed: bool = False,
     ) -> None:
-        """Into `output`. x has key columns, or with `by_value` value columns, and units if it is decayed."""
+        """Into `output`. x has key columns, or with `by_value` value columns, and is tiled if it is decayed."""
         plan, width = self.plan, output.shape[3]
         block = plan.block("read", width)
         read[(plan.slots * self.heads * cdiv(width, block),)](
-            x, x if x_units is None else x_units, y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output,
-            self.scale, self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            GATE="head" if plan.gate == "head" else "none", DECAYED=x_units is not None, TRANSPOSED=transposed,
+            *_with_units(x), y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output,
+            self.scale, self.tokens, self.heads, *_strides(x), *strides(y), *strides(g),
+            GATE="head" if plan.gate == "head" else "none", DECAYED=isinstance(x, _Tiles), TRANSPOSED=transposed,
             BLOCK=block, **self._state_layout(by_value), **self.constants, **plan.options("read"),
         )  # fmt: skip
 
@@ -337,8 +321,6 @@ class _Passes:
     ) -> None:
         """Into d_x, d_y and d_g as far as they are given; `decayed` comes with a gate per channel."""
         plan, width = self.plan, x.shape[3]
-        tiled = isinstance(a, _Tiles)
-        sides = (*a, *b) if tiled else (a, a, b, b)
         kernels = ["differentiate"]
         if decayed is not None:
             kernel = "read_channels" if d_y is None else "differentiate_channels"
@@ -347,12 +329,12 @@ class _Passes:
             block = plan.block(kernel, width)
             assert block <= plan.tile, "a block of columns lies in one tile"
             differentiate[(plan.slots * self.heads * cdiv(width, block),)](
-                x, y, *sides, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
-                *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
+                x, y, *_with_units(a), *_with_units(b), g, self.cu_seqlens, self.sequence_of,
+                x if decayed is None else decayed.levels, *scores, *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
                 self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
-                *strides(x), *strides(y), *strides(None if tiled else a), *strides(None if tiled else b), *strides(g),
+                *strides(x), *strides(y), *_strides(a), *_strides(b), *strides(g),
                 GATE="none" if g is None else "head" if decayed is None else "channel",
-                TILED=tiled, DTYPE=_dtype_of_sums(g),
+                TILED=isinstance(a, _Tiles), DTYPE=_dtype_of_sums(g, block),
                 READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
                 BLOCK=block, **self._state_layout(plan.gate != "value"),
                 **self.constants, **self.levels, **plan.options(kernel),
@@ -372,10 +354,23 @@ class _Passes:
         return layout | {"STEP": plan.tile, "TILE": plan.tile}
 
 
-def _dtype_of_sums(g: Tensor | None) -> tl.dtype:
-    """The type of operands that hold gates to be added up; those of bfloat16 are multiplied on GPUs alone."""
-    exact = g is not None and (g.dtype == torch.float16 or g.dtype == torch.bfloat16 and g.device.type != "cpu")
-    return TRITON_DTYPES[g.dtype] if exact else tl.float32
+def _with_units(x: Tensor | _Tiles) -> tuple[Tensor, Tensor]:
+    return x if isinstance(x, _Tiles) else (x, x)
+
+
+def _strides(x: Tensor | _Tiles) -> tuple[int, ...]:
+    return strides(None if isinstance(x, _Tiles) else x)
+
+
+def _dtype_of_sums(g: Tensor | None, block: int) -> tl.dtype:
+    """The type of operands that hold `block` columns of gates to be added up.
+
+    16 bits if that is what the gates have, their rows then are 128 bytes wide (see `Launch`), and the emulator, which
+    multiplies bfloat16 as integers, does not run.
+    """
+    if g is None or g.dtype.itemsize * block != 128 or (g.dtype == torch.bfloat16 and g.device.type == "cpu"):
+        return tl.float32
+    return TRITON_DTYPES[g.dtype]
 
 
 def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
@@ -383,10 +378,10 @@ def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
     return _Scores(matrices, plan.units(like))
 
 
-def _allocate_tiles(plan: _Plan, x: Tensor) -> _Tiles:
-    width = x.shape[3]
-    tiles = x.new_empty((plan.slots, x.shape[2], plan.chunk, width), dtype=plan.dtype)
-    return _Tiles(tiles, plan.units(x, plan.tiles(width)))
+def _allocate_tiles(plan: _Plan, x: Tensor, units: int = 1) -> _Tiles:
+    """With so many units for each chunk of a head."""
+    shape = (plan.slots, x.shape[2], plan.chunk, x.shape[3])
+    return _Tiles(x.new_empty(shape, dtype=plan.dtype), plan.units(x, units))
 
 
 def _allocate_states(plan: _Plan, like: Tensor) -> _States:
@@ -432,7 +427,7 @@ def linear_attention(
         if g_value is not None:
             values = passes.decay(None, v, g_value)
             scores = passes.score(q, k, None)
-            passes.walk(k, values.writes, None, values, initial_state, states, final, transposed=transposed)
+            passes.walk(k, values.writes, None, values.whole, initial_state, states, final, transposed=transposed)
             passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
         else:
             keys = None
@@ -441,15 +436,14 @@ def linear_attention(
                 keys = passes.decay(q, k, g, scores)
             else:
                 scores = passes.score(q, k, g)
+            x, y, whole = (q, k, None) if keys is None else (keys.reads, keys.writes, keys.whole)
             if plan.reads_in_walk:
-                x, y = keys[:2], keys[2:4]
                 passes.walk_and_read(
-                    *x, *y, v, keys.whole, scores, initial_state, states, final, output, transposed=transposed
+                    x, y, v, whole, scores, initial_state, states, final, output, transposed=transposed
                 )
             else:
-                x, units, y = (q, None, k) if keys is None else (keys.reads, keys.read_units, keys.writes)
-                passes.walk(y, v, g, keys, initial_state, states, final, transposed=transposed)
-                passes.read(x, units, v, g, scores, states, output)
+                passes.walk(y, v, g, whole, initial_state, states, final, transposed=transposed)
+                passes.read(x, v, g, scores, states, output)
     return output, final, [*scores, *states] if save else []
 
 
@@ -502,28 +496,26 @@ def linear_attention_backward(
         if g_value is not None:
             d_scores = _allocate_scores(plan, q)
             values = passes.decay(d_output, v, g_value, d_scores)
-            y, out = values.reads, (None, d_v, d_g_value[0])
-            passes.walk(q, y, None, values, d_final, d_states, d_initial, transposed=transposed, backward=True)
+            y, whole, out = values.reads, values.whole, (None, d_v, d_g_value[0])
+            passes.walk(q, y, None, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
             passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
-            passes.read(values.reads, values.read_units, k, None, d_scores, states, d_q, by_value=True)
-            x, x_units = values.writes, values.write_units
-            passes.read(x, x_units, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+            passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
+            passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
         else:
             keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            outputs, values = _allocate_tiles(plan, d_output), _allocate_tiles(plan, v)
+            outputs, values = (_allocate_tiles(plan, x, plan.tiles(plan.value_dim)) for x in (d_output, v))
             d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, (outputs, values))
+            x, y, whole = (k, q, None) if keys is None else (keys.writes, keys.reads, keys.whole)
             if plan.reads_in_walk:
-                x, y = keys[2:4], keys[:2]
                 passes.walk_and_read(
-                    *x, *y, outputs, keys.whole, scores, d_final, d_states, d_initial, d_v,
-                    transposed=transposed, backward=True,
-                )  # fmt: skip
+                    *(x, y, outputs, whole, scores, d_final, d_states, d_initial, d_v),
+                    transposed=transposed,
+                    backward=True,
+                )
             else:
-                x, units, y = (k, None, q) if keys is None else (keys.writes, keys.write_units, keys.reads)
-                passes.walk(y, d_output, g, keys, d_final, d_states, d_initial, transposed=transposed, backward=True)
+                passes.walk(y, d_output, g, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
+                passes.read(x, d_output, g, scores, d_states, d_v, transposed=True)
             passes.differentiate(q, k, outputs, values, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
-            if not plan.reads_in_walk:
-                passes.read(x, units, d_output, g, scores, d_states, d_v, transposed=True)
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 

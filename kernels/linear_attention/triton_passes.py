@@ -1,9 +1,10 @@
 """The kernels of linear attention. The formulas are those of chunk.py; P, e^b and S are named as there.
 
-    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} of a gate per channel
-    score           P or its gradients, tril(X Yᵀ) decayed
+    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} of a gate per channel, and P or its gradients where that is on them
+    score           P or its gradients, tril(X Yᵀ), and copies of X and Y as tiles
     walk            along time: the states before each chunk, or from the last chunk to the first, their gradients
     read            (e^b Q) S + P V: the outputs, and gradients of what has no gate on its columns
+    walk_and_read   both at once, of a gate per key channel where one program holds all of these
     differentiate   the same where the gate is on the columns that are read, with its transpose and the gate's gradient
 
 Of a gate per channel, X and Y are the two tensors that share its columns: queries and keys, or, of a gate per value
@@ -37,7 +38,6 @@ from longseq.kernels.linear_attention.triton_gates import (
     load_unit,
     mild_level,
     pair_ranges,
-    scale_down,
     store_matrix,
     store_unit,
     to_tf32,
@@ -132,8 +132,8 @@ def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.conste
 def score(
     x, y, g, cu_seqlens, sequence_of, scores, score_units, x_tiles, x_units, y_tiles, y_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: tril(X Yᵀ), decayed by the gate of a head if there is one. LEAVES X and Y as tiles."""
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -292,9 +292,9 @@ def walk(
 def walk_and_read(
     x, x_units, y, y_units, v, v_units, whole, cu_seqlens, scores, score_units, first, states, state_units, last,
     output, scale, T, H, v_row, v_token, v_head,
-    K: tl.constexpr, V: tl.constexpr, TILED: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr, SAVE: tl.constexpr,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, TILED: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
+    SAVE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """TILE value columns of the state of one head of one sequence, and what is read of them.
 
@@ -524,8 +524,8 @@ def differentiate(
     g_row, g_token, g_head,
     W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
-    GATE: tl.constexpr, TILED: tl.constexpr, DTYPE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, TILED: tl.constexpr, DTYPE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr,
+    BY_LEVEL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
