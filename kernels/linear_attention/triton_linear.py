@@ -330,7 +330,8 @@ class _Passes:
             assert block <= plan.tile, "a block of columns lies in one tile"
             differentiate[(plan.slots * self.heads * cdiv(width, block),)](
                 x, y, *_with_units(a), *_with_units(b), g, self.cu_seqlens, self.sequence_of,
-                x if decayed is None else decayed.levels, *scores, *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
+                x if decayed is None else decayed.levels, *scores, *states, *(d_states or states),
+                *(x if out is None else out for out in (d_x, d_y, d_g)),
                 self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
                 *strides(x), *strides(y), *_strides(a), *_strides(b), *strides(g),
                 GATE="none" if g is None else "head" if decayed is None else "channel",
