@@ -48,20 +48,6 @@ def load_scaled(
 
 
 @triton.jit
-def unit_of_rows(
-    base, stride, live, WIDTH: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The unit of all columns of a chunk, looked at COLUMNS at a time, and its inverse."""
-    if SCALED:
-        found = tl.zeros((CHUNK, COLUMNS), tl.float32)
-        for column in range(0, WIDTH, COLUMNS):
-            numbers = load_tokens(base, stride, live, column, WIDTH, CHUNK, COLUMNS)
-            found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
-        return power_of_two(tl.max(tl.max(found, 1), 0))
-    return 1.0, 1.0
-
-
-@triton.jit
 def to_tf32(x, SCALED: tl.constexpr):
     """x rounded to the 11 bits of TF32, which matrix products would cut off; not SCALED, x itself."""
     if SCALED:
@@ -155,9 +141,7 @@ def add_ranges(ranges, x):
 @triton.jit
 def add_gates(ranges, gate, DTYPE: tl.constexpr):
     """`add_ranges` of gates that came in DTYPE: those of 16 bits are operands of matrix products as they are."""
-    if DTYPE.primitive_bitwidth == 32:
-        return add_ranges(ranges, gate)
-    return tl.dot(ranges.to(DTYPE), gate.to(DTYPE))
+    return add_ranges(ranges, gate) if DTYPE.primitive_bitwidth == 32 else tl.dot(ranges.to(DTYPE), gate.to(DTYPE))
 
 
 @triton.jit

@@ -38,10 +38,10 @@ from longseq.kernels.linear_attention.triton_gates import (
     load_unit,
     mild_level,
     pair_ranges,
+    power_of_two,
     store_matrix,
     store_unit,
     to_tf32,
-    unit_of_rows,
 )
 from longseq.kernels.triton_tiles import (
     chunk,
@@ -91,11 +91,21 @@ def decay_channels(
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
 
-    y_unit, y_inverse = unit_of_rows(y, y_token * NEXT, live, W, SCALED, CHUNK, TILE)
-    store_unit(write_units, place, y_unit, SCALED)
-    if READS:
-        x_unit, x_inverse = unit_of_rows(x, x_token * NEXT, live, W, SCALED, CHUNK, TILE)
-        store_unit(read_units, place, x_unit, SCALED)
+    x_unit, x_inverse, y_unit, y_inverse = 1.0, 1.0, 1.0, 1.0
+    if SCALED:
+        x_numbers = tl.zeros((CHUNK, TILE), tl.float32)
+        y_numbers = tl.zeros((CHUNK, TILE), tl.float32)
+        for column in tl.static_range(0, W, TILE):
+            ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
+            y_numbers = tl.maximum(y_numbers, tl.abs(ys))
+            if READS:
+                xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
+                x_numbers = tl.maximum(x_numbers, tl.abs(xs))
+        y_unit, y_inverse = power_of_two(tl.max(tl.max(y_numbers, 1), 0))
+        tl.store(write_units + place, y_unit)
+        if READS:
+            x_unit, x_inverse = power_of_two(tl.max(tl.max(x_numbers, 1), 0))
+            tl.store(read_units + place, x_unit)
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     mild = tl.full((), LEVELS, tl.int32)
     for column in range(0, W, TILE):
@@ -106,17 +116,19 @@ def decay_channels(
         level = mild_level(gate, total, LIMIT, LEVELS)
         tl.store(levels + place * tiles + column // TILE, level)
         mild = tl.minimum(mild, level)
-        ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
-        ys *= tl.exp(add_gates(i < j, gate, DTYPE)) * y_inverse
-        store_block(writes + place * CHUNK * W, 0, column, as_tile(ys, SCALED), CHUNK, W, CHUNK, TILE)
+        ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32) * y_inverse
+        decayed = as_tile(ys * tl.exp(add_gates(i < j, gate, DTYPE)), SCALED)
+        store_block(writes + place * CHUNK * W, 0, column, decayed, CHUNK, W, CHUNK, TILE)
         if READS:
-            xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
-            xs *= tl.exp(add_gates(i >= j, gate, DTYPE)) * x_inverse
-            store_block(reads + place * CHUNK * W, 0, column, as_tile(xs, SCALED), CHUNK, W, CHUNK, TILE)
-            if SCORES:
-                half = tl.exp(-0.5 * total)[None, :]
-                xs, ys = to_tf32(xs * half, SCALED), to_tf32(ys * half, SCALED)
-                products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION)
+            xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32) * x_inverse
+            decayed = as_tile(xs * tl.exp(add_gates(i >= j, gate, DTYPE)), SCALED)
+            store_block(reads + place * CHUNK * W, 0, column, decayed, CHUNK, W, CHUNK, TILE)
+        if SCORES:
+            # Not by the sums above: what a matrix product made must not be turned to be an operand of another.
+            exponent = tl.cumsum(gate, 0) - 0.5 * total[None, :]
+            xs = to_tf32(xs * tl.exp(exponent), SCALED)
+            ys = to_tf32(ys * tl.exp(-exponent), SCALED)
+            products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION)
     if SCORES and mild == LEVELS:
         _store_scores(scores, score_units, products, x_unit * y_unit, place, SCALED, CHUNK)
 
@@ -444,27 +456,6 @@ def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _times_states(
-    rows, row_units, stride, live, states, units, place, column,
-    E: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILED: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of the product of the rows of a chunk, [CHUNK, E], with states [E, W]."""
-    product = tl.zeros((CHUNK, BLOCK), tl.float32)
-    for e in range(0, E, STEP):
-        if TILED:
-            xs = load_block(rows, 0, e, CHUNK, E, CHUNK, STEP)
-            unit = load_unit(row_units, place * ((E + STEP - 1) // STEP) + e // STEP, SCALED)
-        else:
-            xs, unit = load_scaled(rows, stride, live, e, E, SCALED, CHUNK, STEP)
-        state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
-        unit *= load_unit(units, e // STEP * UNIT_ROW + column // TILE * UNIT_COLUMN, SCALED)
-        product += tl.dot(xs, state, input_precision=PRECISION) * unit
-    return product
-
-
-@triton.jit
 def _from_earlier(
     scores, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
@@ -473,20 +464,20 @@ def _from_earlier(
     among = _load_earlier(scores, SCALED, CHUNK)
     if GATE != "channel":
         y, unit = in_units(y, SCALED)
-        return tl.dot(among, y, input_precision=PRECISION) * unit
-    among = among.to(tl.float32)
-    if not BY_LEVEL:
+        read = tl.dot(among, y, input_precision=PRECISION) * unit
+    elif not BY_LEVEL:
         y = to_tf32(y * tl.exp(middle - since), SCALED)
-        return tl.dot(among, y, input_precision=PRECISION) * tl.exp(since - middle)
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    own = add_gates(block_ranges(i, j, level), gate, DTYPE)
-    pairs = tl.where((i >> level) == (j >> level), among, 0.0)
-    read = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION) * tl.exp(own)
-    for upper in range(level, LEVELS):
-        part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
-        pairs = tl.where(are_paired(i, j, upper), among, 0.0)
-        read += tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION) * part
+        read = tl.dot(among.to(tl.float32), y, input_precision=PRECISION) * tl.exp(since - middle)
+    else:
+        i = tl.arange(0, CHUNK)[:, None]
+        j = tl.arange(0, CHUNK)[None, :]
+        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+        pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
+        read = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION) * tl.exp(own)
+        for upper in range(level, LEVELS):
+            part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+            pairs = tl.where(are_paired(i, j, upper), among.to(tl.float32), 0.0)
+            read += tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION) * part
     return read
 
 
@@ -499,20 +490,20 @@ def _from_later(
     among = _load_later(scores, SCALED, CHUNK)
     if GATE != "channel":
         x, unit = in_units(x, SCALED)
-        return tl.dot(among, x, input_precision=PRECISION) * unit
-    among = among.to(tl.float32)
-    if not BY_LEVEL:
+        written = tl.dot(among, x, input_precision=PRECISION) * unit
+    elif not BY_LEVEL:
         x = to_tf32(x * tl.exp(since - middle), SCALED)
-        return tl.dot(among, x, input_precision=PRECISION) * tl.exp(middle - since)
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    own = add_gates(block_ranges(i, j, level), gate, DTYPE)
-    pairs = tl.where((i >> level) == (j >> level), among, 0.0)
-    written = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION) * tl.exp(-own)
-    for upper in range(level, LEVELS):
-        part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
-        pairs = tl.where(are_paired(j, i, upper), among, 0.0)
-        written += tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION) * part
+        written = tl.dot(among.to(tl.float32), x, input_precision=PRECISION) * tl.exp(middle - since)
+    else:
+        i = tl.arange(0, CHUNK)[:, None]
+        j = tl.arange(0, CHUNK)[None, :]
+        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+        pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
+        written = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION) * tl.exp(-own)
+        for upper in range(level, LEVELS):
+            part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+            pairs = tl.where(are_paired(j, i, upper), among.to(tl.float32), 0.0)
+            written += tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION) * part
     return written
 
 
@@ -570,34 +561,64 @@ def differentiate(
         d_state_units += place * TILES
     scores += place * CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
+    steps: tl.constexpr = (E + STEP - 1) // STEP
+    read = tl.zeros((CHUNK, BLOCK), tl.float32)
+    written = tl.zeros((CHUNK, BLOCK), tl.float32)
+    kept = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, steps):
+        e = step * STEP
+        tile = step * UNIT_ROW + column // TILE * UNIT_COLUMN
+        if TILED:
+            xs = load_block(a, 0, e, CHUNK, E, CHUNK, STEP)
+            x_unit = load_unit(a_units, place * steps + step, SCALED)
+        else:
+            xs, x_unit = load_scaled(a, a_token, live, e, E, SCALED, CHUNK, STEP)
+        state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
+        unit = load_unit(state_units, tile, SCALED)
+        read += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)
+        if WRITES:
+            if TILED:
+                ys = load_block(b, 0, e, CHUNK, E, CHUNK, STEP)
+                y_unit = load_unit(b_units, place * steps + step, SCALED)
+            else:
+                ys, y_unit = load_scaled(b, b_token, live, e, E, SCALED, CHUNK, STEP)
+            after = load_matrix(d_states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
+            d_unit = load_unit(d_state_units, tile, SCALED)
+            written += tl.dot(ys, after, input_precision=PRECISION) * (y_unit * d_unit)
+            if GATE != "none":
+                kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * (unit * d_unit)
+
     unit = load_unit(score_units, place, SCALED) * scale
     itself = (tl.load(scores + i * (CHUNK + 1)).to(tl.float32) * unit)[:, None]
-    gate, since, middle, whole = 0.0, 0.0, 0.0, 1.0
+    read *= scale
+    gate, since, middle = 0.0, 0.0, 0.0
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
         own = load_numbers(g, g_token, live, CHUNK)
-        whole = tl.exp(tl.sum(own, 0))
+        read *= decay_since(own)[:, None]
+        written *= decay_until(g, g_token, live, CHUNK)[:, None]
+        kept *= tl.exp(tl.sum(own, 0))
     if GATE == "channel":
         g += row * g_row + start * g_token + head * g_head
         gate = _load_gates(g, g_token * NEXT, live, column, W, CHUNK, BLOCK)
         since = add_gates(i[:, None] >= i[None, :], gate, DTYPE)
         total = tl.sum(gate, 0)
         middle = 0.5 * total[None, :]
-        whole = tl.exp(total)
-
-    if WRITES:
-        written = _times_states(
-            b, b_units, b_token, live, d_states, d_state_units, place, column, E, W, ROW, COLUMN, UNIT_ROW, UNIT_COLUMN,
-            TILED, SCALED, PRECISION, CHUNK, STEP, TILE, BLOCK,
-        )  # fmt: skip
-        if GATE == "head":
-            written *= decay_until(g, g_token, live, CHUNK)[:, None]
-        if GATE == "channel":
+        read *= tl.exp(since)
+        kept *= tl.exp(total)
+        if WRITES:
             if BY_LEVEL:
                 written *= tl.exp(add_gates(i[:, None] < i[None, :], gate, DTYPE))
             else:
-                written *= tl.exp(2.0 * middle - since)
+                written *= tl.exp(total[None, :] - since)
+    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    read += unit * _from_earlier(
+        scores, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+    )
+    if READS:
+        store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
+    if WRITES:
         xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
         later = unit * _from_later(
             scores, xs, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
@@ -605,44 +626,14 @@ def differentiate(
         d_y += token * W
         store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
-        # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here.
-        if GATE != "none":
-            ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-            # The gate's gradient is kept + Σ later of the tokens after it + Σ earlier of those before it, or the sum of
-            # all that is later and, of the tokens before it, of what is earlier minus what is later: the change.
-            change = ys * (written + later)
-            kept = tl.zeros((BLOCK,), tl.float32)
-            for e in range(0, E, STEP):
-                tile = e // STEP * UNIT_ROW + column // TILE * UNIT_COLUMN
-                before = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK).to(tl.float32)
-                after = load_matrix(d_states, e, column, E, W, ROW, COLUMN, STEP, BLOCK).to(tl.float32)
-                units = load_unit(state_units, tile, SCALED) * load_unit(d_state_units, tile, SCALED)
-                kept += tl.sum(before * after, 0) * units
-            kept = kept * whole - tl.sum(ys * later, 0)
-
-    read = _times_states(
-        a, a_units, a_token, live, states, state_units, place, column, E, W, ROW, COLUMN, UNIT_ROW, UNIT_COLUMN,
-        TILED, SCALED, PRECISION, CHUNK, STEP, TILE, BLOCK,
-    )  # fmt: skip
-    read *= scale
-    if GATE == "head":
-        read *= decay_since(own)[:, None]
-    if GATE == "channel":
-        read *= tl.exp(since)
-    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    read += unit * _from_earlier(
-        scores, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
-    )
-    if READS:
-        store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
-    if WRITES and GATE != "none":
-        later = read * load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        change -= later
-        kept += tl.sum(later, 0)
+        # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here. The sum over
+        # what is after it is that over the chunk less that over what is before it.
+        later = xs * read - ys * later
+        change = ys * written - later
         if GATE == "channel":
-            dg = kept[None, :] + add_ranges(i[:, None] > i[None, :], change)
+            dg = (kept + tl.sum(later, 0))[None, :] + add_ranges(i[:, None] > i[None, :], change)
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
-        else:
+        if GATE == "head":
             change = tl.sum(change, 1)
-            dg = tl.sum(kept, 0) + tl.cumsum(change, 0) - change
+            dg = tl.sum(kept + tl.sum(later, 0), 0) + tl.cumsum(change, 0) - change
             tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)
