@@ -23,21 +23,19 @@ def as_tile(x, SCALED: tl.constexpr):
 
 
 @triton.jit
-def scale_down(x, SCALED: tl.constexpr):
-    """x, in float32, and its unit: the power of two that leaves the largest below 2. Not SCALED, the unit is 1."""
-    unit = 1.0
-    if SCALED:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
-        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-        unit = (exponent << 23).to(tl.float32, bitcast=True)
-        x *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return x, unit
+def power_of_two(largest):
+    """The unit of numbers up to `largest`, the power of two that leaves it below 2, and the inverse of the unit."""
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def in_units(x, SCALED: tl.constexpr):
-    """x, in float32, as a tile, and its unit."""
-    x, unit = scale_down(x, SCALED)
+    """x, in float32, as a tile, and its unit. Not SCALED, the unit is 1."""
+    unit = 1.0
+    if SCALED:
+        unit, inverse = power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
+        x *= inverse
     return as_tile(x, SCALED), unit
 
 
@@ -118,11 +116,11 @@ def store_matrix(
 
 @triton.jit
 def load_channels(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of a chunk as columns, [COLUMNS, CHUNK], in float32."""
+    """Rows of a chunk as columns, [COLUMNS, CHUNK]."""
     i = tl.arange(0, CHUNK)
     e = column + tl.arange(0, COLUMNS)
     mask = (e < WIDTH)[:, None] & (i < live)[None, :]
-    return tl.load(base + e[:, None] + i[None, :] * stride, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(base + e[:, None] + i[None, :] * stride, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -138,6 +136,12 @@ def add_ranges(ranges, x):
     high, low = _halve(x)
     ranges = ranges.to(tl.float32)
     return tl.dot(ranges, high, tl.dot(ranges, low, input_precision="tf32"), input_precision="tf32")
+
+
+@triton.jit
+def add_gates(ranges, gate, DTYPE: tl.constexpr):
+    """`add_ranges` of gates that came in DTYPE: those of 16 bits are operands of matrix products as they are."""
+    return add_ranges(ranges, gate) if DTYPE.primitive_bitwidth == 32 else tl.dot(ranges.to(DTYPE), gate.to(DTYPE))
 
 
 @triton.jit
@@ -168,10 +172,13 @@ def are_paired(i, j, level):
 
 
 @triton.jit
-def mild_level(gate, LIMIT: tl.constexpr, LEVELS: tl.constexpr):
-    """LEVELS for a chunk over which decays are e^-LIMIT at most, else the largest level with blocks of at most e^-8."""
-    total = -tl.min(tl.sum(gate, 0), 0)
-    strongest = -tl.min(tl.min(gate, 1), 0)
-    fitting = tl.floor(tl.log2(8.0 / tl.maximum(strongest, 1e-6)))
-    fitting = tl.minimum(tl.maximum(fitting, 0.0), 1.0 * LEVELS).to(tl.int32)
-    return tl.where(total <= LIMIT, LEVELS, fitting)
+def mild_level(gate, total, LIMIT: tl.constexpr, LEVELS: tl.constexpr):
+    """LEVELS for a chunk over which decays are e^-LIMIT at most, else the largest level with blocks of at most e^-8.
+
+    `total` are the sums of the gates' columns.
+    """
+    level = tl.full((), LEVELS, tl.int32)
+    if tl.min(total, 0) < -LIMIT:
+        fitting = tl.floor(tl.log2(8.0 / -tl.min(tl.min(gate, 1), 0)))
+        level = tl.minimum(tl.maximum(fitting, 0.0), 1.0 * LEVELS).to(tl.int32)
+    return level

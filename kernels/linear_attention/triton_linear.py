@@ -9,12 +9,14 @@ rounding it to bfloat16; with 11 bits it was at most 1.2 times, both emulated on
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps P and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head with C = 64; decays, decayed
-queries and decayed keys are found again there.
+queries and decayed keys are found again there. Without a backward pass to come, and with a gate per key channel of up
+to WHOLE channels, states stay on the chip.
 """
 
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
@@ -26,10 +28,12 @@ from longseq.kernels.linear_attention.triton_passes import (
     score,
     score_by_level,
     walk,
+    walk_and_read,
 )
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
     ROW,
+    TRITON_DTYPES,
     Launch,
     block_width,
     cdiv,
@@ -46,9 +50,10 @@ from longseq.kernels.triton_launch import (
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(64, 0, 4, 1),
+        "score": Launch(0, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 3),
+        "walk_and_read": Launch(0, 0, 4, 2),
         "read": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate": Launch(64, 0, 4, 1),
         "read_channels": Launch(64, 0, 4, 2),
@@ -61,9 +66,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 LAUNCHES |= {
     (4, width): {
         "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(32, 0, 4, 1),
+        "score": Launch(0, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 1),
+        "walk_and_read": Launch(0, 0, 4, 1),
         "read": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 0, 8, 1),
         "read_channels": Launch(32, 0, 4, 1),
@@ -74,6 +80,7 @@ LAUNCHES |= {
     for width in (64, 512)
 }
 use_measured("linear_attention", LAUNCHES)
+WHOLE = 128  # key channels at most that one program holds states of, so that it reads them as it walks
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'
 # rounding errors are small.
@@ -96,6 +103,16 @@ class _Plan(NamedTuple):
     def scaled(self) -> bool:
         """Whether tiles have units."""
         return self.dtype == torch.float16
+
+    @property
+    def reads_in_walk(self) -> bool:
+        """Whether the walk leaves what is read of the states, and writes them for the backward pass alone."""
+        return self.gate == "key" and self.key_dim <= WHOLE
+
+    @property
+    def unit_rows(self) -> int:
+        """The tiles of a state's rows that have units of their own."""
+        return 1 if self.reads_in_walk else self.tiles(self.key_dim)
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
@@ -132,14 +149,19 @@ def _plan(
     return _Plan(dtype, chunk, slots, sequences, key_dim, value_dim, gate, launches)
 
 
+class _Tiles(NamedTuple):
+    """A tensor of [B, T, H, D] in the type of matrix products, by slot and head, with units."""
+
+    tiles: Tensor
+    units: Tensor
+
+
 class _Decayed(NamedTuple):
     """Two tensors that share the columns of a gate, decayed since the chunk's start and until its end."""
 
-    reads: Tensor  # by token
-    read_units: Tensor  # by slot and head, as all that follows but for the writes
-    writes: Tensor
-    write_units: Tensor
-    whole: Tensor  # decays over chunks
+    reads: _Tiles
+    writes: _Tiles
+    whole: Tensor  # decays over chunks, by slot and head
     levels: Tensor  # down to which blocks of tokens are halved before their decays are mild
 
 
@@ -169,54 +191,52 @@ class _Passes:
         self.constants = {**self.layout, "PRECISION": "tf32" if plan.scaled else "tf32x3"}
         self.levels = {"LEVELS": plan.chunk.bit_length() - 1}
 
-    def decay(self, x: Tensor | None, y: Tensor, g: Tensor) -> _Decayed:
-        """Without x the reads are empty."""
+    def decay(self, x: Tensor | None, y: Tensor, g: Tensor, scores: "_Scores | None" = None) -> _Decayed:
+        """Without x the reads are empty; into `scores` those of x with y."""
         plan, width = self.plan, y.shape[3]
         tiles, reads = plan.tiles(width), x is not None
         decayed = _Decayed(
-            y.new_empty(y.shape if reads else (0,), dtype=plan.dtype),
-            plan.units(y, tiles if reads else 0),
-            y.new_empty(y.shape, dtype=plan.dtype),
-            plan.units(y, tiles),
+            _allocate_tiles(plan, y) if reads else _Tiles(y, y),
+            _allocate_tiles(plan, y),
             y.new_empty((plan.slots, self.heads, width), dtype=torch.float32),
             y.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
         )
         x = y if x is None else x
-        decay_channels[(plan.slots * self.heads * tiles,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, *decayed,
-            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, READS=reads, TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
-            **self.layout, **self.levels, **plan.options("decay_channels"),
+        decay_channels[(plan.slots * self.heads,)](
+            x, y, g, self.cu_seqlens, self.sequence_of, *decayed.reads, *decayed.writes, decayed.whole, decayed.levels,
+            *(scores or (x, x)), self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
+            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g, plan.tile),
+            TILE=plan.tile, LIMIT=LIMITS[plan.dtype.itemsize],
+            **self.constants, **self.levels, **plan.options("decay_channels"),
         )  # fmt: skip
-        return decayed
-
-    def score(self, x: Tensor, y: Tensor, g: Tensor | None, decayed: _Decayed | None = None) -> _Scores:
-        """`decayed` comes with a gate per channel, which is that of x and y."""
-        plan, width = self.plan, x.shape[3]
-        scores = _allocate_scores(plan, x)
-        tiles = {"TILE": plan.tile, "TILES": next_power_of_2(plan.tiles(width))}
-        score[(plan.slots * self.heads,)](
-            x, y, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
-            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            W=width, GATE="none" if g is None else "head" if decayed is None else "channel",
-            BLOCK=plan.block("score", width), **tiles,
-            **self.constants, **self.levels, **plan.options("score"),
-        )  # fmt: skip
-        if decayed is not None:
+        if scores is not None:
             score_by_level[(plan.slots * self.heads,)](
                 x, y, g, self.cu_seqlens, self.sequence_of, decayed.levels, *scores,
                 self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-                W=width, BLOCK=plan.block("score_by_level", width), **tiles,
+                W=width, BLOCK=plan.block("score_by_level", width), TILE=plan.tile, TILES=next_power_of_2(tiles),
                 **self.constants, **self.levels, **plan.options("score_by_level"),
             )  # fmt: skip
+        return decayed
+
+    def score(self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Scores:
+        """`g` is the gate of heads, if there is one; into `tiles` x and y."""
+        plan, width = self.plan, x.shape[3]
+        scores = _allocate_scores(plan, x)
+        into = (x, x, x, x) if tiles is None else (*tiles[0], *tiles[1])
+        score[(plan.slots * self.heads,)](
+            x, y, g, self.cu_seqlens, self.sequence_of, *scores, *into,
+            self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
+            W=width, GATE="none" if g is None else "head", LEAVES=tiles is not None, BLOCK=plan.tile,
+            **self.constants, **plan.options("score"),
+        )  # fmt: skip
         return scores
 
     def walk(
         self,
-        a: Tensor,
-        b: Tensor,
+        a: Tensor | _Tiles,
+        b: Tensor | _Tiles,
         g: Tensor | None,
-        decayed: _Decayed | None,
+        whole: Tensor | None,
         first: Tensor | None,
         states: _States,
         last: Tensor,
@@ -224,24 +244,47 @@ class _Passes:
         transposed: bool,
         backward: bool = False,
     ) -> None:
-        """From `first` to `last`. With a gate per channel comes `decayed`, of which a or b is the part that decays."""
+        """From `first` to `last`. With a gate per channel comes `whole`, and a or b is decayed."""
         plan = self.plan
-        units, whole = a, a
-        if decayed is not None:
-            units, whole = decayed.read_units if backward else decayed.write_units, decayed.whole
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         walk[(plan.sequences * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),)](
-            a, units, b, units, g, whole, self.cu_seqlens, first, *states, last,
-            self.scale if backward else 1.0, self.tokens, self.heads, *strides(a), *strides(b), *strides(g),
+            *_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *states, last,
+            self.scale if backward else 1.0, self.tokens, self.heads, *_strides(a), *_strides(b), *strides(g),
             K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
             ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
             **self.constants, **plan.options("walk"),
         )  # fmt: skip
 
+    def walk_and_read(
+        self,
+        x: _Tiles,
+        y: _Tiles,
+        v: Tensor | _Tiles,
+        whole: Tensor,
+        scores: _Scores,
+        first: Tensor | None,
+        states: _States | None,
+        last: Tensor,
+        output: Tensor,
+        *,
+        transposed: bool,
+        backward: bool = False,
+    ) -> None:
+        """From `first` to `last`, into `output` and, if they are kept, `states`."""
+        plan = self.plan
+        row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
+        walk_and_read[(plan.sequences * self.heads * plan.tiles(plan.value_dim),)](
+            *x, *y, *_with_units(v), whole, self.cu_seqlens, *scores, first, *(states or x), last, output,
+            self.scale, self.tokens, self.heads, *_strides(v),
+            K=plan.key_dim, V=plan.value_dim, TILED=isinstance(v, _Tiles), BACKWARD=backward,
+            HAS_FIRST=first is not None, SAVE=states is not None, ROW=row, COLUMN=column,
+            BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
+            **self.constants, **plan.options("walk_and_read"),
+        )  # fmt: skip
+
     def read(
         self,
-        x: Tensor,
-        x_units: Tensor | None,
+        x: Tensor | _Tiles,
         y: Tensor,
         g: Tensor | None,
         scores: _Scores,
@@ -251,13 +294,13 @@ class _Passes:
         by_value: bool = False,
         transposed: bool = False,
     ) -> None:
-        """Into `output`. x has key columns, or with `by_value` value columns, and units if it is decayed."""
+        """Into `output`. x has key columns, or with `by_value` value columns, and is tiled if it is decayed."""
         plan, width = self.plan, output.shape[3]
         block = plan.block("read", width)
         read[(plan.slots * self.heads * cdiv(width, block),)](
-            x, x if x_units is None else x_units, y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output,
-            self.scale, self.tokens, self.heads, *strides(x), *strides(y), *strides(g),
-            GATE="head" if plan.gate == "head" else "none", DECAYED=x_units is not None, TRANSPOSED=transposed,
+            *_with_units(x), y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output,
+            self.scale, self.tokens, self.heads, *_strides(x), *strides(y), *strides(g),
+            GATE="head" if plan.gate == "head" else "none", DECAYED=isinstance(x, _Tiles), TRANSPOSED=transposed,
             BLOCK=block, **self._state_layout(by_value), **self.constants, **plan.options("read"),
         )  # fmt: skip
 
@@ -265,8 +308,8 @@ class _Passes:
         self,
         x: Tensor,
         y: Tensor,
-        a: Tensor,
-        b: Tensor,
+        a: Tensor | _Tiles,
+        b: Tensor | _Tiles,
         g: Tensor | None,
         decayed: _Decayed | None,
         scores: _Scores,
@@ -284,13 +327,15 @@ class _Passes:
             kernels = [kernel, f"{kernel}_by_level"]
         for kernel in kernels:
             block = plan.block(kernel, width)
-            assert decayed is None or block <= plan.tile, "a block of columns lies in one tile"
+            assert block <= plan.tile, "a block of columns lies in one tile"
             differentiate[(plan.slots * self.heads * cdiv(width, block),)](
-                x, y, a, b, g, self.cu_seqlens, self.sequence_of, x if decayed is None else decayed.levels, *scores,
-                *states, *(d_states or states), *(x if out is None else out for out in (d_x, d_y, d_g)),
+                x, y, *_with_units(a), *_with_units(b), g, self.cu_seqlens, self.sequence_of,
+                x if decayed is None else decayed.levels, *scores, *states, *(d_states or states),
+                *(x if out is None else out for out in (d_x, d_y, d_g)),
                 self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
-                *strides(x), *strides(y), *strides(a), *strides(b), *strides(g),
+                *strides(x), *strides(y), *_strides(a), *_strides(b), *strides(g),
                 GATE="none" if g is None else "head" if decayed is None else "channel",
+                TILED=isinstance(a, _Tiles), DTYPE=_dtype_of_sums(g, block),
                 READS=d_x is not None, WRITES=d_y is not None, BY_LEVEL=kernel.endswith("by_level"),
                 BLOCK=block, **self._state_layout(plan.gate != "value"),
                 **self.constants, **self.levels, **plan.options(kernel),
@@ -300,14 +345,33 @@ class _Passes:
         """States as matrices whose rows are read by key columns, or with `by_value` transposed."""
         plan = self.plan
         tiles = plan.tiles(plan.value_dim)
-        layout = {"TILES": plan.tiles(plan.key_dim) * tiles}
+        layout = {"TILES": plan.unit_rows * tiles}
         if by_value:
             layout |= {"E": plan.value_dim, "W": plan.key_dim, "ROW": 1, "COLUMN": plan.value_dim}
-            layout |= {"UNIT_ROW": 1, "UNIT_COLUMN": tiles}
+            layout |= {"UNIT_ROW": 1, "UNIT_COLUMN": tiles if plan.unit_rows > 1 else 0}
         else:
             layout |= {"E": plan.key_dim, "W": plan.value_dim, "ROW": plan.value_dim, "COLUMN": 1}
             layout |= {"UNIT_ROW": tiles, "UNIT_COLUMN": 1}
         return layout | {"STEP": plan.tile, "TILE": plan.tile}
+
+
+def _with_units(x: Tensor | _Tiles) -> tuple[Tensor, Tensor]:
+    return x if isinstance(x, _Tiles) else (x, x)
+
+
+def _strides(x: Tensor | _Tiles) -> tuple[int, ...]:
+    return strides(None if isinstance(x, _Tiles) else x)
+
+
+def _dtype_of_sums(g: Tensor | None, block: int) -> tl.dtype:
+    """The type of operands that hold `block` columns of gates to be added up.
+
+    16 bits if that is what the gates have, their rows then are 128 bytes wide (see `Launch`), and the emulator, which
+    multiplies bfloat16 as integers, does not run.
+    """
+    if g is None or g.dtype.itemsize * block != 128 or (g.dtype == torch.bfloat16 and g.device.type == "cpu"):
+        return tl.float32
+    return TRITON_DTYPES[g.dtype]
 
 
 def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
@@ -315,9 +379,15 @@ def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
     return _Scores(matrices, plan.units(like))
 
 
+def _allocate_tiles(plan: _Plan, x: Tensor, units: int = 1) -> _Tiles:
+    """With so many units for each chunk of a head."""
+    shape = (plan.slots, x.shape[2], plan.chunk, x.shape[3])
+    return _Tiles(x.new_empty(shape, dtype=plan.dtype), plan.units(x, units))
+
+
 def _allocate_states(plan: _Plan, like: Tensor) -> _States:
     states = like.new_empty((plan.slots, like.shape[2], plan.key_dim, plan.value_dim), dtype=plan.dtype)
-    return _States(states, plan.units(like, plan.tiles(plan.key_dim), plan.tiles(plan.value_dim)))
+    return _States(states, plan.units(like, plan.unit_rows, plan.tiles(plan.value_dim)))
 
 
 def _allocate_state(plan: _Plan, like: Tensor, transposed: bool) -> Tensor:
@@ -351,20 +421,30 @@ def linear_attention(
     g, g_value, initial_state, cu_seqlens = _adjacent(g, g_value, initial_state, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
-    states, final = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
+    final = _allocate_state(plan, q, transposed)
+    states = _allocate_states(plan, q) if save or not plan.reads_in_walk else None
     output = v.new_empty(v.shape, dtype=output_dtype)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if g_value is not None:
             values = passes.decay(None, v, g_value)
             scores = passes.score(q, k, None)
-            passes.walk(k, values.writes, None, values, initial_state, states, final, transposed=transposed)
+            passes.walk(k, values.writes, None, values.whole, initial_state, states, final, transposed=transposed)
             passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
         else:
-            keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            scores = passes.score(q, k, g, keys)
-            x, units, y = (q, None, k) if keys is None else (keys.reads, keys.read_units, keys.writes)
-            passes.walk(y, v, g, keys, initial_state, states, final, transposed=transposed)
-            passes.read(x, units, v, g, scores, states, output)
+            keys = None
+            if plan.gate == "key":
+                scores = _allocate_scores(plan, q)
+                keys = passes.decay(q, k, g, scores)
+            else:
+                scores = passes.score(q, k, g)
+            x, y, whole = (q, k, None) if keys is None else (keys.reads, keys.writes, keys.whole)
+            if plan.reads_in_walk:
+                passes.walk_and_read(
+                    x, y, v, whole, scores, initial_state, states, final, output, transposed=transposed
+                )
+            else:
+                passes.walk(y, v, g, whole, initial_state, states, final, transposed=transposed)
+                passes.read(x, v, g, scores, states, output)
     return output, final, [*scores, *states] if save else []
 
 
@@ -415,21 +495,28 @@ def linear_attention_backward(
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
     with torch.cuda.device_of(q):
         if g_value is not None:
-            values = passes.decay(d_output, v, g_value)
-            y, out = values.reads, (None, d_v, d_g_value[0])
-            passes.walk(q, y, None, values, d_final, d_states, d_initial, transposed=transposed, backward=True)
-            d_scores = passes.score(d_output, v, g_value, values)
+            d_scores = _allocate_scores(plan, q)
+            values = passes.decay(d_output, v, g_value, d_scores)
+            y, whole, out = values.reads, values.whole, (None, d_v, d_g_value[0])
+            passes.walk(q, y, None, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
             passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
-            passes.read(values.reads, values.read_units, k, None, d_scores, states, d_q, by_value=True)
-            x, x_units = values.writes, values.write_units
-            passes.read(x, x_units, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+            passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
+            passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
         else:
             keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            x, units, y = (k, None, q) if keys is None else (keys.writes, keys.write_units, keys.reads)
-            passes.walk(y, d_output, g, keys, d_final, d_states, d_initial, transposed=transposed, backward=True)
-            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None)
-            passes.differentiate(q, k, d_output, v, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
-            passes.read(x, units, d_output, g, scores, d_states, d_v, transposed=True)
+            outputs, values = (_allocate_tiles(plan, x, plan.tiles(plan.value_dim)) for x in (d_output, v))
+            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, (outputs, values))
+            x, y, whole = (k, q, None) if keys is None else (keys.writes, keys.reads, keys.whole)
+            if plan.reads_in_walk:
+                passes.walk_and_read(
+                    *(x, y, outputs, whole, scores, d_final, d_states, d_initial, d_v),
+                    transposed=transposed,
+                    backward=True,
+                )
+            else:
+                passes.walk(y, d_output, g, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
+                passes.read(x, d_output, g, scores, d_states, d_v, transposed=True)
+            passes.differentiate(q, k, outputs, values, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 

@@ -1,9 +1,10 @@
 """The kernels of linear attention. The formulas are those of chunk.py; P, e^b and S are named as there.
 
-    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} of a gate per channel
-    score           P or its gradients, tril(X Yᵀ) decayed
+    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} of a gate per channel, and P or its gradients where that is on them
+    score           P or its gradients, tril(X Yᵀ), and copies of X and Y as tiles
     walk            along time: the states before each chunk, or from the last chunk to the first, their gradients
     read            (e^b Q) S + P V: the outputs, and gradients of what has no gate on its columns
+    walk_and_read   both at once, of a gate per key channel where one program holds all of these
     differentiate   the same where the gate is on the columns that are read, with its transpose and the gate's gradient
 
 Of a gate per channel, X and Y are the two tensors that share its columns: queries and keys, or, of a gate per value
@@ -22,6 +23,7 @@ import triton.language as tl
 
 from longseq.kernels.linear_attention.triton_gates import (
     STRONGEST,
+    add_gates,
     add_ranges,
     add_ranges_across,
     are_paired,
@@ -36,7 +38,7 @@ from longseq.kernels.linear_attention.triton_gates import (
     load_unit,
     mild_level,
     pair_ranges,
-    scale_down,
+    power_of_two,
     store_matrix,
     store_unit,
     to_tf32,
@@ -47,6 +49,7 @@ from longseq.kernels.triton_tiles import (
     decay_since,
     decay_until,
     direction,
+    load_block,
     load_numbers,
     load_tokens,
     sequence,
@@ -66,39 +69,68 @@ def _load_gates(g, stride, live, column, W: tl.constexpr, CHUNK: tl.constexpr, B
 
 @triton.jit(do_not_specialize=SIZES)
 def decay_channels(
-    x, y, g, cu_seqlens, sequence_of, reads, read_units, writes, write_units, whole, levels,
+    x, y, g, cu_seqlens, sequence_of, reads, read_units, writes, write_units, whole, levels, scores, score_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, READS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    W: tl.constexpr, READS: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE columns of one chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild level, and if it READS, e^b X."""
+    """One chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild levels of tiles, and if it READS, e^b X.
+
+    With SCORES also tril(X Yᵀ), decayed, where that is mild.
+    """
     tiles: tl.constexpr = (W + TILE - 1) // TILE
-    tile = tl.program_id(0) % tiles
-    column = tile * TILE
-    head = (tl.program_id(0) // tiles % H).to(tl.int64)
-    slot = (tl.program_id(0) // tiles // H).to(tl.int64)
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
-    token = (row * T + start) * H + head
+    x += row * x_row + start * x_token + head * x_head
+    y += row * y_row + start * y_token + head * y_head
+    g += row * g_row + start * g_token + head * g_head
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
 
-    gate = _load_gates(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, column, W, CHUNK, TILE)
-    e = column + tl.arange(0, TILE)
-    tl.store(whole + place * W + e, tl.exp(tl.sum(gate, 0)), mask=e < W)
-    tl.store(levels + place * tiles + tile, mild_level(gate, LIMIT, LEVELS))
-    y += row * y_row + start * y_token + head * y_head
-    ys, unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
-    ys = decay(ys, tl.exp(add_ranges(i < j, gate)))
-    store_tokens(writes + token * W, H * W * NEXT, live, column, ys, W, CHUNK, TILE)
-    store_unit(write_units, place * tiles + tile, unit, SCALED)
-    if READS:
-        x += row * x_row + start * x_token + head * x_head
-        xs, unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, TILE)
-        xs = decay(xs, tl.exp(add_ranges(i >= j, gate)))
-        store_tokens(reads + token * W, H * W * NEXT, live, column, xs, W, CHUNK, TILE)
-        store_unit(read_units, place * tiles + tile, unit, SCALED)
+    x_unit, x_inverse, y_unit, y_inverse = 1.0, 1.0, 1.0, 1.0
+    if SCALED:
+        x_numbers = tl.zeros((CHUNK, TILE), tl.float32)
+        y_numbers = tl.zeros((CHUNK, TILE), tl.float32)
+        for column in tl.static_range(0, W, TILE):
+            ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
+            y_numbers = tl.maximum(y_numbers, tl.abs(ys))
+            if READS:
+                xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32)
+                x_numbers = tl.maximum(x_numbers, tl.abs(xs))
+        y_unit, y_inverse = power_of_two(tl.max(tl.max(y_numbers, 1), 0))
+        tl.store(write_units + place, y_unit)
+        if READS:
+            x_unit, x_inverse = power_of_two(tl.max(tl.max(x_numbers, 1), 0))
+            tl.store(read_units + place, x_unit)
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    mild = tl.full((), LEVELS, tl.int32)
+    for column in range(0, W, TILE):
+        gate = _load_gates(g, g_token * NEXT, live, column, W, CHUNK, TILE)
+        total = tl.sum(gate, 0)
+        e = column + tl.arange(0, TILE)
+        tl.store(whole + place * W + e, tl.exp(total), mask=e < W)
+        level = mild_level(gate, total, LIMIT, LEVELS)
+        tl.store(levels + place * tiles + column // TILE, level)
+        mild = tl.minimum(mild, level)
+        ys = load_tokens(y, y_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32) * y_inverse
+        decayed = as_tile(ys * tl.exp(add_gates(i < j, gate, DTYPE)), SCALED)
+        store_block(writes + place * CHUNK * W, 0, column, decayed, CHUNK, W, CHUNK, TILE)
+        if READS:
+            xs = load_tokens(x, x_token * NEXT, live, column, W, CHUNK, TILE).to(tl.float32) * x_inverse
+            decayed = as_tile(xs * tl.exp(add_gates(i >= j, gate, DTYPE)), SCALED)
+            store_block(reads + place * CHUNK * W, 0, column, decayed, CHUNK, W, CHUNK, TILE)
+        if SCORES:
+            # Not by the sums above: what a matrix product made must not be turned to be an operand of another.
+            exponent = tl.cumsum(gate, 0) - 0.5 * total[None, :]
+            xs = to_tf32(xs * tl.exp(exponent), SCALED)
+            ys = to_tf32(ys * tl.exp(-exponent), SCALED)
+            products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION)
+    if SCORES and mild == LEVELS:
+        _store_scores(scores, score_units, products, x_unit * y_unit, place, SCALED, CHUNK)
 
 
 @triton.jit
@@ -110,55 +142,43 @@ def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.conste
 
 @triton.jit(do_not_specialize=SIZES)
 def score(
-    x, y, g, cu_seqlens, sequence_of, levels, scores, score_units,
+    x, y, g, cu_seqlens, sequence_of, scores, score_units, x_tiles, x_units, y_tiles, y_units,
     T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
-    W: tl.constexpr, GATE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    W: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(X Yᵀ), decayed. With a gate per channel, where its decays are mild."""
+    """One chunk of one head: tril(X Yᵀ), decayed by the gate of a head if there is one. LEAVES X and Y as tiles."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    if GATE == "channel":
-        if _lowest_level(levels + place * ((W + TILE - 1) // TILE), W, TILE, LEVELS, TILES) < LEVELS:
-            return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
-    x_token *= NEXT
-    y_token *= NEXT
-    if GATE != "none":
-        g += row * g_row + start * g_token + head * g_head
-        g_token *= NEXT
-
     products = tl.zeros((CHUNK, CHUNK), tl.float32)
     for column in range(0, W, BLOCK):
-        if GATE == "channel":
-            gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-            exponent = tl.cumsum(gate, 0) - 0.5 * tl.sum(gate, 0)[None, :]
-            xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-            ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-            xs, x_unit = scale_down(xs, SCALED)
-            ys, y_unit = scale_down(ys, SCALED)
-            xs = to_tf32(xs * tl.exp(exponent), SCALED)
-            ys = to_tf32(ys * tl.exp(-exponent), SCALED)
-        else:
-            xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-            ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+        xs, x_unit = load_scaled(x, x_token * NEXT, live, column, W, SCALED, CHUNK, BLOCK)
+        ys, y_unit = load_scaled(y, y_token * NEXT, live, column, W, SCALED, CHUNK, BLOCK)
+        if LEAVES:
+            store_block(x_tiles + place * CHUNK * W, 0, column, xs, CHUNK, W, CHUNK, BLOCK)
+            store_block(y_tiles + place * CHUNK * W, 0, column, ys, CHUNK, W, CHUNK, BLOCK)
+            tile = place * ((W + BLOCK - 1) // BLOCK) + column // BLOCK
+            store_unit(x_units, tile, x_unit, SCALED)
+            store_unit(y_units, tile, y_unit, SCALED)
         products += tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit)
     if GATE == "head":
-        products *= decay_between(load_numbers(g, g_token, live, CHUNK), CHUNK)
-    _store_scores(scores, score_units, products, place, SCALED, CHUNK)
+        g += row * g_row + start * g_token + head * g_head
+        products *= decay_between(load_numbers(g, g_token * NEXT, live, CHUNK), CHUNK)
+    _store_scores(scores, score_units, products, 1.0, place, SCALED, CHUNK)
 
 
 @triton.jit
-def _store_scores(scores, units, products, place, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+def _store_scores(scores, units, products, factor, place, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """The lower triangles of products, which are a power of two, `factor`, too small."""
     i = tl.arange(0, CHUNK)
     products, unit = in_units(tl.where(i[:, None] >= i[None, :], products, 0.0), SCALED)
     store_block(scores + place * CHUNK * CHUNK, 0, 0, products, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_unit(units, place, unit, SCALED)
+    store_unit(units, place, unit * factor, SCALED)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -188,9 +208,10 @@ def score_by_level(
     sums = tl.zeros((CHUNK, CHUNK), tl.float32)
     for column in range(0, W, BLOCK):
         gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        gate_across = tl.maximum(load_channels(g, g_token, live, column, W, CHUNK, BLOCK), STRONGEST)
+        gate_across = load_channels(g, g_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        gate_across = tl.maximum(gate_across, STRONGEST)
         xs, x_unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-        ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK), SCALED)
+        ys, y_unit = in_units(load_channels(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32), SCALED)
         unit = x_unit * y_unit
         for level in range(mild, LEVELS):
             since = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
@@ -201,7 +222,7 @@ def score_by_level(
         until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild)))
         products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
         sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * unit, 0.0)
-    _store_scores(scores, score_units, sums, place, SCALED, CHUNK)
+    _store_scores(scores, score_units, sums, 1.0, place, SCALED, CHUNK)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -227,8 +248,10 @@ def walk(
     n = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     NEXT = direction(REVERSE)
-    a += row * a_row + head * a_head
-    b += row * b_row + head * b_head
+    if GATE != "key":
+        a += row * a_row + head * a_head
+    if GATE != "value":
+        b += row * b_row + head * b_head
     if GATE == "head":
         g += row * g_row + head * g_head
 
@@ -244,9 +267,9 @@ def walk(
         t = token_after(index * CHUNK, start, end, REVERSE)
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
-        if GATE == "key" and SCALED:
-            x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K)
-            x_unit = load_unit(a_units, place * tiles_k + tile_k, SCALED)
+        if GATE == "key":
+            x = load_block(a + place * CHUNK * K, 0, row_of_tile, CHUNK, K, CHUNK, TILE_K)
+            x_unit = load_unit(a_units, place, SCALED)
         else:
             x = load_tokens(a + t * a_token, a_token * NEXT, live, row_of_tile, K, CHUNK, TILE_K).to(tl.float32)
             if GATE == "head":
@@ -255,9 +278,9 @@ def walk(
                 else:
                     x *= decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)[:, None]
             x, x_unit = in_units(x, SCALED)
-        if GATE == "value" and SCALED:
-            y = load_tokens(b + t * b_token, b_token * NEXT, live, column, V, CHUNK, TILE_V)
-            y_unit = load_unit(b_units, place * tiles_v + tile_v, SCALED)
+        if GATE == "value":
+            y = load_block(b + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE_V)
+            y_unit = load_unit(b_units, place, SCALED)
         else:
             y, y_unit = load_scaled(b + t * b_token, b_token * NEXT, live, column, V, SCALED, CHUNK, TILE_V)
 
@@ -275,6 +298,84 @@ def walk(
             state *= tl.load(whole + place * V + e, mask=e < V, other=0.0)[None, :]
         state += update * (x_unit * y_unit * scale)
     store_matrix(last + (n * H + head) * K * V, row_of_tile, column, state, K, V, ROW, COLUMN, TILE_K, TILE_V)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def walk_and_read(
+    x, x_units, y, y_units, v, v_units, whole, cu_seqlens, scores, score_units, first, states, state_units, last,
+    output, scale, T, H, v_row, v_token, v_head,
+    K: tl.constexpr, V: tl.constexpr, TILED: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
+    SAVE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE value columns of the state of one head of one sequence, and what is read of them.
+
+        O = scale (X S + P V);   S <- e^{b_C} S + Yᵀ V     or BACKWARD     O = X S + scale Pᵀ V;   S <- ... + scale Yᵀ V
+
+    with X and Y decayed by key channel, and V in TILED form or as it came.
+    """
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
+    tile = tl.program_id(0) % tiles
+    column = tile * TILE
+    head = (tl.program_id(0) // tiles % H).to(tl.int64)
+    n = (tl.program_id(0) // tiles // H).to(tl.int64)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT = direction(REVERSE)
+    if not TILED:
+        v += row * v_row + head * v_head
+    output += (row * T * H + head) * V
+    e = tl.arange(0, BLOCK_K)
+
+    state = tl.zeros((BLOCK_K, TILE), tl.float32)
+    if HAS_FIRST:
+        state = load_matrix(first + (n * H + head) * K * V, 0, column, K, V, ROW, COLUMN, BLOCK_K, TILE).to(tl.float32)
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    index = tl.maximum(chunks - 1, 0) if BACKWARD else chunks * 0
+    t = token_after(index * CHUNK, start, end, REVERSE)
+    if TILED:
+        place = (slot + index) * H + head
+        offered = load_block(v + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE)
+    else:
+        offered = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+    for _ in range(0, chunks):
+        live = end - start - index * CHUNK
+        place = (slot + index) * H + head
+        xs = load_block(x + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        ys = load_block(y + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+        among = load_block(scores + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        decay = tl.load(whole + place * K + e, mask=e < K, other=0.0)
+        x_unit = load_unit(x_units, place, SCALED)
+        y_unit = load_unit(y_units, place, SCALED)
+        score_unit = load_unit(score_units, place, SCALED)
+        now = t
+        # A turn early: the compiler prefetches the operands of products alone.
+        index = tl.maximum(index - 1, 0) if BACKWARD else tl.minimum(index + 1, chunks - 1)
+        t = token_after(index * CHUNK, start, end, REVERSE)
+        if TILED:
+            vs, v_unit = offered, load_unit(v_units, place * tiles + tile, SCALED)
+            following = (slot + index) * H + head
+            offered = load_block(v + following * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE)
+        else:
+            later = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
+            vs, v_unit = in_units(offered.to(tl.float32), SCALED)
+            offered = later
+
+        before, unit = in_units(state, SCALED)
+        if SAVE:
+            store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, TILE)
+            store_unit(state_units, place * tiles + tile, unit, SCALED)
+        o = tl.dot(xs, before, input_precision=PRECISION) * (unit * x_unit)
+        if BACKWARD:
+            o += tl.dot(tl.trans(among), vs, input_precision=PRECISION) * (score_unit * v_unit * scale)
+        else:
+            o += tl.dot(among, vs, input_precision=PRECISION) * (score_unit * v_unit)
+            o *= scale
+        # The state counts in the units of what is added while that is added, which saves registers. What is 2^100 times
+        # smaller than the state may be added in too large a unit.
+        factor = tl.maximum(y_unit * v_unit * (scale if BACKWARD else 1.0), unit * 2.0**-100)
+        state = tl.dot(tl.trans(ys), vs, state * (decay / factor)[:, None], input_precision=PRECISION) * factor
+        store_tokens(output + now * H * V, H * V * NEXT, live, column, o, V, CHUNK, TILE)
+    store_matrix(last + (n * H + head) * K * V, 0, column, state, K, V, ROW, COLUMN, BLOCK_K, TILE)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -299,9 +400,10 @@ def read(
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
-    x += row * x_row + start * x_token + head * x_head
+    if not DECAYED:
+        x += row * x_row + start * x_token + head * x_head
+        x_token *= NEXT
     y += row * y_row + start * y_token + head * y_head
-    x_token *= NEXT
     y_token *= NEXT
     states += place * E * W
     state_units += place * TILES
@@ -309,9 +411,9 @@ def read(
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
     for step in range(0, (E + STEP - 1) // STEP):
         e = step * STEP
-        if DECAYED and SCALED:
-            xs = load_tokens(x, x_token, live, e, E, CHUNK, STEP)
-            x_unit = load_unit(x_units, place * ((E + STEP - 1) // STEP) + step, SCALED)
+        if DECAYED:
+            xs = load_block(x + place * CHUNK * E, 0, e, CHUNK, E, CHUNK, STEP)
+            x_unit = load_unit(x_units, place, SCALED)
         else:
             xs, x_unit = load_scaled(x, x_token, live, e, E, SCALED, CHUNK, STEP)
         state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
@@ -354,82 +456,67 @@ def _load_later(scores, SCALED: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _sums(
-    scores, x, y, x_token, y_token, live, column, W: tl.constexpr, WRITES: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def _from_earlier(
+    scores, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j<i} p_ij y_j and Σ_{j>i} p_ji x_j for scores p."""
-    ys, unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
-    read = tl.dot(_load_earlier(scores, SCALED, CHUNK), ys, input_precision=PRECISION) * unit
-    written = tl.zeros_like(read)
-    if WRITES:
-        xs, unit = load_scaled(x, x_token, live, column, W, SCALED, CHUNK, BLOCK)
-        written = tl.dot(_load_later(scores, SCALED, CHUNK), xs, input_precision=PRECISION) * unit
-    return read, written
+    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p, in which the decays of a gate per head already are."""
+    among = _load_earlier(scores, SCALED, CHUNK)
+    if GATE != "channel":
+        y, unit = in_units(y, SCALED)
+        read = tl.dot(among, y, input_precision=PRECISION) * unit
+    elif not BY_LEVEL:
+        y = to_tf32(y * tl.exp(middle - since), SCALED)
+        read = tl.dot(among.to(tl.float32), y, input_precision=PRECISION) * tl.exp(since - middle)
+    else:
+        i = tl.arange(0, CHUNK)[:, None]
+        j = tl.arange(0, CHUNK)[None, :]
+        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+        pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
+        read = tl.dot(pairs, to_tf32(y * tl.exp(-own), SCALED), input_precision=PRECISION) * tl.exp(own)
+        for upper in range(level, LEVELS):
+            part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+            pairs = tl.where(are_paired(i, j, upper), among.to(tl.float32), 0.0)
+            read += tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION) * part
+    return read
 
 
 @triton.jit
-def _sums_from_middle(
-    scores, x, y, x_token, y_token, live, column, late, early, W: tl.constexpr, WRITES: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def _from_later(
+    scores, x, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j<i} p_ij y_jc late_ic early_jc and Σ_{j>i} p_ji x_jc late_jc early_ic for scores p and BLOCK columns c."""
-    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    ys, unit = scale_down(ys, SCALED)
-    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
-    read = tl.dot(among, to_tf32(ys * early, SCALED), input_precision=PRECISION) * (late * unit)
-    written = tl.zeros_like(read)
-    if WRITES:
-        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        xs, unit = scale_down(xs, SCALED)
-        among = _load_later(scores, SCALED, CHUNK).to(tl.float32)
-        written = tl.dot(among, to_tf32(xs * late, SCALED), input_precision=PRECISION) * (early * unit)
-    return read, written
-
-
-@triton.jit
-def _sums_by_level(
-    scores, x, y, g, x_token, y_token, g_token, live, column, mild,
-    W: tl.constexpr, WRITES: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} and Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p and BLOCK columns c."""
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-    ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-    among = _load_earlier(scores, SCALED, CHUNK).to(tl.float32)
-    read = tl.zeros((CHUNK, BLOCK), tl.float32)
-    for level in range(mild, LEVELS):
-        part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
-        pairs = tl.where(are_paired(i, j, level), among, 0.0)
-        read += tl.dot(pairs, to_tf32(ys * part, SCALED), input_precision=PRECISION) * part
-    since = add_ranges(block_ranges(i, j, mild), gate)
-    pairs = tl.where((i >> mild) == (j >> mild), among, 0.0)
-    read += tl.dot(pairs, to_tf32(ys * tl.exp(-since), SCALED), input_precision=PRECISION) * tl.exp(since)
-    written = tl.zeros((CHUNK, BLOCK), tl.float32)
-    if WRITES:
-        xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
-        among = _load_later(scores, SCALED, CHUNK).to(tl.float32)
-        for level in range(mild, LEVELS):
-            part = tl.exp(add_ranges(pair_ranges(i, j, level), gate))
-            pairs = tl.where(are_paired(j, i, level), among, 0.0)
-            written += tl.dot(pairs, to_tf32(xs * part, SCALED), input_precision=PRECISION) * part
-        pairs = tl.where((i >> mild) == (j >> mild), among, 0.0)
-        written += tl.dot(pairs, to_tf32(xs * tl.exp(since), SCALED), input_precision=PRECISION) * tl.exp(-since)
-    return read, written
+    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p, in which the decays of a gate per head already are."""
+    among = _load_later(scores, SCALED, CHUNK)
+    if GATE != "channel":
+        x, unit = in_units(x, SCALED)
+        written = tl.dot(among, x, input_precision=PRECISION) * unit
+    elif not BY_LEVEL:
+        x = to_tf32(x * tl.exp(since - middle), SCALED)
+        written = tl.dot(among.to(tl.float32), x, input_precision=PRECISION) * tl.exp(middle - since)
+    else:
+        i = tl.arange(0, CHUNK)[:, None]
+        j = tl.arange(0, CHUNK)[None, :]
+        own = add_gates(block_ranges(i, j, level), gate, DTYPE)
+        pairs = tl.where((i >> level) == (j >> level), among.to(tl.float32), 0.0)
+        written = tl.dot(pairs, to_tf32(x * tl.exp(own), SCALED), input_precision=PRECISION) * tl.exp(-own)
+        for upper in range(level, LEVELS):
+            part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
+            pairs = tl.where(are_paired(j, i, upper), among.to(tl.float32), 0.0)
+            written += tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION) * part
+    return written
 
 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate(
-    x, y, a, b, g, cu_seqlens, sequence_of, levels, scores, score_units, states, state_units,
+    x, y, a, a_units, b, b_units, g, cu_seqlens, sequence_of, levels, scores, score_units, states, state_units,
     d_states, d_state_units, d_x, d_y, d_g, scale, T, H, tokens,
     x_row, x_token, x_head, y_row, y_token, y_head, a_row, a_token, a_head, b_row, b_token, b_head,
     g_row, g_token, g_head,
     W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
-    GATE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BY_LEVEL: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr, TILED: tl.constexpr, DTYPE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr,
+    BY_LEVEL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -447,6 +534,7 @@ def differentiate(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     slot = (tl.program_id(0) // blocks // H).to(tl.int64)
     place = slot * H + head
+    level = 0
     if GATE == "channel":
         level = tl.load(levels + place * ((W + TILE - 1) // TILE) + column // TILE)
         if (level < LEVELS) != BY_LEVEL:
@@ -456,12 +544,16 @@ def differentiate(
     token = (row * T + start) * H + head
     x += row * x_row + start * x_token + head * x_head
     y += row * y_row + start * y_token + head * y_head
-    a += row * a_row + start * a_token + head * a_head
-    b += row * b_row + start * b_token + head * b_head
     x_token *= NEXT
     y_token *= NEXT
-    a_token *= NEXT
-    b_token *= NEXT
+    if TILED:
+        a += place * CHUNK * E
+        b += place * CHUNK * E
+    else:
+        a += row * a_row + start * a_token + head * a_head
+        b += row * b_row + start * b_token + head * b_head
+        a_token *= NEXT
+        b_token *= NEXT
     states += place * E * W
     state_units += place * TILES
     if WRITES:
@@ -469,28 +561,37 @@ def differentiate(
         d_state_units += place * TILES
     scores += place * CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
-    j = i[None, :]
-
+    steps: tl.constexpr = (E + STEP - 1) // STEP
     read = tl.zeros((CHUNK, BLOCK), tl.float32)
     written = tl.zeros((CHUNK, BLOCK), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
-    for step in range(0, (E + STEP - 1) // STEP):
+    for step in range(0, steps):
         e = step * STEP
-        xs, x_unit = load_scaled(a, a_token, live, e, E, SCALED, CHUNK, STEP)
+        tile = step * UNIT_ROW + column // TILE * UNIT_COLUMN
+        if TILED:
+            xs = load_block(a, 0, e, CHUNK, E, CHUNK, STEP)
+            x_unit = load_unit(a_units, place * steps + step, SCALED)
+        else:
+            xs, x_unit = load_scaled(a, a_token, live, e, E, SCALED, CHUNK, STEP)
         state = load_matrix(states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
-        unit = load_column_units(state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
-        read += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)[None, :]
+        unit = load_unit(state_units, tile, SCALED)
+        read += tl.dot(xs, state, input_precision=PRECISION) * (x_unit * unit)
         if WRITES:
-            ys, y_unit = load_scaled(b, b_token, live, e, E, SCALED, CHUNK, STEP)
+            if TILED:
+                ys = load_block(b, 0, e, CHUNK, E, CHUNK, STEP)
+                y_unit = load_unit(b_units, place * steps + step, SCALED)
+            else:
+                ys, y_unit = load_scaled(b, b_token, live, e, E, SCALED, CHUNK, STEP)
             after = load_matrix(d_states, e, column, E, W, ROW, COLUMN, STEP, BLOCK)
-            d_unit = load_column_units(d_state_units + step * UNIT_ROW, column, UNIT_COLUMN, TILE, W, BLOCK, SCALED)
-            written += tl.dot(ys, after, input_precision=PRECISION) * (y_unit * d_unit)[None, :]
+            d_unit = load_unit(d_state_units, tile, SCALED)
+            written += tl.dot(ys, after, input_precision=PRECISION) * (y_unit * d_unit)
             if GATE != "none":
-                kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * unit * d_unit
+                kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * (unit * d_unit)
 
     unit = load_unit(score_units, place, SCALED) * scale
     itself = (tl.load(scores + i * (CHUNK + 1)).to(tl.float32) * unit)[:, None]
     read *= scale
+    gate, since, middle = 0.0, 0.0, 0.0
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
@@ -500,49 +601,39 @@ def differentiate(
         kept *= tl.exp(tl.sum(own, 0))
     if GATE == "channel":
         g += row * g_row + start * g_token + head * g_head
-        g_token *= NEXT
-        gate = _load_gates(g, g_token, live, column, W, CHUNK, BLOCK)
-        since = add_ranges(i[:, None] >= j, gate)
-        kept *= tl.exp(tl.sum(gate, 0))
-        if BY_LEVEL:
-            read *= tl.exp(since)
-            if WRITES:
-                written *= tl.exp(add_ranges(i[:, None] < j, gate))
-            from_earlier, from_later = _sums_by_level(
-                scores, x, y, g, x_token, y_token, g_token, live, column, level,
-                W, WRITES, SCALED, PRECISION, CHUNK, LEVELS, BLOCK,
-            )  # fmt: skip
-        else:
-            middle = 0.5 * tl.sum(gate, 0)[None, :]
-            late = tl.exp(since - middle)
-            early = tl.exp(middle - since)
-            read *= late * tl.exp(middle)
-            written *= early * tl.exp(middle)
-            from_earlier, from_later = _sums_from_middle(
-                scores, x, y, x_token, y_token, live, column, late, early, W, WRITES, SCALED, PRECISION, CHUNK, BLOCK
-            )
-    else:
-        from_earlier, from_later = _sums(
-            scores, x, y, x_token, y_token, live, column, W, WRITES, SCALED, PRECISION, CHUNK, BLOCK
-        )
-    read += from_earlier * unit
-    from_later *= unit
+        gate = _load_gates(g, g_token * NEXT, live, column, W, CHUNK, BLOCK)
+        since = add_gates(i[:, None] >= i[None, :], gate, DTYPE)
+        total = tl.sum(gate, 0)
+        middle = 0.5 * total[None, :]
+        read *= tl.exp(since)
+        kept *= tl.exp(total)
+        if WRITES:
+            if BY_LEVEL:
+                written *= tl.exp(add_gates(i[:, None] < i[None, :], gate, DTYPE))
+            else:
+                written *= tl.exp(total[None, :] - since)
     ys = load_tokens(y, y_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+    read += unit * _from_earlier(
+        scores, ys, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+    )
     if READS:
         store_tokens(d_x + token * W, H * W * NEXT, live, column, read + itself * ys, W, CHUNK, BLOCK)
     if WRITES:
         xs = load_tokens(x, x_token, live, column, W, CHUNK, BLOCK).to(tl.float32)
+        later = unit * _from_later(
+            scores, xs, gate, since, middle, level, GATE, BY_LEVEL, DTYPE, SCALED, PRECISION, CHUNK, LEVELS
+        )
         d_y += token * W
-        store_tokens(d_y, H * W * NEXT, live, column, written + from_later + itself * xs, W, CHUNK, BLOCK)
+        store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
-        # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here.
-        later = xs * read - ys * from_later
-        earlier = ys * written
+        # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here. The sum over
+        # what is after it is that over the chunk less that over what is before it.
+        later = xs * read - ys * later
+        change = ys * written - later
         if GATE == "channel":
-            dg = kept[None, :] + add_ranges(i[:, None] > j, earlier)
-            dg += add_ranges(i[:, None] <= j, later)
+            dg = (kept + tl.sum(later, 0))[None, :] + add_ranges(i[:, None] > i[None, :], change)
             store_tokens(d_g + token * W, H * W * NEXT, live, column, dg, W, CHUNK, BLOCK)
         if GATE == "head":
-            before = tl.sum(earlier, 1)
-            dg = tl.cumsum(tl.sum(later, 1), 0, reverse=True) + tl.cumsum(before, 0) - before + tl.sum(kept, 0)
+            change = tl.sum(change, 1)
+            dg = tl.sum(kept + tl.sum(later, 0), 0) + tl.cumsum(change, 0) - change
             tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)
