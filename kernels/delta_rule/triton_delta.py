@@ -74,10 +74,9 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 8, 2),
         "connect": Launch(16, 0, 8, 1),
-        "advance": Launch(64, 0, 8, 2),
-        "read_out": Launch(128, 64, 4, 2),
-        "retreat_summary": Launch(32, 0, 8, 2),
-        "retreat": Launch(32, 0, 8, 2),
+        "advance": Launch(128, 64, 8, 2),
+        "retreat_summary": Launch(128, 64, 8, 2),
+        "retreat": Launch(128, 64, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2),
         "differentiate_inputs": Launch(64, 64, 4, 2),
         "differentiate_gated": Launch(64, 64, 8, 1),
@@ -157,7 +156,9 @@ class _Plan(NamedTuple):
         return min(self.launches[kernel].block, self.whole(width))
 
     def step(self, kernel: str, width: int) -> int:
-        return min(self.launches[kernel].step, self.whole(width))
+        """The width of the blocks of so many columns that a program loops over; all of them at once where it is 0."""
+        whole = self.whole(width)
+        return min(self.launches[kernel].step or whole, whole)
 
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
@@ -294,7 +295,7 @@ def delta_rule(
         )  # fmt: skip
         walk = {
             "GATED": g is not None, "HAS_INITIAL": initial_state is not None,
-            "DTYPE": TRITON_DTYPES[plan.dtype], "BLOCK_K": plan.whole(key_dim), **constants,
+            "DTYPE": TRITON_DTYPES[plan.dtype], **constants,
         }  # fmt: skip
         offsets = None
         if plan.span:
@@ -304,7 +305,7 @@ def delta_rule(
             summarize[(plan.walks * heads * blocks,)](
                 initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
                 offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
-                BLOCK=block, **walk, **plan.options("summarize"),
+                BLOCK=block, STEP=plan.step("summarize", key_dim), **walk, **plan.options("summarize"),
             )  # fmt: skip
             _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
         block = plan.block(plan.advance, value_dim)
@@ -312,7 +313,7 @@ def delta_rule(
             initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
             kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
             SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, REVERSE=reverse,
-            BLOCK=block, **walk, **plan.options(plan.advance),
+            BLOCK=block, STEP=plan.step(plan.advance, key_dim), **walk, **plan.options(plan.advance),
         )  # fmt: skip
         if not plan.along:
             block = plan.block("read_out", value_dim)
@@ -443,7 +444,7 @@ def delta_rule_backward(
                 scale, plan.sequences, plan.span, tokens, heads, *strides(g), *strides(d_output),
                 GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
                 SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
-                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
+                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=block, STEP=plan.step(walk, key_dim),
                 **constants, **plan.options(walk),
             )  # fmt: skip
             if d_offsets is not None and walk == "retreat_summary":

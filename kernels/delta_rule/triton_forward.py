@@ -13,7 +13,7 @@ holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits fo
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import find_segment
+from longseq.kernels.delta_rule.triton_segments import find_segment, walk_through
 from longseq.kernels.triton_tiles import (
     LARGEST_PARTS,
     PLAIN,
@@ -79,6 +79,16 @@ def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHU
     if GATED:
         products *= decay_between(gate, CHUNK)
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
+
+
+@triton.jit
+def _weigh_transposed(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
+    """The same of products whose rows are writes."""
+    i = tl.arange(0, CHUNK)
+    products *= weight[:, None]
+    if GATED:
+        products *= tl.trans(decay_between(gate, CHUNK))
+    return tl.where(i[None, :] >= i[:, None] + REACH, products, 0.0)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -167,9 +177,9 @@ def advance(
     sequences, span, T, H,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence or segment.
+    """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
 
     SAVE leaves U in place of X V and the states before each chunk, READ the output.
     """
@@ -188,42 +198,43 @@ def advance(
         stop = tl.cdiv(tokens, CHUNK)
 
     unit = unit_scale(largest, SCALED)
-    state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
-    if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
-        state = tl.trans(state.to(tl.float32) * unit)
-    if SEGMENTED:
-        if number > 0:
-            state = load_block(offsets + ((segment - 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    inverse = 1.0 / unit
+    state = ()
+    for e in tl.static_range(0, K, STEP):
+        piece = tl.zeros((BLOCK, STEP), tl.float32)
+        if HAS_INITIAL:
+            piece = load_block(initial + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
+            piece = tl.trans(piece.to(tl.float32) * unit)
+        if SEGMENTED:
+            if number > 0:
+                piece = load_block(offsets + ((segment - 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
+        state = state + (piece,)
     offered = load_block(written + ((slot + begin) * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         # A turn early: the compiler prefetches the operands of products alone.
         following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
         later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
 
-        before = state.to(DTYPE)
-        if SAVE:
-            store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
-        u = tl.dot(before, tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
+        u, state, o = walk_through(
+            state, offered, erased, writes, queries, states, place, column, whole,
+            K, V, READ, SAVE, DTYPE, PRECISION, CHUNK, BLOCK, STEP,
+        )  # fmt: skip
         if SAVE:
             store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
-        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
         if READ:
-            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
-            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) / unit
+            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) * inverse
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
             store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
     if number == last:
-        store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
+        for e in tl.static_range(0, K, STEP):
+            left = tl.trans(state[e // STEP] * inverse)
+            store_block(final + (n * H + head) * K * V, e, column, left, K, V, STEP, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -287,10 +298,12 @@ def read_through(
     if GATED:
         g += row * g_row + head * g_head
 
-    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
+    state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
     if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
+        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK)
+        state = tl.trans(state.to(tl.float32))
     unit = own_unit(v + start * v_token, v_token, end - start, state, V, HAS_INITIAL, 128, BLOCK)
+    inverse = 1.0 / unit
     if HAS_INITIAL:
         state *= unit
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
@@ -309,40 +322,40 @@ def read_through(
             whole = tl.exp(tl.sum(gate, 0))
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        square = squares + (place if SAVE else n * H + head) * 2 * CHUNK * CHUNK
-        room = square.to(tl.pointer_type(tl.float32), bitcast=True)
-        leave_unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), room, CHUNK, SCALED)
+        products = tl.dot(write.to(SCORES), tl.trans(read.to(SCORES)), input_precision=PRECISION)
+        x = unit_lower_inverse(_weigh_transposed(products, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED).to(DTYPE)
         # Without a barrier the compiler takes the tiles loaded below for those above, and keeps them through the
         # inverse, for which there are not enough registers. The cache has them.
         tl.debug_barrier()
-        before = state.to(DTYPE)
-        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK).to(tl.float32) * unit
-        known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
-        u = (value - known * since[:, None]).to(DTYPE)
-        x = load_block(square, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        u = tl.dot(x, u, input_precision=PRECISION).to(DTYPE)
-
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
+        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
+        products = tl.dot(write.to(SCORES), tl.trans(query.to(SCORES)), input_precision=PRECISION)
+        among = _weigh_transposed(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
         query = (query.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
-        o = tl.dot(query, before, input_precision=PRECISION)
-        o = tl.dot(among, u, o, input_precision=PRECISION) / unit
-        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
+        read = (read.to(tl.float32) * since[:, None]).to(DTYPE)
         write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
-        state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
+
+        before = state.to(DTYPE)
+        known = tl.dot(before, tl.trans(read), input_precision=PRECISION)
+        u = (tl.trans(value).to(tl.float32) * unit - known).to(DTYPE)
+        u = tl.dot(u, x, input_precision=PRECISION).to(DTYPE)
+        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
+        o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
+        o = tl.dot(u, among, o, input_precision=PRECISION) * inverse
+        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, tl.trans(o), V, CHUNK, BLOCK)
         if SAVE:
             tl.store(largest + place, unit)
-            store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
-            store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
-            store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+            square = squares + place * 2 * CHUNK * CHUNK
+            store_block(square, 0, 0, tl.trans(x), CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(square + CHUNK * CHUNK, 0, 0, tl.trans(among), CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(states + place * K * V, 0, 0, before, V, K, BLOCK, BLOCK_K)
+            store_block(written + place * CHUNK * V, 0, 0, u, V, CHUNK, BLOCK, CHUNK)
             store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
             store_block(writes + place * CHUNK * K, 0, 0, write, CHUNK, K, CHUNK, BLOCK_K)
-            erase = tl.dot((x.to(tl.float32) * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
-            store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
+            erase = tl.dot(tl.trans(read), x, input_precision=PRECISION)
+            store_block(erased + place * CHUNK * K, 0, 0, -tl.trans(erase), CHUNK, K, CHUNK, BLOCK_K)
             if GATED:
                 tl.store(decays + place, whole)
-    store_block(final + (n * H + head) * K * V, 0, 0, state / unit, K, V, BLOCK_K, BLOCK)
+    store_block(final + (n * H + head) * K * V, 0, 0, tl.trans(state * inverse), K, V, BLOCK_K, BLOCK)
