@@ -277,6 +277,7 @@ def delta_rule(
                 scale, tokens, heads,
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
+                OWN_WRITE_KEY=write_key is not None,
                 SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
                 BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
                 **constants, **plan.options("read_through"),
@@ -350,14 +351,12 @@ class _Kept(NamedTuple):
 def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
     """The output, the final state and the rest, not yet written."""
     heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
-
     slots = plan.slots if save or not plan.short else 0
 
     def tiles(slots: int, *shape: int) -> Tensor:
         return v.new_empty((slots, heads, *shape), dtype=plan.dtype)
 
-    # Finding X takes room even where it is not kept: there of one chunk of each sequence at a time.
-    squares = tiles(slots or plan.sequences, 2, plan.chunk, plan.chunk)
+    squares = tiles(slots, 2, plan.chunk, plan.chunk)
     queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)

@@ -22,7 +22,6 @@ from longseq.kernels.triton_tiles import (
     decay_since,
     decay_until,
     direction,
-    leave_unit_lower_inverse,
     load_block,
     load_numbers,
     load_tokens,
@@ -79,16 +78,6 @@ def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHU
     if GATED:
         products *= decay_between(gate, CHUNK)
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
-
-
-@triton.jit
-def _weigh_transposed(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
-    """The same of products whose rows are writes."""
-    i = tl.arange(0, CHUNK)
-    products *= weight[:, None]
-    if GATED:
-        products *= tl.trans(decay_between(gate, CHUNK))
-    return tl.where(i[None, :] >= i[:, None] + REACH, products, 0.0)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -278,7 +267,7 @@ def read_through(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -298,10 +287,9 @@ def read_through(
     if GATED:
         g += row * g_row + head * g_head
 
-    state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
+    state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
     if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK)
-        state = tl.trans(state.to(tl.float32))
+        state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
     unit = own_unit(v + start * v_token, v_token, end - start, state, V, HAS_INITIAL, 128, BLOCK)
     inverse = 1.0 / unit
     if HAS_INITIAL:
@@ -320,42 +308,38 @@ def read_through(
             since = decay_since(gate)
             until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
             whole = tl.exp(tl.sum(gate, 0))
-        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        products = tl.dot(write.to(SCORES), tl.trans(read.to(SCORES)), input_precision=PRECISION)
-        x = unit_lower_inverse(_weigh_transposed(products, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED).to(DTYPE)
-        # Without a barrier the compiler takes the tiles loaded below for those above, and keeps them through the
-        # inverse, for which there are not enough registers. The cache has them.
-        tl.debug_barrier()
-        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        write = read
+        if OWN_WRITE_KEY:
+            write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
-        products = tl.dot(write.to(SCORES), tl.trans(query.to(SCORES)), input_precision=PRECISION)
-        among = _weigh_transposed(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
+        products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
+        x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED).to(DTYPE)
+        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
+        among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
         query = (query.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
-        read = (read.to(tl.float32) * since[:, None]).to(DTYPE)
         write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
 
         before = state.to(DTYPE)
-        known = tl.dot(before, tl.trans(read), input_precision=PRECISION)
-        u = (tl.trans(value).to(tl.float32) * unit - known).to(DTYPE)
-        u = tl.dot(u, x, input_precision=PRECISION).to(DTYPE)
-        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
-        o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
-        o = tl.dot(u, among, o, input_precision=PRECISION) * inverse
-        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, tl.trans(o), V, CHUNK, BLOCK)
+        known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
+        u = (value.to(tl.float32) * unit - known * since[:, None]).to(DTYPE)
+        u = tl.dot(x, u, input_precision=PRECISION).to(DTYPE)
+        o = tl.dot(query, before, input_precision=PRECISION)
+        o = tl.dot(among, u, o, input_precision=PRECISION) * inverse
+        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
+        state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
         if SAVE:
             tl.store(largest + place, unit)
             square = squares + place * 2 * CHUNK * CHUNK
-            store_block(square, 0, 0, tl.trans(x), CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(square + CHUNK * CHUNK, 0, 0, tl.trans(among), CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(states + place * K * V, 0, 0, before, V, K, BLOCK, BLOCK_K)
-            store_block(written + place * CHUNK * V, 0, 0, u, V, CHUNK, BLOCK, CHUNK)
+            store_block(square, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
+            store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
             store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
             store_block(writes + place * CHUNK * K, 0, 0, write, CHUNK, K, CHUNK, BLOCK_K)
-            erase = tl.dot(tl.trans(read), x, input_precision=PRECISION)
-            store_block(erased + place * CHUNK * K, 0, 0, -tl.trans(erase), CHUNK, K, CHUNK, BLOCK_K)
+            erase = tl.dot((x.to(tl.float32) * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
+            store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
             if GATED:
                 tl.store(decays + place, whole)
-    store_block(final + (n * H + head) * K * V, 0, 0, tl.trans(state * inverse), K, V, BLOCK_K, BLOCK)
+    store_block(final + (n * H + head) * K * V, 0, 0, state * inverse, K, V, BLOCK_K, BLOCK)

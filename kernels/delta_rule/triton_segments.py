@@ -118,10 +118,10 @@ def summarize(
             whole = tl.load(decays + place)
         following = (slot + tl.minimum(m + 1, end - 1)) * H + head
         later = tl.load(written + following * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
-        u, state, o = walk_through(
+        state = walk_through(
             state, offered, erased, writes, erased, offsets, place, column, whole,
             K, V, False, False, DTYPE, PRECISION, CHUNK, BLOCK, STEP,
-        )  # fmt: skip
+        )[1]  # fmt: skip
         offered = later
     place = segment * H + head
     if needed:

@@ -185,9 +185,7 @@ def advance_chunks(
         following = start + tl.minimum(m + 1, chunks - 1) * CHUNK
         live = tl.minimum(end - following, CHUNK)
         next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, following, live, GATED, BLOCK_C)
-        next_goal = load_side(
-            k, v, k_token, v_token, following, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK
-        )
+        next_goal = load_side(k, v, k_token, v_token, following, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
 
         store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)

@@ -246,7 +246,9 @@ def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segment
 
 def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments):
     sizes = {"H": 1, "K": 130, "V": 20}
-    inputs = lasting(make_inputs("delta_rule", "gated_write_key", tokens=300, batch=1, dtype=torch.float16, sizes=sizes))
+    inputs = lasting(
+        make_inputs("delta_rule", "gated_write_key", tokens=300, batch=1, dtype=torch.float16, sizes=sizes)
+    )
     inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
     exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
     for name, value in gradients(inputs, backend="triton").items():
