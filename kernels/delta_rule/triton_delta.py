@@ -135,6 +135,11 @@ class _Plan(NamedTuple):
         return not self.short and "read_out" not in self.launches
 
     @property
+    def group(self) -> int:
+        """Chunks of a short sequence whose inverses are found at a time: each by a warp."""
+        return self.launches["read_through"].warps
+
+    @property
     def retreat(self) -> str:
         """The table's name for the kernel `retreat`, which does more for short sequences."""
         return "retreat_short" if self.short else "retreat"
@@ -279,7 +284,7 @@ def delta_rule(
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
                 OWN_WRITE_KEY=write_key is not None,
                 SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
-                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
+                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim), GROUP=plan.group,
                 **constants, **plan.options("read_through"),
             )  # fmt: skip
             return output, final, [*kept, largest] if save else []
@@ -356,7 +361,8 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
     def tiles(slots: int, *shape: int) -> Tensor:
         return v.new_empty((slots, heads, *shape), dtype=plan.dtype)
 
-    squares = tiles(slots, 2, plan.chunk, plan.chunk)
+    # Where they are not kept, there is room for those that a program finds at a time.
+    squares = tiles(slots if save or not plan.short else plan.group * plan.sequences, 2, plan.chunk, plan.chunk)
     queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
