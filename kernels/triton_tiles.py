@@ -175,92 +175,13 @@ def decay_until(base, stride, live, CHUNK: tl.constexpr):
 
 @triton.jit
 def decay_between(gate, CHUNK: tl.constexpr):
-    """exp(g_{j+1} + ... + g_i) for i >= j, each added up over its own range; 1 above the diagonal."""
-    i = tl.arange(0, CHUNK)
-    terms = tl.where(i[:, None] > i[None, :], gate[:, None], 0.0)
-    return tl.exp(tl.cumsum(terms, 0))
+    """exp(g_{j+1} + ... + g_i) for i >= j, each added up over its own range; 1 above the diagonal.
 
-
-@triton.jit
-def _product(a, b, HALVES: tl.constexpr):
-    """Of float32 matrices; of HALVES, three float16 products that together have 22 bits, or in plain float32."""
-    if HALVES:
-        a_high = a.to(tl.float16)
-        b_high = b.to(tl.float16)
-        a_low = (a - a_high.to(tl.float32)).to(tl.float16)
-        b_low = (b - b_high.to(tl.float32)).to(tl.float16)
-        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _block_places(CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """Where in a matrix [CHUNK, CHUNK] every other block on the diagonal lies: [SIZE, SIZE], or a batch of that."""
-    COUNT: tl.constexpr = CHUNK // (2 * SIZE)
-    i = tl.arange(0, SIZE)
-    place = i[:, None] * CHUNK + i[None, :]
-    if COUNT > 1:
-        place = tl.arange(0, COUNT)[:, None, None] * (2 * SIZE * (CHUNK + 1)) + place[None, :, :]
-    return place
-
-
-@triton.jit
-def _merge(room, CHUNK: tl.constexpr, SIZE: tl.constexpr, HALVES: tl.constexpr):
-    """For pairs of inverted blocks A and B of SIZE with L between them: A, B and -B L A, all of them at a time."""
-    place = _block_places(CHUNK, SIZE)
-    above = tl.load(room + place)
-    below = tl.load(room + place + SIZE * (CHUNK + 1))
-    between = tl.load(room + place + SIZE * CHUNK)
-    return above, below, -_product(_product(below, between, HALVES), above, HALVES)
-
-
-@triton.jit
-def leave_unit_lower_inverse(lower, room, CHUNK: tl.constexpr, HALVES: tl.constexpr):
-    """(I + L)^{-1} for strictly lower triangular L [CHUNK, CHUNK] in float32, to be read at `room`; CHUNK is 32 or 64.
-
-    Blocks of 16 by forward substitution, all of them at a time, then merged in pairs: stable for repeated keys, which
-    the product of powers of L is not. Numbers that other threads hold go through `room`, CHUNK * CHUNK float32 numbers
-    of memory that no other program uses. The result is there as float16 if HALVES, else as float32.
+    Of the log gates of one chunk, [CHUNK], or of several, [chunks, CHUNK].
     """
     i = tl.arange(0, CHUNK)
-    full = i[:, None] * CHUNK + i[None, :]
-    tl.store(room + full, lower)
-    tl.debug_barrier()
-    column = tl.arange(0, 16)[None, :]
-    block = tl.arange(0, CHUNK // 16)[:, None] * (16 * (CHUNK + 1)) + tl.zeros_like(column)
-    rows = ()
-    for i in tl.static_range(16):
-        row = tl.where(column == i, 1.0, 0.0) + tl.zeros((CHUNK // 16, 16), tl.float32)
-        for j in tl.static_range(i):
-            row -= tl.load(room + block + (i * CHUNK + j)) * rows[j]
-        rows = rows + (row,)
-    tl.debug_barrier()
-    for i in tl.static_range(16):
-        tl.store(room + block + i * CHUNK + column, rows[i])
-    tl.debug_barrier()
-
-    place = _block_places(CHUNK, 16)
-    above, below, between = _merge(room, CHUNK, 16, HALVES)
-    tl.debug_barrier()
-    tl.store(room + place + 16 * CHUNK, between)
-    tl.debug_barrier()
-    result = room
-    if HALVES:
-        result = room.to(tl.pointer_type(tl.float16), bitcast=True)
-    if CHUNK == 64:
-        place = _block_places(CHUNK, 32)
-        above, below, between = _merge(room, CHUNK, 32, HALVES)
-        tl.debug_barrier()
-        tl.store(result + place, above)
-        tl.store(result + place + 32, tl.zeros_like(above))
-        tl.store(result + place + 32 * CHUNK, between)
-        tl.store(result + place + 32 * (CHUNK + 1), below)
-        tl.debug_barrier()
-    elif HALVES:
-        inverse = tl.load(room + full)
-        tl.debug_barrier()
-        tl.store(result + full, inverse)
-        tl.debug_barrier()
+    terms = tl.where(i[:, None] > i[None, :], tl.expand_dims(gate, -1), 0.0)
+    return tl.exp(tl.cumsum(terms, len(gate.shape) - 1))
 
 
 @triton.jit
@@ -286,13 +207,12 @@ def _join(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
-    """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32; CHUNK is 32 or 64.
+    """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32, or several; CHUNK is 32 or 64.
 
     Blocks of 4, then of 16, then all: each step is of four blocks and ends with the square of what couples them, which
     is small for repeated keys, where higher powers of L are not. Of HALVES, operands are float16 numbers, and one step
     of Newton's method, X + (I - X (I + L)) X with L in 22 bits, makes good what they lose: an error of some 1e-6 is
     left. Nothing leaves the chip: what one product leaves in registers is the next one's left side as it lies there.
-    That takes more registers than `leave_unit_lower_inverse`, which is for kernels that hold a state beside it.
     """
     DTYPE: tl.constexpr = tl.float16 if HALVES else tl.float32
     i = tl.arange(0, CHUNK)

@@ -51,6 +51,16 @@ def _store_scores(
     store_block(d_lower + place * CHUNK * CHUNK, 0, 0, d_erasing, CHUNK, CHUNK, CHUNK, CHUNK)
 
 
+@triton.jit
+def _load_gradients(
+    d_output, do_token, m, start, end, column,
+    V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of the gradients of the outputs of a sequence's chunk number m."""
+    d_output += token_after(m * CHUNK, start, end, REVERSE) * do_token
+    return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
+
+
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def retreat(
     g, d_largest, cu_seqlens, squares, queries, writes, erased, written, decays, d_output, d_final,
@@ -59,13 +69,13 @@ def retreat(
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
     SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
-    Of SHORT sequences one program holds all columns, and leaves the gradients of V instead of U's, and of the scores.
-    Its unit is that of its sequence and head, and is left in `d_largest`, by place.
-    A SUMMARY leaves a segment's offset alone.
+    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. Of SHORT sequences one
+    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. Its unit is that of its
+    sequence and head, and is left in `d_largest`, by place. A SUMMARY leaves a segment's offset alone.
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
@@ -85,17 +95,26 @@ def retreat(
     if SHORT:
         d_last = d_final
         if HAS_FINAL:
-            d_last = load_block(d_final + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK)
+            d_last = load_block(d_final + (n * H + head) * K * V, 0, 0, K, V, STEP, BLOCK)
         unit = own_unit(d_output + start * do_token, do_token, end - start, d_last, V, HAS_FINAL, 128, BLOCK)
     else:
         unit = unit_scale(d_largest, SCALED)
-    d_state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
-    if HAS_FINAL:
-        d_state = load_block(d_final + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
-        d_state = tl.trans(d_state.to(tl.float32) * tl.where(number == last, unit, 0.0))
-    if SEGMENTED and not SUMMARY:
-        if number < last:
-            d_state = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    inverse = 1.0 / unit
+    d_state = ()
+    for e in tl.static_range(0, K, STEP):
+        piece = tl.zeros((BLOCK, STEP), tl.float32)
+        if HAS_FINAL:
+            piece = load_block(d_final + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
+            piece = tl.trans(piece.to(tl.float32) * tl.where(number == last, unit, 0.0))
+        if SEGMENTED and not SUMMARY:
+            if number < last:
+                piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
+        d_state = d_state + (piece,)
+    # Shared memory has room for a wide state's tiles of two chunks, but not for these beside them.
+    EARLY: tl.constexpr = STEP < K
+    if EARLY:
+        last_chunk = tl.maximum(stop - 1, 0)
+        earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
@@ -104,20 +123,30 @@ def retreat(
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        do = load_tokens(d_output + t * do_token, do_token * NEXT, live, column, V, CHUNK, BLOCK)
+        if EARLY:
+            do = earlier
+            before = tl.maximum(m - 1, begin)
+            earlier = _load_gradients(d_output, do_token, before, start, end, column, V, REVERSE, CHUNK, BLOCK)
+        else:
+            do = _load_gradients(d_output, do_token, m, start, end, column, V, REVERSE, CHUNK, BLOCK)
         do = (do.to(tl.float32) * unit).to(DTYPE)
 
-        after = d_state.to(DTYPE)
-        if not SUMMARY:
-            store_block(d_states + place * K * V, column, 0, after, V, K, BLOCK, BLOCK_K)
         du = tl.dot(tl.trans(do), among, input_precision=PRECISION)
-        du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION).to(DTYPE)
-        d_state = tl.dot(tl.trans(do), query, d_state * whole, input_precision=PRECISION)
-        d_state = tl.dot(du, erase, d_state, input_precision=PRECISION)
+        for e in tl.static_range(0, K, STEP):
+            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            after = d_state[e // STEP].to(DTYPE)
+            if not SUMMARY:
+                store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
+            du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
+        du = du.to(DTYPE)
+        pieces = ()
+        for e in tl.static_range(0, K, STEP):
+            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * whole, input_precision=PRECISION)
+            pieces = pieces + (tl.dot(du, erase, piece, input_precision=PRECISION),)
+        d_state = pieces
         if SHORT:
             tl.store(d_largest + place, unit)
             x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
@@ -125,7 +154,7 @@ def retreat(
             dv = tl.dot(du, x, input_precision=PRECISION)
             store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
             d_v_row = d_v + ((row * T + t) * H + head) * V
-            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv / unit), V, CHUNK, BLOCK)
+            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv * inverse), V, CHUNK, BLOCK)
             d_reading = tl.dot(do, u, input_precision=PRECISION)
             d_erasing = tl.dot(tl.trans(u), dv.to(DTYPE), input_precision=PRECISION)
             gate = tl.zeros((CHUNK,), tl.float32)
@@ -134,11 +163,13 @@ def retreat(
             _store_scores(d_attention, d_lower, d_reading, tl.trans(d_erasing), gate, scale, place, GATED, CHUNK)
         elif not SUMMARY:
             store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
-    if SUMMARY:
-        if (number > 0) & (number <= last):
-            store_block(d_offsets + (segment * H + head) * K * V, column, 0, d_state, V, K, BLOCK, BLOCK_K)
-    elif number == 0:
-        store_block(d_initial + (n * H + head) * K * V, 0, column, tl.trans(d_state / unit), K, V, BLOCK_K, BLOCK)
+    for e in tl.static_range(0, K, STEP):
+        left = d_state[e // STEP]
+        if SUMMARY:
+            if (number > 0) & (number <= last):
+                store_block(d_offsets + (segment * H + head) * K * V, column, e, left, V, K, BLOCK, STEP)
+        elif number == 0:
+            store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left * inverse), K, V, STEP, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -159,6 +190,7 @@ def differentiate_scores(
     d_v += ((row * T + start) * H + head) * V
 
     unit = unit_scale(d_largest, SCALED)
+    inverse = 1.0 / unit
     x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -169,7 +201,7 @@ def differentiate_scores(
         dv = tl.dot(du, x, input_precision=PRECISION)
         store_block(d_written + place * CHUNK * V, e, 0, dv, V, CHUNK, STEP, CHUNK)
         dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION)
-        store_tokens(d_v, H * V * NEXT, live, e, dv / unit, V, CHUNK, STEP)
+        store_tokens(d_v, H * V * NEXT, live, e, dv * inverse, V, CHUNK, STEP)
         d_reading = tl.dot(do, u, d_reading, input_precision=PRECISION)
         d_erasing = tl.dot(dv.to(u.dtype), u, d_erasing, input_precision=PRECISION)
     gate = tl.zeros((CHUNK,), tl.float32)

@@ -74,10 +74,9 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 8, 2),
         "connect": Launch(16, 0, 8, 1),
-        "advance": Launch(64, 0, 8, 2),
-        "read_out": Launch(128, 64, 4, 2),
-        "retreat_summary": Launch(32, 0, 8, 2),
-        "retreat": Launch(32, 0, 8, 2),
+        "advance": Launch(128, 64, 8, 2),
+        "retreat_summary": Launch(128, 64, 8, 2),
+        "retreat": Launch(128, 64, 8, 2),
         "differentiate_scores": Launch(0, 64, 4, 2),
         "differentiate_inputs": Launch(64, 64, 4, 2),
         "differentiate_gated": Launch(64, 64, 8, 1),
@@ -136,6 +135,11 @@ class _Plan(NamedTuple):
         return not self.short and "read_out" not in self.launches
 
     @property
+    def group(self) -> int:
+        """Chunks of a short sequence whose inverses are found at a time: each by a warp."""
+        return self.launches["read_through"].warps
+
+    @property
     def retreat(self) -> str:
         """The table's name for the kernel `retreat`, which does more for short sequences."""
         return "retreat_short" if self.short else "retreat"
@@ -157,7 +161,9 @@ class _Plan(NamedTuple):
         return min(self.launches[kernel].block, self.whole(width))
 
     def step(self, kernel: str, width: int) -> int:
-        return min(self.launches[kernel].step, self.whole(width))
+        """The width of the blocks of so many columns that a program loops over; all of them at once where it is 0."""
+        whole = self.whole(width)
+        return min(self.launches[kernel].step or whole, whole)
 
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
@@ -276,8 +282,9 @@ def delta_rule(
                 scale, tokens, heads,
                 *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
+                OWN_WRITE_KEY=write_key is not None,
                 SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
-                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
+                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim), GROUP=plan.group,
                 **constants, **plan.options("read_through"),
             )  # fmt: skip
             return output, final, [*kept, largest] if save else []
@@ -294,7 +301,7 @@ def delta_rule(
         )  # fmt: skip
         walk = {
             "GATED": g is not None, "HAS_INITIAL": initial_state is not None,
-            "DTYPE": TRITON_DTYPES[plan.dtype], "BLOCK_K": plan.whole(key_dim), **constants,
+            "DTYPE": TRITON_DTYPES[plan.dtype], **constants,
         }  # fmt: skip
         offsets = None
         if plan.span:
@@ -304,7 +311,7 @@ def delta_rule(
             summarize[(plan.walks * heads * blocks,)](
                 initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
                 offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
-                BLOCK=block, **walk, **plan.options("summarize"),
+                BLOCK=block, STEP=plan.step("summarize", key_dim), **walk, **plan.options("summarize"),
             )  # fmt: skip
             _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
         block = plan.block(plan.advance, value_dim)
@@ -312,7 +319,7 @@ def delta_rule(
             initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
             kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
             SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, REVERSE=reverse,
-            BLOCK=block, **walk, **plan.options(plan.advance),
+            BLOCK=block, STEP=plan.step(plan.advance, key_dim), **walk, **plan.options(plan.advance),
         )  # fmt: skip
         if not plan.along:
             block = plan.block("read_out", value_dim)
@@ -349,14 +356,13 @@ class _Kept(NamedTuple):
 def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
     """The output, the final state and the rest, not yet written."""
     heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
-
     slots = plan.slots if save or not plan.short else 0
 
     def tiles(slots: int, *shape: int) -> Tensor:
         return v.new_empty((slots, heads, *shape), dtype=plan.dtype)
 
-    # Finding X takes room even where it is not kept: there of one chunk of each sequence at a time.
-    squares = tiles(slots or plan.sequences, 2, plan.chunk, plan.chunk)
+    # Where they are not kept, there is room for those that a program finds at a time.
+    squares = tiles(slots if save or not plan.short else plan.group * plan.sequences, 2, plan.chunk, plan.chunk)
     queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
@@ -443,7 +449,7 @@ def delta_rule_backward(
                 scale, plan.sequences, plan.span, tokens, heads, *strides(g), *strides(d_output),
                 GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
                 SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
-                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK_K=plan.whole(key_dim), BLOCK=block,
+                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=block, STEP=plan.step(walk, key_dim),
                 **constants, **plan.options(walk),
             )  # fmt: skip
             if d_offsets is not None and walk == "retreat_summary":

@@ -13,7 +13,7 @@ holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits fo
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import find_segment
+from longseq.kernels.delta_rule.triton_segments import find_segment, walk_through
 from longseq.kernels.triton_tiles import (
     LARGEST_PARTS,
     PLAIN,
@@ -22,7 +22,6 @@ from longseq.kernels.triton_tiles import (
     decay_since,
     decay_until,
     direction,
-    leave_unit_lower_inverse,
     load_block,
     load_numbers,
     load_tokens,
@@ -75,7 +74,7 @@ def find_largest(
 def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
     """Products with write keys weighted by the write's strength and decay, of tokens REACH or more back; else 0."""
     i = tl.arange(0, CHUNK)
-    products *= weight[None, :]
+    products *= tl.expand_dims(weight, -2)
     if GATED:
         products *= decay_between(gate, CHUNK)
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
@@ -167,9 +166,9 @@ def advance(
     sequences, span, T, H,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one head of one sequence or segment.
+    """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
 
     SAVE leaves U in place of X V and the states before each chunk, READ the output.
     """
@@ -188,42 +187,43 @@ def advance(
         stop = tl.cdiv(tokens, CHUNK)
 
     unit = unit_scale(largest, SCALED)
-    state = tl.zeros((BLOCK, BLOCK_K), tl.float32)
-    if HAS_INITIAL:
-        state = load_block(initial + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK)
-        state = tl.trans(state.to(tl.float32) * unit)
-    if SEGMENTED:
-        if number > 0:
-            state = load_block(offsets + ((segment - 1) * H + head) * K * V, column, 0, V, K, BLOCK, BLOCK_K)
+    inverse = 1.0 / unit
+    state = ()
+    for e in tl.static_range(0, K, STEP):
+        piece = tl.zeros((BLOCK, STEP), tl.float32)
+        if HAS_INITIAL:
+            piece = load_block(initial + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
+            piece = tl.trans(piece.to(tl.float32) * unit)
+        if SEGMENTED:
+            if number > 0:
+                piece = load_block(offsets + ((segment - 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
+        state = state + (piece,)
     offered = load_block(written + ((slot + begin) * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         # A turn early: the compiler prefetches the operands of products alone.
         following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
         later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
 
-        before = state.to(DTYPE)
-        if SAVE:
-            store_block(states + place * K * V, column, 0, before, V, K, BLOCK, BLOCK_K)
-        u = tl.dot(before, tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
+        u, state, o = walk_through(
+            state, offered, erased, writes, queries, states, place, column, whole,
+            K, V, READ, SAVE, DTYPE, PRECISION, CHUNK, BLOCK, STEP,
+        )  # fmt: skip
         if SAVE:
             store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
-        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
         if READ:
-            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            o = tl.dot(before, tl.trans(query), input_precision=PRECISION)
-            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) / unit
+            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) * inverse
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
             store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
     if number == last:
-        store_block(final + (n * H + head) * K * V, 0, column, tl.trans(state / unit), K, V, BLOCK_K, BLOCK)
+        for e in tl.static_range(0, K, STEP):
+            left = tl.trans(state[e // STEP] * inverse)
+            store_block(final + (n * H + head) * K * V, e, column, left, K, V, STEP, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -259,6 +259,38 @@ def read_out(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
+@triton.jit
+def _leave_squares(
+    q, k, write_key, beta, g, squares, scale, H, live, chunks,
+    q_token, k_token, write_token, beta_token, g_token,
+    K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, SCORES: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """X and tril(Q Wᵀ ⊙ D) of the next GROUP chunks. With as many warps each has one, and waits for no other."""
+    ROWS: tl.constexpr = GROUP * CHUNK
+    strength = tl.reshape(load_numbers(beta, beta_token, live, ROWS), (GROUP, CHUNK))
+    gate = strength
+    if GATED:
+        gate = tl.reshape(load_numbers(g, g_token, live, ROWS), (GROUP, CHUNK))
+    query = load_tokens(q, q_token, live, 0, K, ROWS, BLOCK_K).to(SCORES)
+    read = load_tokens(k, k_token, live, 0, K, ROWS, BLOCK_K).to(SCORES)
+    write = read
+    if OWN_WRITE_KEY:
+        write = load_tokens(write_key, write_token, live, 0, K, ROWS, BLOCK_K).to(SCORES)
+    query = tl.reshape(query, (GROUP, CHUNK, BLOCK_K))
+    read = tl.reshape(read, (GROUP, CHUNK, BLOCK_K))
+    write = tl.permute(tl.reshape(write, (GROUP, CHUNK, BLOCK_K)), (0, 2, 1))
+    reading = _weigh(tl.dot(query, write, input_precision=PRECISION), strength * scale, gate, 0, GATED, CHUNK)
+    erasing = _weigh(tl.dot(read, write, input_precision=PRECISION), strength, gate, 1, GATED, CHUNK)
+    x = unit_lower_inverse(erasing, CHUNK, SCALED)
+
+    m = tl.arange(0, GROUP)[:, None, None]
+    i = tl.arange(0, CHUNK)
+    squares += m * H * 2 * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])[None, :, :]
+    tl.store(squares, x.to(DTYPE), mask=m < chunks)
+    tl.store(squares + CHUNK * CHUNK, reading.to(DTYPE), mask=m < chunks)
+
+
 @triton.jit(do_not_specialize=PLAIN)
 def read_through(
     q, k, v, beta, write_key, g, initial, largest, cu_seqlens,
@@ -267,13 +299,14 @@ def read_through(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left.
 
-    The unit is that of this sequence and head, and is left in `largest`, by place.
+    What does not wait for the state is found for GROUP chunks at a time. The unit is that of this sequence and head,
+    and is left in `largest`, by place.
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
@@ -291,14 +324,26 @@ def read_through(
     if HAS_INITIAL:
         state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
     unit = own_unit(v + start * v_token, v_token, end - start, state, V, HAS_INITIAL, 128, BLOCK)
+    inverse = 1.0 / unit
     if HAS_INITIAL:
         state *= unit
-    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    for m in range(0, chunks):
         place = (slot + m) * H + head
         live = end - start - m * CHUNK
         t = token_after(m * CHUNK, start, end, REVERSE)
+        square = squares + (place if SAVE else (n * GROUP + m % GROUP) * H + head) * 2 * CHUNK * CHUNK
+        if m % GROUP == 0:
+            _leave_squares(
+                q + t * q_token, k + t * k_token, write_key + t * write_token, beta + t * beta_token,
+                g + t * g_token if GATED else g, square, scale, H, live, chunks - m,
+                q_token * NEXT, k_token * NEXT, write_token * NEXT, beta_token * NEXT, g_token * NEXT,
+                K, GATED, SCALED, OWN_WRITE_KEY, SCORES, DTYPE, PRECISION, CHUNK, BLOCK_K, GROUP,
+            )  # fmt: skip
+            tl.debug_barrier()  # what one thread of the program wrote above, another one reads below
+        x = load_block(square, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        among = load_block(square + CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
-        gate = strength
         since = tl.full((CHUNK,), 1.0, tl.float32)
         until = since
         whole = 1.0
@@ -307,42 +352,31 @@ def read_through(
             since = decay_since(gate)
             until = decay_until(g + t * g_token, g_token * NEXT, live, CHUNK)
             whole = tl.exp(tl.sum(gate, 0))
-        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        square = squares + (place if SAVE else n * H + head) * 2 * CHUNK * CHUNK
-        room = square.to(tl.pointer_type(tl.float32), bitcast=True)
-        leave_unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), room, CHUNK, SCALED)
-        # Without a barrier the compiler takes the tiles loaded below for those above, and keeps them through the
-        # inverse, for which there are not enough registers. The cache has them.
-        tl.debug_barrier()
-        before = state.to(DTYPE)
-        read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK).to(tl.float32) * unit
-        known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
-        u = (value - known * since[:, None]).to(DTYPE)
-        x = load_block(square, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        u = tl.dot(x, u, input_precision=PRECISION).to(DTYPE)
-
-        write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+        write = read
+        if OWN_WRITE_KEY:
+            write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
+        value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
         query = (query.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
-        o = tl.dot(query, before, input_precision=PRECISION)
-        o = tl.dot(among, u, o, input_precision=PRECISION) / unit
-        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
         write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
+
+        before = state.to(DTYPE)
+        known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
+        u = (value.to(tl.float32) * unit - known * since[:, None]).to(DTYPE)
+        u = tl.dot(x, u, input_precision=PRECISION).to(DTYPE)
+        o = tl.dot(query, before, input_precision=PRECISION)
+        o = tl.dot(among, u, o, input_precision=PRECISION) * inverse
+        store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
         state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
         if SAVE:
             tl.store(largest + place, unit)
             store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
             store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
-            store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
             store_block(writes + place * CHUNK * K, 0, 0, write, CHUNK, K, CHUNK, BLOCK_K)
             erase = tl.dot((x.to(tl.float32) * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
             store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
             if GATED:
                 tl.store(decays + place, whole)
-    store_block(final + (n * H + head) * K * V, 0, 0, state / unit, K, V, BLOCK_K, BLOCK)
+    store_block(final + (n * H + head) * K * V, 0, 0, state * inverse, K, V, BLOCK_K, BLOCK)

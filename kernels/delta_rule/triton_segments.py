@@ -7,7 +7,7 @@ the state's gradient back,
 
 A segment is a run of chunks. `summarize` walks it from the identity to its transition, the product of its M, and from
 no state to its offset, what it leaves by itself; `retreat` finds the offsets of gradients likewise. The first segment
-is is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
+is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
 needed of the segments between alone, and are the same for both. `connect` follows the state through them, and `advance`
 and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply.
 """
@@ -48,12 +48,42 @@ def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, 
     return n, number, last, first, tl.minimum(first + span, chunks)
 
 
+@triton.jit
+def walk_through(
+    state, offered, erased, writes, queries, states, place, column, whole,
+    K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk: Uᵀ, the state after it, and if READ what queries read of the state before it; SAVE leaves that.
+
+    States are in pieces of STEP key columns: beside one of 256 columns there are no registers for it in halves, which
+    products take from there.
+    """
+    u = offered.to(tl.float32)
+    for e in tl.static_range(0, K, STEP):
+        erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+        before = state[e // STEP].to(DTYPE)
+        if SAVE:
+            store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
+        u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
+    u = u.to(DTYPE)
+    o = tl.zeros((BLOCK, CHUNK), tl.float32)
+    after = ()
+    for e in tl.static_range(0, K, STEP):
+        write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+        after = after + (tl.dot(u, write, state[e // STEP] * whole, input_precision=PRECISION),)
+        if READ:
+            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            o = tl.dot(state[e // STEP].to(DTYPE), tl.trans(query), o, input_precision=PRECISION)
+    return u, after, o
+
+
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def summarize(
     initial, largest, cu_seqlens, writes, erased, written, decays, offsets, transitions, sequences, span, T, H,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of the offset [V, K], or after those of the transition [K, K], of one segment of one head."""
     of_offset: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -69,12 +99,15 @@ def summarize(
 
     column = block * BLOCK
     i = column + tl.arange(0, BLOCK)
-    j = tl.arange(0, BLOCK_K)
-    state = tl.where((i - of_offset * BLOCK)[:, None] == j[None, :], 1.0, 0.0)
-    if HAS_INITIAL:
-        mask = (j < K)[:, None] & (i < tl.where(number == 0, V, 0))[None, :]
-        given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
-        state += tl.trans(given.to(tl.float32) * unit_scale(largest, SCALED))
+    state = ()
+    for e in tl.static_range(0, K, STEP):
+        j = e + tl.arange(0, STEP)
+        piece = tl.where((i - of_offset * BLOCK)[:, None] == j[None, :], 1.0, 0.0)
+        if HAS_INITIAL:
+            mask = (j < K)[:, None] & (i < tl.where(number == 0, V, 0))[None, :]
+            given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
+            piece += tl.trans(given.to(tl.float32) * unit_scale(largest, SCALED))
+        state = state + (piece,)
     column_of_chunk = i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     mask = (i < V)[:, None]  # to a transition nothing is offered
     offered = tl.load(written + ((slot + first) * H + head) * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
@@ -83,20 +116,21 @@ def summarize(
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        erase = load_block(erased + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        write = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         following = (slot + tl.minimum(m + 1, end - 1)) * H + head
         later = tl.load(written + following * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
-        u = tl.dot(state.to(DTYPE), tl.trans(erase), offered.to(tl.float32), input_precision=PRECISION).to(DTYPE)
-        state = tl.dot(u, write, state * whole, input_precision=PRECISION)
+        state = walk_through(
+            state, offered, erased, writes, erased, offsets, place, column, whole,
+            K, V, False, False, DTYPE, PRECISION, CHUNK, BLOCK, STEP,
+        )[1]  # fmt: skip
         offered = later
     place = segment * H + head
     if needed:
-        if block < of_offset:
-            store_block(offsets + place * K * V, column, 0, state, V, K, BLOCK, BLOCK_K)
-        else:
-            row = column - of_offset * BLOCK
-            store_block(transitions + place * K * K, row, 0, state, K, K, BLOCK, BLOCK_K)
+        for e in tl.static_range(0, K, STEP):
+            if block < of_offset:
+                store_block(offsets + place * K * V, column, e, state[e // STEP], V, K, BLOCK, STEP)
+            else:
+                row = column - of_offset * BLOCK
+                store_block(transitions + place * K * K, row, e, state[e // STEP], K, K, BLOCK, STEP)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "span"])

@@ -124,6 +124,19 @@ def numbers_of_chunk(
 
 
 @triton.jit
+def load_side(
+    k, v, k_token, v_token, first, live, column, OF_VALUES: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values [C, D] or keys [C, BLOCK] of the tokens of a chunk from `first` on."""
+    if OF_VALUES:
+        side = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+    else:
+        side = load_tokens(k + first * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+    return side
+
+
+@triton.jit
 def load_outside(base, first, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK slots of the user's state [D, M] as [BLOCK, D] in float32. Inside, states are kept as [M, D]."""
     return tl.trans(load_block(base, 0, first, D, M, BLOCK_D, BLOCK)).to(tl.float32)
@@ -162,26 +175,17 @@ def advance_chunks(
         state *= tl.where(chunks > 0, reciprocal_root(of_slots(state * state)), 1.0)
     live = tl.minimum(end - start, CHUNK)
     weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, start, live, GATED, BLOCK_C)
-    if ALONE:
-        goal = load_tokens(k + start * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
-    else:
-        goal = load_tokens(v + start * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+    goal = load_side(k, v, k_token, v_token, start, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
     for m in range(0, chunks):
         place = (slot + m) * H + head
         first = start + m * CHUNK
         live = tl.minimum(end - first, CHUNK)
-        if ALONE:
-            source = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
-        else:
-            source = load_tokens(k + first * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+        source = load_side(k, v, k_token, v_token, first, live, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
         # A turn early: the compiler prefetches the operands of products alone.
         following = start + tl.minimum(m + 1, chunks - 1) * CHUNK
         live = tl.minimum(end - following, CHUNK)
         next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, following, live, GATED, BLOCK_C)
-        if ALONE:
-            next_goal = load_tokens(k + following * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
-        else:
-            next_goal = load_tokens(v + following * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+        next_goal = load_side(k, v, k_token, v_token, following, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
 
         store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)

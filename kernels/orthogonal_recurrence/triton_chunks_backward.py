@@ -18,6 +18,7 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     load_answers,
     load_directions,
     load_outside,
+    load_side,
     load_slots,
     log_gates,
     numbers_of_chunk,
@@ -275,10 +276,7 @@ def retreat_chunks(
         place = (slot + m) * H + head
         first = start + m * CHUNK
         live = tl.minimum(end - first, CHUNK)
-        if ALONE:
-            source = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
-        else:
-            source = load_tokens(k + first * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+        source = load_side(k, v, k_token, v_token, first, live, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
         state = load_block(states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
         d_before = load_block(d_states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D)
         # A turn early: the compiler prefetches the operands of products alone.

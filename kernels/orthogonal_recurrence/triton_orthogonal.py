@@ -49,25 +49,31 @@ _EXACT = {
     }
     for side in (16, 32, 64, 128)
 }
-_HALVES = {
+_CHUNKS = {
     side: {
         "advance_chunks": Launch(64, 0, 4 if side <= 64 else 8, 2),
-        "advance_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 2),
-        "read_out": Launch(32, 0, 8, 1),
+        "advance_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 3),
+        "read_out": Launch(64, 0, 4, 1) if side <= 64 else Launch(32, 0, 8, 1),
         "read_out_short": Launch(64, 0, 4, 1),
-        "differentiate_outputs": Launch(32, 0, 8, 1),
-        "differentiate_outputs_short": Launch(64, 0, 4, 1),
+        "differentiate_outputs": Launch(64, 0, 4, 1) if side <= 64 else Launch(32, 0, 8, 1),
+        "differentiate_outputs_short": Launch(64, 0, 2 if side <= 64 else 4, 1),
         "retreat_chunks": Launch(64, 0, 4 if side <= 64 else 8, 2),
-        "retreat_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 2),
+        "retreat_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 3),
         "differentiate_inputs": Launch(64, 0, 4, 1),
         "differentiate_inputs_short": Launch(64, 0, 4, 1),
     }
     for side in (16, 32, 64, 128)
 }
-_SINGLES = {side: {name: launch._replace(stages=1) for name, launch in _HALVES[side].items()} for side in _HALVES}
+# Products of float32 inputs need more registers.
+_SINGLES = {
+    side: {name: launch._replace(stages=1) for name, launch in launches.items()}
+    | {"read_out": Launch(32, 0, 8, 1), "differentiate_outputs": Launch(32, 0, 8, 1)}
+    | {"differentiate_outputs_short": Launch(64, 0, 4, 1)}
+    for side, launches in _CHUNKS.items()
+}
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (size, side): launches if size == 2 else _EXACT[side] | launches
-    for size, table in ((2, _HALVES), (4, _SINGLES))
+    for size, table in ((2, _CHUNKS), (4, _SINGLES))
     for side, launches in table.items()
 }
 use_measured("orthogonal_recurrence", LAUNCHES)

@@ -244,6 +244,18 @@ def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segment
     assert set(delta_segments) == {5}
 
 
+def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments):
+    sizes = {"H": 1, "K": 130, "V": 20}
+    inputs = lasting(
+        make_inputs("delta_rule", "gated_write_key", tokens=300, batch=1, dtype=torch.float16, sizes=sizes)
+    )
+    inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
+    exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
+    for name, value in gradients(inputs, backend="triton").items():
+        assert error(value, exact[name]) <= 3e-3, name
+    assert set(delta_segments) == {3}
+
+
 def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
     from longseq.kernels.delta_rule.triton_delta import _plan
 
