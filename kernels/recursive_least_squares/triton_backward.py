@@ -9,12 +9,12 @@ import triton.language as tl
 
 from longseq.kernels.recursive_least_squares.triton_forward import (
     WALK,
+    finish,
     identity,
     load_transposed,
     multiply,
     product,
     refreshed_before,
-    refreshed_since,
     respond,
 )
 from longseq.kernels.triton_tiles import (
@@ -36,39 +36,38 @@ def linearize(
     K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: Φ, x̃, β̃, a, b, Nᵀ and the gradient of x."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
+    """One chunk of one head: Φ, x̃, a and Nᵀ from every even program, β̃, b and the gradient of x from every odd one."""
+    head = (tl.program_id(0) // 2 % H).to(tl.int64)
+    slot = (tl.program_id(0) // 2 // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    x += row * x_row + start * x_token + head * x_head
     u += row * u_row + start * u_token + head * u_head
-    d_output += row * do_row + start * do_token + head * do_head
-
-    before = tl.zeros((CHUNK,), tl.float32)
-    since = before
-    if REFRESHED:
-        before = refreshed_before(added + row * T + start, live, CHUNK)
-        since = refreshed_since(added + row * T + start, live, CHUNK)
-    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    state = load_block(states + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
-    factor = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    columns = load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
-
-    value = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    among, left, _ = respond(value, columns, factor, rows, state, before, since, False, PRECISION, CHUNK)
-    store_block(weights + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(read + place * CHUNK * K, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-    value = load_tokens(d_output, do_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    among, left, dx = respond(value, columns, factor, rows, state, before, since, REFRESHED, PRECISION, CHUNK)
-    store_block(d_weights + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(d_read + place * CHUNK * K, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-    store_tokens(d_x + ((row * T + start) * H + head) * K, H * K, live, 0, dx, K, CHUNK, BLOCK)
-
-    columns = multiply(columns, factor, PRECISION=PRECISION)
-    store_block(solved + place * CHUNK * K, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
-    transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
-    store_block(transitions + place * K * K, 0, 0, transition, K, K, BLOCK, BLOCK)
+    matrix = place * CHUNK * CHUNK
+    tokens = place * CHUNK * K
+    if tl.program_id(0) % 2 == 0:
+        x += row * x_row + start * x_token + head * x_head
+        value = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
+        store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+        tl.debug_barrier()  # loaded again, not held in registers
+        columns = load_transposed(written + tokens, CHUNK, K, CHUNK, BLOCK)
+        factor = load_block(inverse + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        columns = multiply(columns, factor, PRECISION=PRECISION)
+        store_block(solved + tokens, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
+        rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
+        store_block(transitions + place * K * K, 0, 0, transition, K, K, BLOCK, BLOCK)
+    else:
+        d_output += row * do_row + start * do_token + head * do_head
+        if REFRESHED:
+            added += row * T + start
+        value = load_tokens(d_output, do_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
+        store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(d_read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+        dx = finish(value, among, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
+        store_tokens(d_x + ((row * T + start) * H + head) * K, H * K, live, 0, dx, K, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -166,32 +165,36 @@ def differentiate_directions(
     tokens = place * CHUNK * K
     square = place * K * K
 
+    u += row * u_row + start * u_token + head * u_head
+
     # 2 N D, of D's symmetric part
     d_state = load_block(d_states + square, 0, 0, K, K, BLOCK, BLOCK)
     d_state += load_transposed(d_states + square, K, K, BLOCK, BLOCK)
-    later = load_transposed(solved + tokens, K, CHUNK, BLOCK, CHUNK)
-    later = multiply(later, d_state, PRECISION=PRECISION)
-    pairs = multiply(later, load_block(solved + tokens, 0, 0, K, CHUNK, BLOCK, CHUNK), PRECISION=PRECISION)
-    rows = load_tokens(
-        u + row * u_row + start * u_token + head * u_head, u_token, live, 0, K, CHUNK, BLOCK
-    ).to(tl.float32)  # fmt: skip
-    du = later - multiply(pairs, rows, PRECISION=PRECISION)
+    du = load_transposed(solved + tokens, K, CHUNK, BLOCK, CHUNK)
+    du = multiply(du, d_state, PRECISION=PRECISION)
+    tl.debug_barrier()  # here and below: loaded again, not held in registers
+    pairs = multiply(du, load_block(solved + tokens, 0, 0, K, CHUNK, BLOCK, CHUNK), PRECISION=PRECISION)
+    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    du -= multiply(pairs, rows, PRECISION=PRECISION)
     seen = load_transposed(weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_seen = load_transposed(d_weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
-    left = load_block(d_read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK)
-    du = multiply(seen, left, du, PRECISION=PRECISION)
-    left = load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK)
-    du = multiply(d_seen, left, du, PRECISION=PRECISION)
-    state = load_block(states + square, 0, 0, K, K, BLOCK, BLOCK)
+    if REFRESHED:
+        among = load_block(d_weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
+    du = multiply(seen, load_block(d_read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
+    tl.debug_barrier()
+    seen = load_transposed(d_weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
+    if REFRESHED:
+        among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
+    du = multiply(seen, load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
+    state = load_transposed(states + square, K, K, BLOCK, BLOCK)  # symmetric, and as products take it
     total = multiply(du, state, PRECISION=PRECISION)
     if REFRESHED:
         i = tl.arange(0, CHUNK)
         before = refreshed_before(added + row * T + start, live, CHUNK)
-        among = load_block(d_weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
-        among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        pairs = multiply(d_seen, among, pairs, PRECISION=PRECISION)
-        pairs = tl.where(i[:, None] > i[None, :], pairs * (before[:, None] - before[None, :]), 0.0)
         total += before[:, None] * du
+        pairs = tl.where(i[:, None] > i[None, :], pairs * (before[:, None] - before[None, :]), 0.0)
+        tl.debug_barrier()
+        rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         total = multiply(pairs, rows, total, PRECISION=PRECISION)
     store_tokens(d_u + ((row * T + start) * H + head) * K, H * K, live, 0, -total, K, CHUNK, BLOCK)

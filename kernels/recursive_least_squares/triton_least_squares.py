@@ -52,7 +52,8 @@ from longseq.kernels.recursive_least_squares.triton_backward import (
     linearize,
     retreat,
 )
-from longseq.kernels.recursive_least_squares.triton_forward import advance, connect, read_out, summarize
+from longseq.kernels.recursive_least_squares.triton_forward import MOST_SEGMENTS, advance, read_out
+from longseq.kernels.recursive_least_squares.triton_segments import connect, solve, summarize, transfer
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
@@ -69,14 +70,16 @@ from longseq.kernels.triton_launch import (
 # yet.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
-        "advance": Launch(64, 0, 4, 1),
-        "summarize": Launch(64, 0, 8, 1),
+        "transfer": Launch(64, 0, 4, 1),
+        "summarize": Launch(64, 0, 4, 1),
         "connect": Launch(64, 0, 4, 1),
+        "solve": Launch(64, 0, 4, 1),
+        "advance": Launch(64, 0, 4, 1),
         "read_out": Launch(64, 0, 4, 1),
-        "linearize": Launch(64, 0, 8, 1),
+        "linearize": Launch(64, 0, 4, 1, 168),
         "accumulate": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
-        "differentiate_directions": Launch(64, 0, 8, 1),
+        "differentiate_directions": Launch(64, 0, 4, 1),
     },
     (4, 64): {
         "advance": Launch(64, 0, 4, 1),
@@ -88,10 +91,9 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 }
 use_measured("recursive_least_squares", LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
-SUMMARY_CHUNK = 16  # where segments are summarized and connected: more would not fit into registers
 PROGRAMS = 256  # of half precision sequences, that walk along time side by side at most
 FEWEST_SEGMENTS = 4  # fewer would not win back that two thirds of the work is done twice
-LIMIT = 1000.0  # of J A in size, by which float32's rounding of J is multiplied where segments are connected
+LIMIT = 2000.0  # of Z's condition, by which float32's rounding of X and Z is multiplied
 
 
 class _Plan(NamedTuple):
@@ -125,7 +127,7 @@ def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
     chunks = cdiv(u.shape[1], plan.chunk)
     if not plan.half or cu_seqlens is not None:
         return 1, chunks
-    segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks))
+    segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks), MOST_SEGMENTS.value)
     if segments < FEWEST_SEGMENTS:
         return 1, chunks
     span = cdiv(chunks, segments)
@@ -154,26 +156,34 @@ def recursive_least_squares(
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     output, final, states, inverse, written = _allocate(plan, x, u)
     walk = {"REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
-    segment_starts, whole = None, None
+    segment_starts, refused = None, None
     with torch.cuda.device_of(u):  # Triton launches on the current device
         if segments > 1:
+            rows = (plan.slots, heads, plan.chunk, width)
+            meeting, entering = (final.new_empty(rows if added is not None else 0) for _ in range(2))
             squares = (plan.sequences, heads, segments, width, width)
-            transports, offsets, roots, segment_starts = (final.new_empty(squares) for _ in range(4))
-            gains = final.new_empty(squares[:3])
-            whole = final.new_empty(squares[:2], dtype=torch.int32)
-            # what is not written yet serves as scratch memory
-            summarize[(plan.sequences * heads * (segments - 1),)](
-                u, added, written, transports, offsets, roots, gains,
-                segments, span * plan.chunk // SUMMARY_CHUNK, tokens, heads, *strides(u),
-                **walk | {"CHUNK": SUMMARY_CHUNK}, **plan.options("summarize"),
+            passed, starts = final.new_empty((4, *squares)), final.new_empty((2, *squares))
+            segment_starts = final.new_empty(squares)
+            refused = final.new_empty(squares[:3], dtype=torch.int32)
+            sizes = {name: plan.constants[name] for name in ("K", "BLOCK")}
+            if added is not None:
+                transfer[(plan.slots * heads,)](
+                    u, added, meeting, entering, tokens, heads, *strides(u),
+                    EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
+                )  # fmt: skip
+            summarize[(2 * plan.sequences * heads * (segments - 1),)](
+                u, added, meeting, entering, passed, segments, span, tokens, heads, *strides(u),
+                REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("summarize"),
             )  # fmt: skip
             connect[(plan.sequences * heads,)](
-                initial_state, transports, offsets, roots, gains, written, segment_starts, whole,
-                1.0 / lambda0, segments, K=width, HAS_INITIAL=initial_state is not None, LIMIT=LIMIT,
-                CHUNK=SUMMARY_CHUNK, BLOCK=plan.constants["BLOCK"], **plan.options("connect"),
+                initial_state, passed, starts, 1.0 / lambda0, segments,
+                HAS_INITIAL=initial_state is not None, **sizes, **plan.options("connect"),
+            )  # fmt: skip
+            solve[(plan.sequences * heads * (segments - 1),)](
+                starts, segment_starts, refused, segments, LIMIT=LIMIT, **sizes, **plan.options("solve"),
             )  # fmt: skip
         advance[(plan.sequences * heads * segments,)](
-            u, added, initial_state, cu_seqlens, segment_starts, whole, states, inverse, written, final,
+            u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final,
             1.0 / lambda0, segments, span, tokens, heads, *strides(u),
             HAS_INITIAL=initial_state is not None, SEGMENTED=segments > 1, **walk, **plan.options("advance"),
         )  # fmt: skip
@@ -228,7 +238,7 @@ def recursive_least_squares_backward(
     d_initial = states.new_empty((plan.sequences, heads, width, width))
     d_x, d_u = x.new_empty(x.shape), u.new_empty(u.shape)
     with torch.cuda.device_of(u):
-        linearize[(plan.slots * heads,)](
+        linearize[(2 * plan.slots * heads,)](
             x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
             transitions, read, d_read, weights, d_weights, solved, d_x,
             tokens, heads, *strides(x), *strides(u), *strides(d_output),
