@@ -93,6 +93,7 @@ use_measured("recursive_least_squares", LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
 PROGRAMS = 256  # of half precision sequences, that walk along time side by side at most
 FEWEST_SEGMENTS = 4  # fewer would not win back that two thirds of the work is done twice
+GROWTH = 64.0  # of Z, in size, beyond which segments are connected from A and Z = I again
 LIMIT = 2000.0  # of Z's condition, by which float32's rounding of X and Z is multiplied
 
 
@@ -177,7 +178,7 @@ def recursive_least_squares(
             )  # fmt: skip
             connect[(plan.sequences * heads,)](
                 initial_state, passed, starts, 1.0 / lambda0, segments,
-                HAS_INITIAL=initial_state is not None, **sizes, **plan.options("connect"),
+                HAS_INITIAL=initial_state is not None, GROWTH=GROWTH, **sizes, **plan.options("connect"),
             )  # fmt: skip
             solve[(plan.sequences * heads * (segments - 1),)](
                 starts, segment_starts, refused, segments, LIMIT=LIMIT, **sizes, **plan.options("solve"),

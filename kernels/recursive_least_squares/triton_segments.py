@@ -29,7 +29,7 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
     refreshed_before,
     transpose,
 )
-from longseq.kernels.triton_tiles import PLAIN, load_block, load_numbers, sequence, store_block, unit_lower_inverse
+from longseq.kernels.triton_tiles import PLAIN, load_block, load_numbers, store_block, unit_lower_inverse
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -90,12 +90,39 @@ def summarize(
     store_block(passed + place + K * K, 0, 0, z, K, K, BLOCK, BLOCK)
 
 
+@triton.jit
+def _beyond(K: tl.constexpr, BLOCK: tl.constexpr):
+    """The identity past K, where a matrix read from memory is zero."""
+    i = tl.arange(0, BLOCK)
+    return tl.where((i[:, None] == i[None, :]) & (i >= K)[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def _size(matrix):
+    """The largest sum of magnitudes along a row."""
+    return tl.max(tl.sum(tl.abs(matrix), 1), 0)
+
+
+@triton.jit
+def _invert(z, transposed):
+    """z^{-1} to some three digits or more, and what is missing of it: Newton's method, from where it always converges."""
+    inverse = transposed / (_size(z) * _size(transposed))
+    rest = 1.0
+    steps = 0
+    while (rest > 1e-3) & (steps < 40):
+        error = identity(z.shape[0]) - product(inverse, z)
+        rest = _size(error)
+        inverse += product(error, inverse)
+        steps += 1
+    return inverse, rest
+
+
 @triton.jit(do_not_specialize=WALK)
 def connect(
     initial, passed, starts, first, segments,
-    K: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, HAS_INITIAL: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: X and Z before each segment but the first."""
+    """One head of one sequence: X and Z before each segment but the first, with Z = I again where it has grown."""
     place = tl.program_id(0).to(tl.int64)
     x = first_state(initial, first, place, True, K, HAS_INITIAL, BLOCK)
     z = identity(BLOCK)
@@ -110,6 +137,11 @@ def connect(
         square = (place * segments + segment + 1) * 2 * K * K
         store_block(starts + square, 0, 0, x, K, K, BLOCK, BLOCK)
         store_block(starts + square + K * K, 0, 0, z, K, K, BLOCK, BLOCK)
+        if _size(z) > GROWTH:
+            tl.debug_barrier()
+            inverse, _ = _invert(z, load_transposed(starts + square + K * K, K, K, BLOCK, BLOCK) + _beyond(K, BLOCK))
+            x = product(inverse, x)
+            z = product(inverse, z)
 
 
 @triton.jit(do_not_specialize=WALK)
@@ -120,20 +152,9 @@ def solve(
     sequence_head = (tl.program_id(0) // (segments - 1)).to(tl.int64)
     place = sequence_head * segments + tl.program_id(0) % (segments - 1) + 1
     square = place * 2 * K * K
-    i = tl.arange(0, BLOCK)
-    beyond = tl.where((i[:, None] == i[None, :]) & (i >= K)[None, :], 1.0, 0.0)
-    z = load_block(starts + square + K * K, 0, 0, K, K, BLOCK, BLOCK) + beyond
-    size = tl.max(tl.sum(tl.abs(z), 1), 0) * tl.max(tl.sum(tl.abs(z), 0), 0)
-    # Newton's method, from where it converges for every matrix
-    inverse = (load_transposed(starts + square + K * K, K, K, BLOCK, BLOCK) + beyond) / size
-    rest = 1.0
-    steps = 0
-    while (rest > 1e-3) & (steps < 40):
-        error = identity(BLOCK) - product(inverse, z)
-        rest = tl.max(tl.sum(tl.abs(error), 1), 0)
-        inverse += product(error, inverse)
-        steps += 1
-    condition = tl.max(tl.sum(tl.abs(inverse), 1), 0) * tl.max(tl.sum(tl.abs(z), 1), 0)
+    z = load_block(starts + square + K * K, 0, 0, K, K, BLOCK, BLOCK) + _beyond(K, BLOCK)
+    inverse, rest = _invert(z, load_transposed(starts + square + K * K, K, K, BLOCK, BLOCK) + _beyond(K, BLOCK))
+    condition = _size(inverse) * _size(z)
     x = load_block(starts + square, 0, 0, K, K, BLOCK, BLOCK)
     state = product(inverse, x)
     state += product(inverse, x - product(z, state))

@@ -62,9 +62,7 @@ def variational_linear_attention(
         query = q.to(torch.float32, copy=True)
         read = unit(k) if normalize_key else k.to(torch.float32, copy=True)
         directions = torch.zeros_like(k) if u is None else u
-        alpha, inverse, *found = recursive_least_squares(
-            read, directions, added, A, cu_seqlens, lambda0, _precision(v)
-        )
+        alpha, inverse, *found = recursive_least_squares(read, directions, added, A, cu_seqlens, lambda0, _precision(v))
         write = unit(alpha) if normalize_alpha else alpha
         strength = torch.ones_like(read[..., 0])
         o, memory, kept = delta_rule(
@@ -88,14 +86,18 @@ def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, eps, normalize_key, norma
     directions = torch.empty_like(k) if u is None else u
     alpha, inverse, *found = recursive_least_squares(read, directions, added, A, cu_seqlens, lambda0, _precision(v))
     half = _half(v, normalize_key, normalize_alpha)
-    o, memory, kept = delta_rule(
-        query, read, value, strength, alpha, None, S, cu_seqlens, 1.0, 0, half, save, False
-    )
+    o, memory, kept = delta_rule(query, read, value, strength, alpha, None, S, cu_seqlens, 1.0, 0, half, save, False)
     output, sums = v.new_empty(v.shape), _sums(k, cu_seqlens)
     if not save:
         return output, memory, inverse, sums, []
     ours = [query, read, alpha, o, torch.empty_like(strength), allocate_sums(k, cu_seqlens)]
-    return output, memory, inverse, sums, [*ours, *([torch.empty_like(alpha)] if normalize_alpha else []), *found, *kept]
+    return (
+        output,
+        memory,
+        inverse,
+        sums,
+        [*ours, *([torch.empty_like(alpha)] if normalize_alpha else []), *found, *kept],
+    )
 
 
 def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
