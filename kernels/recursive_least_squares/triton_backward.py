@@ -13,7 +13,6 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
     identity,
     load_transposed,
     multiply,
-    product,
     refreshed_before,
     respond,
 )
@@ -25,7 +24,32 @@ from longseq.kernels.triton_tiles import (
     sequence,
     store_block,
     store_tokens,
+    unit_of,
 )
+
+
+@triton.jit
+def _halve(x):
+    """Two float16 numbers that have 22 bits of x together."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _store_halves(place, x, K: tl.constexpr, BLOCK: tl.constexpr):
+    high, low = _halve(x)
+    store_block(place, 0, 0, high, K, K, BLOCK, BLOCK)
+    store_block(place + K * K, 0, 0, low, K, K, BLOCK, BLOCK)
+
+
+@triton.jit
+def _load_halves(place, K: tl.constexpr, BLOCK: tl.constexpr):
+    return load_block(place, 0, 0, K, K, BLOCK, BLOCK), load_block(place + K * K, 0, 0, K, K, BLOCK, BLOCK)
+
+
+@triton.jit
+def _product_of_halves(a_high, a_low, b_high, b_low):
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -57,7 +81,7 @@ def linearize(
         store_block(solved + tokens, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
         rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
-        store_block(transitions + place * K * K, 0, 0, transition, K, K, BLOCK, BLOCK)
+        _store_halves(transitions + 2 * place * K * K, transition, K, BLOCK)
     else:
         d_output += row * do_row + start * do_token + head * do_head
         if REFRESHED:
@@ -72,22 +96,28 @@ def linearize(
 
 @triton.jit
 def _pull_back(d_state, transition, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Φᵀ D Φ, with Φ at `transition`."""
-    half = product(d_state, load_block(transition, 0, 0, K, K, BLOCK, BLOCK))
-    return product(load_transposed(transition, K, K, BLOCK, BLOCK), half)
+    """Φᵀ D Φ, with Φ at `transition`. D, of any size, is brought into float16's range, and so is D Φ."""
+    high, low = _load_halves(transition, K, BLOCK)
+    unit = unit_of(tl.max(tl.max(tl.abs(d_state), 1), 0))
+    d_high, d_low = _halve(d_state * unit)
+    d_state = _product_of_halves(d_high, d_low, high, low) / unit
+    unit = unit_of(tl.max(tl.max(tl.abs(d_state), 1), 0))
+    d_high, d_low = _halve(d_state * unit)
+    return _product_of_halves(tl.trans(high), tl.trans(low), d_high, d_low) / unit
 
 
 @triton.jit
-def _gain(read, d_read, place, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _gain(read, d_read, place, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """What A before a chunk gains by its outputs: β̃ᵀ x̃."""
     left = load_block(read + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK)
-    return product(load_transposed(d_read + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), left)
+    d_left = load_transposed(d_read + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
+    return multiply(d_left, left, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=WALK)
 def accumulate(
     transitions, read, d_read, segment_transitions, segment_gains, segments, span, T, H,
-    K: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One segment, but the first, of one head of one sequence: D before it from none after it, and its Φ's product.
 
@@ -104,15 +134,17 @@ def accumulate(
         d_state = tl.zeros((BLOCK, BLOCK), tl.float32)
         for m in range(begin, stop):
             place = (slot + begin + stop - 1 - m) * H + head
-            d_state = _pull_back(d_state, transitions + place * K * K, K, BLOCK)
-            d_state += _gain(read, d_read, place, K, CHUNK, BLOCK)
+            d_state = _pull_back(d_state, transitions + 2 * place * K * K, K, BLOCK)
+            d_state += _gain(read, d_read, place, K, PRECISION, CHUNK, BLOCK)
         store_block(segment_gains + square, 0, 0, d_state, K, K, BLOCK, BLOCK)
     else:
         passed = identity(BLOCK)
         for m in range(begin, stop):
             place = (slot + begin + stop - 1 - m) * H + head
-            passed = product(passed, load_block(transitions + place * K * K, 0, 0, K, K, BLOCK, BLOCK))
-        store_block(segment_transitions + square, 0, 0, passed, K, K, BLOCK, BLOCK)
+            high, low = _load_halves(transitions + 2 * place * K * K, K, BLOCK)
+            passed_high, passed_low = _halve(passed)
+            passed = _product_of_halves(passed_high, passed_low, high, low)
+        _store_halves(segment_transitions + 2 * square, passed, K, BLOCK)
 
 
 @triton.jit(do_not_specialize=WALK)
@@ -120,7 +152,7 @@ def retreat(
     cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
     segments, span, T, H,
     K: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, SEGMENTED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head of one sequence: D after each chunk, whose symmetric part is A's gradient, and the first.
 
@@ -136,15 +168,15 @@ def retreat(
     if SEGMENTED:
         for back in range(0, segments - 1 - segment):
             place = ((n * H + head) * segments + segments - 1 - back) * K * K
-            d_state = _pull_back(d_state, segment_transitions + place, K, BLOCK)
+            d_state = _pull_back(d_state, segment_transitions + 2 * place, K, BLOCK)
             d_state += load_block(segment_gains + place, 0, 0, K, K, BLOCK, BLOCK)
     begin = segment * span
     stop = tl.minimum(begin + span, tl.cdiv((end - start).to(tl.int32), CHUNK))
     for m in range(begin, stop):
         place = (slot + begin + stop - 1 - m) * H + head
         store_block(d_states + place * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
-        d_state = _pull_back(d_state, transitions + place * K * K, K, BLOCK)
-        d_state += _gain(read, d_read, place, K, CHUNK, BLOCK)
+        d_state = _pull_back(d_state, transitions + 2 * place * K * K, K, BLOCK)
+        d_state += _gain(read, d_read, place, K, PRECISION, CHUNK, BLOCK)
     if segment == 0:
         store_block(d_initial + (n * H + head) * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
 

@@ -75,11 +75,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "connect": Launch(64, 0, 4, 1),
         "solve": Launch(64, 0, 4, 1),
         "advance": Launch(64, 0, 4, 1),
-        "read_out": Launch(64, 0, 4, 1),
-        "linearize": Launch(64, 0, 4, 1, 168),
+        "read_out": Launch(64, 0, 4, 1, 128),
+        "linearize": Launch(64, 0, 4, 1, 128),
         "accumulate": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
-        "differentiate_directions": Launch(64, 0, 4, 1),
+        "differentiate_directions": Launch(64, 0, 4, 1, 128),
     },
     (4, 64): {
         "advance": Launch(64, 0, 4, 1),
@@ -233,7 +233,8 @@ def recursive_least_squares_backward(
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    transitions, d_states = torch.empty_like(states), torch.empty_like(states)
+    transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
+    d_states = torch.empty_like(states)
     weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
     read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
     d_initial = states.new_empty((plan.sequences, heads, width, width))
@@ -248,15 +249,16 @@ def recursive_least_squares_backward(
         segment_transitions, segment_gains = None, None
         if segments > 1:
             squares = (plan.sequences, heads, segments, width, width)
-            segment_transitions, segment_gains = states.new_empty(squares), states.new_empty(squares)
+            segment_transitions = transitions.new_empty((2, *squares))
+            segment_gains = states.new_empty(squares)
             accumulate[(2 * plan.sequences * heads * (segments - 1),)](
                 transitions, read, d_read, segment_transitions, segment_gains, segments, span, tokens, heads,
-                **plan.constants, **plan.options("accumulate"),
+                PRECISION=precision, **plan.constants, **plan.options("accumulate"),
             )  # fmt: skip
         retreat[(plan.sequences * heads * segments,)](
             cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
             segments, span, tokens, heads, HAS_FINAL=d_final is not None, SEGMENTED=segments > 1,
-            **plan.constants, **plan.options("retreat"),
+            PRECISION=precision, **plan.constants, **plan.options("retreat"),
         )  # fmt: skip
         differentiate_directions[(plan.slots * heads,)](
             u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
