@@ -144,8 +144,9 @@ def recursive_least_squares(
     cu_seqlens: Tensor | None,
     lambda0: float,
     precision: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns y in x's dtype, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
+    """Returns y in `dtype`, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
     chunk, L^{-1} and Y. `added` [B, T] in float32 is what a refresh adds to the diagonal after each token."""
     x, u = channels_adjacent(x), channels_adjacent(u)
     added = None if added is None else added.contiguous()
@@ -155,7 +156,7 @@ def recursive_least_squares(
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    output, final, states, inverse, written = _allocate(plan, x, u)
+    output, final, states, inverse, written = _allocate(plan, x, u, dtype)
     walk = {"REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
     segment_starts, refused = None, None
     with torch.cuda.device_of(u):  # Triton launches on the current device
@@ -197,18 +198,18 @@ def recursive_least_squares(
 
 
 @recursive_least_squares.register_fake
-def _(x, u, added, initial_state, cu_seqlens, lambda0, precision):
-    return _allocate(_plan(u, cu_seqlens, precision), x, u)
+def _(x, u, added, initial_state, cu_seqlens, lambda0, precision, dtype):
+    return _allocate(_plan(u, cu_seqlens, precision), x, u, dtype)
 
 
-def _allocate(plan: _Plan, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate(plan: _Plan, x: Tensor, u: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of the forward pass, not yet written."""
     heads, width = u.shape[2:]
     final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
     states = u.new_empty((plan.slots, heads, width, width), dtype=torch.float32)
     inverse = u.new_empty((plan.slots, heads, plan.chunk, plan.chunk), dtype=torch.float32)
     written = u.new_empty((plan.slots, heads, plan.chunk, width), dtype=torch.float32)
-    return x.new_empty(x.shape), final, states, inverse, written
+    return x.new_empty(x.shape, dtype=dtype), final, states, inverse, written
 
 
 @custom_op("recursive_least_squares_backward")
@@ -224,7 +225,7 @@ def recursive_least_squares_backward(
     d_final: Tensor | None,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of u and of the first A (in float32)."""
+    """Gradients of x (of the wider of its and the output's types), of u and of the first A (in float32)."""
     x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
     added = None if added is None else added.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
@@ -238,7 +239,7 @@ def recursive_least_squares_backward(
     weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
     read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
     d_initial = states.new_empty((plan.sequences, heads, width, width))
-    d_x, d_u = x.new_empty(x.shape), u.new_empty(u.shape)
+    d_x, d_u = _gradient(x, d_output), u.new_empty(u.shape)
     with torch.cuda.device_of(u):
         linearize[(2 * plan.slots * heads,)](
             x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
@@ -275,11 +276,16 @@ def recursive_least_squares_backward(
 @recursive_least_squares_backward.register_fake
 def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, precision):
     sequences = count_sequences(u.shape[0], cu_seqlens)
-    return x.new_empty(x.shape), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
+    return _gradient(x, d_output), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
+
+
+def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
+    """Room for a gradient, not yet rounded where the output's is not."""
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
 
 
 def _setup_context(ctx, inputs, output):
-    x, u, added, initial_state, cu_seqlens, _, ctx.precision = inputs
+    x, u, added, initial_state, cu_seqlens, _, ctx.precision, ctx.dtype = inputs
     _, _, *kept = output
     ctx.save_for_backward(x, u, added, cu_seqlens, *kept)
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
@@ -288,12 +294,12 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, d_output, d_final, *_):
     x, u, added, cu_seqlens, *kept = ctx.saved_tensors
-    d_output = x.new_zeros(x.shape) if d_output is None else d_output
+    d_output = x.new_zeros(x.shape, dtype=ctx.dtype) if d_output is None else d_output
     d_x, d_u, d_initial = recursive_least_squares_backward(
         x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.precision
     )
     d_initial = None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype)
-    return d_x, d_u, None, d_initial, None, None, None
+    return d_x, d_u, None, d_initial, None, None, None, None
 
 
 recursive_least_squares.register_autograd(_differentiate, setup_context=_setup_context)
@@ -324,7 +330,7 @@ def recursive_least_squares_triton(
     A, steps = (None, None) if initial_state is None else initial_state
     seen, final_steps = count_steps(count, steps, cu_seqlens)
     added = refresh_due(seen, count, refresh_period, refresh, torch.float32) if refresh_period else None
-    y, final, *_ = recursive_least_squares(x, u, added, A, cu_seqlens, float(lambda0), precision)
+    y, final, *_ = recursive_least_squares(x, u, added, A, cu_seqlens, float(lambda0), precision, x.dtype)
     return y, (final, final_steps) if output_final_state else None
 
 

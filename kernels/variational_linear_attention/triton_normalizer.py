@@ -118,12 +118,12 @@ def differentiate_values(
 def differentiate_keys(
     q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
     d_q, d_k, d_initial, T, H, q_row, q_token, q_head, k_row, k_token, k_head,
-    K: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, UNIT: tl.constexpr,
-    CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    UNIT: tl.constexpr, OF_KEY: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradients of q and k; of the first chunk of a sequence also that of the first z.
 
-    To them come those of q and k, or if UNIT of k / ‖k‖, by other ways.
+    To them come those by other ways: of q, of k, or if UNIT of k / ‖k‖, which what came by α is too, unless OF_KEY.
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -142,9 +142,13 @@ def differentiate_keys(
     store_tokens(d_q + token * K, H * K, live, 0, dq, K, CHUNK, BLOCK)
 
     dk = load_tokens(d_read + token * K, H * K, live, 0, K, CHUNK, BLOCK)
-    dk += load_tokens(d_solved + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    by_alpha = load_tokens(d_solved + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    if not OF_KEY:
+        dk += by_alpha
     if UNIT:
         dk = differentiate_unit(key, dk)
+    if OF_KEY:
+        dk += by_alpha
     after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
     if HAS_FINAL:
         after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
@@ -232,15 +236,17 @@ def add_gradients_of_keys(
     d_read: Tensor,
     d_solved: Tensor,
     normalize_key: bool,
+    normalize_alpha: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and the first z (in float32): those by n, by queries and by both uses of the (unit) keys."""
+    """Gradients of q, k and the first z (in float32): those by n, by queries and by both uses of the keys."""
     tokens, heads = k.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
     d_q, d_k, d_initial = q.new_empty(q.shape), k.new_empty(k.shape), _state(sums, k, cu_seqlens)
     differentiate_keys[(sums.shape[0] * heads,)](
         q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
         d_q, d_k, d_initial, tokens, heads, *strides(q), *strides(k),
-        HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key, STEP=STEP,
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
+        OF_KEY=normalize_alpha, STEP=STEP,
         **_constants(k, cu_seqlens),
     )  # fmt: skip
     return d_q, d_k, d_initial

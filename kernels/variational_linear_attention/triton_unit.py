@@ -64,10 +64,10 @@ def _differentiate_normalize(
     tl.store(d_x + place, gradient, mask=mask)
 
 
-def unit(x: Tensor) -> Tensor:
-    """x [B, T, H, K] divided by its length, in float32; a zero vector stays zero."""
+def unit(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [B, T, H, K] divided by its length; a zero vector stays zero."""
     batch, tokens, heads, width = x.shape
-    y = x.new_empty(x.shape, dtype=torch.float32)
+    y = x.new_empty(x.shape, dtype=dtype)
     _normalize[(cdiv(batch * tokens * heads, ROWS),)](
         x, y, batch * tokens * heads, tokens, heads, *strides(x),
         WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,

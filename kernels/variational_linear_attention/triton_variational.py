@@ -1,9 +1,9 @@
 """Variational linear attention in Triton: one operation of the parts of the chunk form, each with its own kernels.
 
-What lies between the parts (k̂, α̂, o before its division) and the gradients that they add up is float32, and is rounded
+What lies between the parts (α, o before its division) and the gradients that they add up is float32, and is rounded
 once, at the end. The precision of the products is that of o, v's dtype: for bfloat16 the delta rule multiplies float16
-numbers if its keys have length 1, and least squares TF32 ones where nothing adds up from chunk to chunk. Of a float16
-result that would lose more than rounding it does.
+numbers if its keys have length 1, so that k̂ and α̂ are handed on as such, and least squares TF32 ones where nothing adds
+up from chunk to chunk. Of a float16 result that would lose more than rounding it does. α̂ is that of α = A k as well.
 """
 
 import torch
@@ -58,46 +58,49 @@ def variational_linear_attention(
     z = None if z is None else z.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     half = _half(v, normalize_key, normalize_alpha)
+    unit_dtype = torch.float16 if half else torch.float32  # as they are multiplied
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        query = q.to(torch.float32, copy=True)
-        read = unit(k) if normalize_key else k.to(torch.float32, copy=True)
-        directions = torch.zeros_like(k) if u is None else u
-        alpha, inverse, *found = recursive_least_squares(read, directions, added, A, cu_seqlens, lambda0, _precision(v))
-        write = unit(alpha) if normalize_alpha else alpha
-        strength = torch.ones_like(read[..., 0])
+        read = unit(k, unit_dtype) if normalize_key else k
+        alpha, inverse, *found = recursive_least_squares(
+            k if normalize_alpha else read,
+            _directions(k, u),
+            added,
+            A,
+            cu_seqlens,
+            lambda0,
+            _precision(v),
+            torch.float32,
+        )
+        write = unit(alpha, unit_dtype) if normalize_alpha else alpha
+        strength = torch.ones_like(k[..., 0])
         o, memory, kept = delta_rule(
-            query, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, 0, half, save, False
+            q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, 0, half, save, False
         )
         # without the division for the last z alone
         values = o if normalizer else torch.zeros_like(o)
         quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, eps, v.dtype)
         o = quotient if normalizer else o.to(v.dtype, copy=True)
-    if not save:
-        return o, memory, inverse, sums, []
-    ours = [query, read, alpha, values, products, key_sums, *([write] if normalize_alpha else [])]
-    return o, memory, inverse, sums, [*ours, *found, *kept]
+    units = [*([read] if normalize_key else []), *([write] if normalize_alpha else [])]
+    return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
 
 
 @variational_linear_attention.register_fake
 def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, eps, normalize_key, normalize_alpha, normalizer, save):
-    query, read = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k))
-    value = v.new_empty(v.shape, dtype=torch.float32)
-    strength = read.new_empty(read.shape[:3])
-    directions = torch.empty_like(k) if u is None else u
-    alpha, inverse, *found = recursive_least_squares(read, directions, added, A, cu_seqlens, lambda0, _precision(v))
     half = _half(v, normalize_key, normalize_alpha)
-    o, memory, kept = delta_rule(query, read, value, strength, alpha, None, S, cu_seqlens, 1.0, 0, half, save, False)
-    output, sums = v.new_empty(v.shape), _sums(k, cu_seqlens)
-    if not save:
-        return output, memory, inverse, sums, []
-    ours = [query, read, alpha, o, torch.empty_like(strength), allocate_sums(k, cu_seqlens)]
-    return (
-        output,
-        memory,
-        inverse,
-        sums,
-        [*ours, *([torch.empty_like(alpha)] if normalize_alpha else []), *found, *kept],
+    read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
+    strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
+    alpha, inverse, *found = recursive_least_squares(
+        k, _directions(k, u), added, A, cu_seqlens, lambda0, _precision(v), torch.float32
     )
+    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, 0, half, save, False)
+    units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
+    products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
+    kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
+    return v.new_empty(v.shape), memory, inverse, _sums(k, cu_seqlens), kept
+
+
+def _directions(k: Tensor, u: Tensor | None) -> Tensor:
+    return torch.zeros_like(k) if u is None else u
 
 
 def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
@@ -127,9 +130,11 @@ def variational_linear_attention_backward(
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    query, read, alpha, values, products, key_sums, *rest = kept
-    write = rest.pop(0) if normalize_alpha else alpha
-    found, kept = rest[:3], rest[3:]
+    kept = list(kept)
+    read = kept.pop(0) if normalize_key else k
+    write = kept.pop(0) if normalize_alpha else kept[0]
+    alpha, values, products, key_sums, *kept = kept
+    found, kept = kept[:3], kept[3:]
     half = _half(d_output, normalize_key, normalize_alpha)
     with torch.cuda.device_of(q):
         if normalizer:
@@ -138,18 +143,19 @@ def variational_linear_attention_backward(
             )
         else:
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
-        strength = torch.ones_like(read[..., 0])
+        strength = torch.ones_like(k[..., 0])
         d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
-            query, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, 0, half
+            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, 0, half
         )
         d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
-        directions = torch.zeros_like(k) if u is None else u
         d_solved, d_u, d_A = recursive_least_squares_backward(
-            read, directions, added, cu_seqlens, *found, d_alpha, d_inverse, _precision(d_output)
-        )
+            k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse,
+            _precision(d_output),
+        )  # fmt: skip
         d_q, d_k, d_z = add_gradients_of_keys(
-            q, k, z, cu_seqlens, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved, normalize_key
-        )
+            q, k, z, cu_seqlens, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+            normalize_key, normalize_alpha,
+        )  # fmt: skip
     return d_q, d_k, d_v.to(d_output.dtype, copy=True), d_u if u is not None else k.new_empty(0), d_S, d_A, d_z
 
 
