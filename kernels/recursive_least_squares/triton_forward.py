@@ -92,59 +92,51 @@ def refreshed_since(added, live, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def inverse_factor(products, live, room, CHUNK: tl.constexpr):
+def inverse_factor(products, live, room, CHUNK: tl.constexpr, ROWS: tl.constexpr = 4):
     """L^{-1} for I + products = L Lᵀ, of which the upper triangle is read and rows from `live` on must be zero.
 
-    Elimination in place, four rows at a time: the columns done hold the inverse of the unit factor below the diagonal,
-    the others what is left to factor. Four rows go to all threads through `room`, CHUNK * CHUNK numbers of memory that
-    no other program uses. No pivot is below 1 but by rounding.
+    Elimination of ROWS rows at a time. They go to all threads through `room`, CHUNK * CHUNK numbers of memory that no
+    other program uses, and leave there their rows of the result: what is behind them is still to be factored, and what
+    is before them, in the place of what has been, the inverse of the unit factor. No pivot is below 1 but by rounding.
     """
     i = tl.arange(0, CHUNK)
+    tile = room + i[:, None] * CHUNK + i[None, :]
     matrix = products + identity(CHUNK)
-    pivots = tl.full((CHUNK,), 1.0, tl.float32)
-    for j in tl.range(0, tl.minimum(live, CHUNK).to(tl.int32), 4, num_stages=1):  # no load before the storing
-        among = (i >= j) & (i < j + 4)
-        tl.store(room + i[:, None] * CHUNK + i[None, :], matrix, mask=among[:, None])
+    tl.store(tile, identity(CHUNK), mask=(i >= live)[:, None])
+    for j in tl.range(0, tl.minimum(live, CHUNK).to(tl.int32), ROWS, num_stages=1):  # no load before the storing
+        among = (i >= j) & (i < j + ROWS)
+        tl.store(tile, matrix, mask=among[:, None])
+        matrix = tl.where(among[None, :], 0.0, matrix)
         tl.debug_barrier()
-        rows = room + j * CHUNK
-        corner = rows + j
-        m01, m02, m03 = tl.load(corner + 1), tl.load(corner + 2), tl.load(corner + 3)
-        m12, m13 = tl.load(corner + CHUNK + 2), tl.load(corner + CHUNK + 3)
-        m23 = tl.load(corner + 2 * CHUNK + 3)
-        p0 = tl.load(corner)
-        f01, f02, f03 = m01 / p0, m02 / p0, m03 / p0
-        p1 = tl.load(corner + CHUNK + 1) - f01 * m01
-        m12, m13 = m12 - f01 * m02, m13 - f01 * m03
-        f12, f13 = m12 / p1, m13 / p1
-        p2 = tl.load(corner + 2 * CHUNK + 2) - f02 * m02 - f12 * m12
-        m23 = m23 - f02 * m03 - f12 * m13
-        f23 = m23 / p2
-        p3 = tl.load(corner + 3 * CHUNK + 3) - f03 * m03 - f13 * m13 - f23 * m23
-
-        # as columns, of what is below
-        c0 = tl.load(rows + i)
-        c1 = tl.load(rows + CHUNK + i) - f01 * c0
-        c2 = tl.load(rows + 2 * CHUNK + i) - f02 * c0 - f12 * c1
-        c3 = tl.load(rows + 3 * CHUNK + i) - f03 * c0 - f13 * c1 - f23 * c2
-        below = i >= j + 4
-        c0 = tl.where(below, c0 / p0, tl.where(i == j, -1.0, 0.0))
-        c1 = tl.where(below, c1 / p1, tl.where(i == j + 1, -1.0, 0.0))
-        c2 = tl.where(below, c2 / p2, tl.where(i == j + 2, -1.0, 0.0))
-        c3 = tl.where(below, c3 / p3, tl.where(i == j + 3, -1.0, 0.0))
-        pivots = tl.where(i == j, p0, tl.where(i == j + 1, p1, tl.where(i == j + 2, p2, pivots)))
-        pivots = tl.where(i == j + 3, p3, pivots)
-        # as rows, with those of the identity where the inverse begins
-        r0 = tl.where(among, tl.where(i == j, 1.0, 0.0), tl.load(rows + i))
-        r1 = tl.where(among, tl.where(i == j + 1, 1.0, 0.0), tl.load(rows + CHUNK + i)) - f01 * r0
-        r2 = tl.where(among, tl.where(i == j + 2, 1.0, 0.0), tl.load(rows + 2 * CHUNK + i)) - f02 * r0 - f12 * r1
-        r3 = tl.where(among, tl.where(i == j + 3, 1.0, 0.0), tl.load(rows + 3 * CHUNK + i))
-        r3 = r3 - f03 * r0 - f13 * r1 - f23 * r2
-        kept = (i < j)[:, None] | (below[:, None] & ~among[None, :])
-        matrix = tl.where(kept, matrix, 0.0) - c0[:, None] * r0[None, :] - c1[:, None] * r1[None, :]
-        matrix = matrix - c2[:, None] * r2[None, :] - c3[:, None] * r3[None, :]
-    tl.debug_barrier()  # until all have read what is to be overwritten
-    unit = tl.where(i[:, None] >= i[None, :], matrix, 0.0)
-    return unit * tl.rsqrt(tl.maximum(pivots, 1.0))[:, None]
+        # Of the rows before in this block: numbers above their diagonal, those by their pivots, one by these and by
+        # their roots, and all as columns and as rows (with the identity where the inverse begins).
+        above, factors, reciprocals, roots, columns, rows = (), (), (), (), (), ()
+        for a in tl.static_range(ROWS):
+            place = room + (j + a) * CHUNK
+            pivot = tl.load(place + j + a)
+            column = tl.load(place + i)
+            row = tl.where(among, tl.where(i == j + a, 1.0, 0.0), tl.load(place + i))
+            for b in tl.static_range(a):
+                number = tl.load(room + (j + b) * CHUNK + j + a)
+                for c in tl.static_range(b):
+                    number -= factors[b * (b - 1) // 2 + c] * above[a * (a - 1) // 2 + c]
+                factor = number * reciprocals[b]
+                above = above + (number,)
+                factors = factors + (factor,)
+                pivot -= factor * number
+                column -= factor * columns[b]
+                row -= factor * rows[b]
+            reciprocals = reciprocals + (1.0 / pivot,)
+            roots = roots + (tl.rsqrt(tl.maximum(pivot, 1.0)),)
+            columns = columns + (column,)
+            rows = rows + (row,)
+        tl.debug_barrier()  # until all have read what is to be overwritten
+        for a in tl.static_range(ROWS):
+            column = tl.where(i >= j + ROWS, columns[a] * reciprocals[a], 0.0)
+            matrix -= column[:, None] * rows[a][None, :]
+            tl.store(room + (j + a) * CHUNK + i, tl.where(i <= j + a, rows[a] * roots[a], 0.0))
+    tl.debug_barrier()
+    return load_block(room, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit
@@ -164,13 +156,13 @@ def _absorb(
     state, rows, added, t, room, written, live,
     REFRESHED: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """L^{-1}, Y and Yᵀ of a chunk; `room` and the rows of `written` are this program's own."""
+    """Y and Yᵀ of a chunk; L^{-1} is left in `room`, which is this program's own like the rows of `written`."""
     offered = product(rows, state, EXACT_A=EXACT)
     if REFRESHED:
         offered += refreshed_before(added + t, live, CHUNK)[:, None] * rows
     x = inverse_factor(product(offered, tl.trans(rows), EXACT_B=EXACT), live, room, CHUNK)
     y = product(x, offered)
-    return x, y, transpose(y, written, CHUNK, K, CHUNK, BLOCK)
+    return y, transpose(y, written, CHUNK, K, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -232,8 +224,7 @@ def advance(
         store_block(states + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
         room = inverse + place * CHUNK * CHUNK
         own = written + place * CHUNK * K
-        x, y, columns = _absorb(state, rows, added, t, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
-        store_block(room, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+        y, columns = _absorb(state, rows, added, t, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
         state -= product(columns, y)
         if REFRESHED:
             state += _total(added + t, live, CHUNK, K, BLOCK)

@@ -18,7 +18,7 @@ from longseq.kernels.triton_tiles import PLAIN, load_numbers, load_tokens, seque
 from longseq.kernels.variational_linear_attention.triton_unit import differentiate_unit
 
 CHUNK = 64  # tokens
-STEP = 32  # sums of chunks that are added up at a time
+STEP = 64  # sums of chunks that are added up at a time
 
 
 @triton.jit
