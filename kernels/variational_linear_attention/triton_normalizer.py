@@ -247,6 +247,6 @@ def add_gradients_of_keys(
         d_q, d_k, d_initial, tokens, heads, *strides(q), *strides(k),
         HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
         OF_KEY=normalize_alpha, STEP=STEP,
-        **_constants(k, cu_seqlens),
+        **_constants(k, cu_seqlens) | {"num_warps": 8},
     )  # fmt: skip
     return d_q, d_k, d_initial
