@@ -17,21 +17,15 @@ A after the chunk, and
     dU = -(V A + e ⊙ V + (tril(S) ⊙ (e_i - e_j)) U)     dA = sym(β̃ᵀ x̃ + Φᵀ D Φ)
 
 Only A and L (forward) and D (backward) walk along time; the rest runs over chunks in parallel. A walk takes as long as
-its chain of dependent steps. A token costs the elimination one, with a trip through shared memory, and a chunk four
-products (of D two), whatever their size: chunks are as long as registers allow, and a long sequence of few heads is cut
-into segments that walk side by side. For that `summarize` finds each segment's map of A, a linear fractional one,
+its chain of dependent steps: of the factor of a chunk, four rows at a time, and of four products (of D two), whatever
+their size. Chunks are as long as registers allow, and a long sequence of few heads is cut into segments that walk side
+by side. A before each of them is found by triton_segments.py; the map of D is linear, the product of the Φ and what D
+gains. Packed sequences are not cut, and neither are float32 ones, of which more is expected than those products allow.
 
-    A -> E + F (A^{-1} + J)^{-1} Fᵀ,   J = Rᵀ R
-
-by the walk from A = 0, which ends in E, with F <- Φ F and J <- J + Fᵀ Wᵀ W F, W = L^{-1} U. `connect` follows A through
-the maps, which is to absorb the rows of R as tokens, and each segment walks again from its own A. J adds up squares:
-where directions were so long that its rounding would be seen in A, `connect` says so, and the first segment's program
-walks alone. The map of D is linear, the product of the Φ and what D gains. Packed sequences are not cut, and neither
-are float32 ones, of which more is expected than the rounding of J allows.
-
-A is the inverse of a growing sum, so that the walks multiply in three TF32 products for each of float32. Of what does
-not add up from chunk to chunk one TF32 product is as good for bfloat16. Matrices that are needed transposed go through
-memory (see delta_rule/triton_backward.py).
+A is the inverse of a growing sum, so that its walk multiplies in three TF32 products for each of float32, and that of D
+in three of float16 halves, into whose range D is brought at each step. Of what does not add up from chunk to chunk one
+TF32 product is as good for bfloat16. Matrices that are needed transposed go through memory (see
+delta_rule/triton_backward.py).
 
 No sum depends on the order in which programs run. The forward pass keeps A before each chunk, L^{-1} and Y: K K / C + C
 + K numbers for each token and head. The backward pass takes 2 K K / C + 2 C + 3 K more while it runs.

@@ -105,7 +105,7 @@ def _size(matrix):
 
 @triton.jit
 def _invert(z, transposed):
-    """z^{-1} to some three digits or more, and what is missing of it: Newton's method, from where it always converges."""
+    """z^{-1} to three digits or more, and what is missing of it: Newton's method, from where it always converges."""
     inverse = transposed / (_size(z) * _size(transposed))
     rest = 1.0
     steps = 0
