@@ -429,8 +429,8 @@ def delta_rule_backward(
     squares = ours.squares[:, :, 0].shape
     d_attention, d_lower = ours.squares.new_empty(squares), ours.squares.new_empty(squares)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    d_q, d_k, d_v = q.new_empty(q.shape), k.new_empty(k.shape), d_output.new_empty(d_output.shape)
-    d_write_key = k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape)
+    d_q, d_k, d_v = _gradient(q, d_output), _gradient(k, d_output), d_output.new_empty(d_output.shape)
+    d_write_key = k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output)
     differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
     block_k = plan.block(differentiate, key_dim)
     parts = cdiv(key_dim, block_k)
@@ -478,14 +478,19 @@ def delta_rule_backward(
 def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
     sequences = count_sequences(k.shape[0], cu_seqlens)
     return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
+        _gradient(q, d_output),
+        _gradient(k, d_output),
         d_output.new_empty(d_output.shape),
         beta.new_empty(beta.shape),
-        k.new_empty((0,)) if write_key is None else write_key.new_empty(write_key.shape),
+        k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output),
         beta.new_empty((0,)) if g is None else g.new_empty(g.shape),
         q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32),
     )
+
+
+def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
+    """Room for a gradient, not yet rounded where the output's is not."""
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
 
 
 def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:

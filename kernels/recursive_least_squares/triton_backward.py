@@ -9,12 +9,11 @@ import triton.language as tl
 
 from longseq.kernels.recursive_least_squares.triton_forward import (
     WALK,
+    finish,
     identity,
     load_transposed,
     multiply,
-    product,
     refreshed_before,
-    refreshed_since,
     respond,
 )
 from longseq.kernels.triton_tiles import (
@@ -25,7 +24,32 @@ from longseq.kernels.triton_tiles import (
     sequence,
     store_block,
     store_tokens,
+    unit_of,
 )
+
+
+@triton.jit
+def _halve(x):
+    """Two float16 numbers that have 22 bits of x together."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _store_halves(place, x, K: tl.constexpr, BLOCK: tl.constexpr):
+    high, low = _halve(x)
+    store_block(place, 0, 0, high, K, K, BLOCK, BLOCK)
+    store_block(place + K * K, 0, 0, low, K, K, BLOCK, BLOCK)
+
+
+@triton.jit
+def _load_halves(place, K: tl.constexpr, BLOCK: tl.constexpr):
+    return load_block(place, 0, 0, K, K, BLOCK, BLOCK), load_block(place + K * K, 0, 0, K, K, BLOCK, BLOCK)
+
+
+@triton.jit
+def _product_of_halves(a_high, a_low, b_high, b_low):
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -36,59 +60,64 @@ def linearize(
     K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: Φ, x̃, β̃, a, b, Nᵀ and the gradient of x."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
+    """One chunk of one head: Φ, x̃, a and Nᵀ from every even program, β̃, b and the gradient of x from every odd one."""
+    head = (tl.program_id(0) // 2 % H).to(tl.int64)
+    slot = (tl.program_id(0) // 2 // H).to(tl.int64)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    x += row * x_row + start * x_token + head * x_head
     u += row * u_row + start * u_token + head * u_head
-    d_output += row * do_row + start * do_token + head * do_head
-
-    before = tl.zeros((CHUNK,), tl.float32)
-    since = before
-    if REFRESHED:
-        before = refreshed_before(added + row * T + start, live, CHUNK)
-        since = refreshed_since(added + row * T + start, live, CHUNK)
-    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    state = load_block(states + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
-    factor = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    columns = load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
-
-    value = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    among, left, _ = respond(value, columns, factor, rows, state, before, since, False, PRECISION, CHUNK)
-    store_block(weights + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(read + place * CHUNK * K, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-    value = load_tokens(d_output, do_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    among, left, dx = respond(value, columns, factor, rows, state, before, since, REFRESHED, PRECISION, CHUNK)
-    store_block(d_weights + place * CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(d_read + place * CHUNK * K, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-    store_tokens(d_x + ((row * T + start) * H + head) * K, H * K, live, 0, dx, K, CHUNK, BLOCK)
-
-    columns = multiply(columns, factor, PRECISION=PRECISION)
-    store_block(solved + place * CHUNK * K, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
-    transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
-    store_block(transitions + place * K * K, 0, 0, transition, K, K, BLOCK, BLOCK)
+    matrix = place * CHUNK * CHUNK
+    tokens = place * CHUNK * K
+    if tl.program_id(0) % 2 == 0:
+        x += row * x_row + start * x_token + head * x_head
+        value = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
+        store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+        tl.debug_barrier()  # loaded again, not held in registers
+        columns = load_transposed(written + tokens, CHUNK, K, CHUNK, BLOCK)
+        factor = load_block(inverse + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        columns = multiply(columns, factor, PRECISION=PRECISION)
+        store_block(solved + tokens, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
+        rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
+        _store_halves(transitions + 2 * place * K * K, transition, K, BLOCK)
+    else:
+        d_output += row * do_row + start * do_token + head * do_head
+        if REFRESHED:
+            added += row * T + start
+        value = load_tokens(d_output, do_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
+        store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(d_read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+        dx = finish(value, among, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
+        store_tokens(d_x + ((row * T + start) * H + head) * K, H * K, live, 0, dx, K, CHUNK, BLOCK)
 
 
 @triton.jit
 def _pull_back(d_state, transition, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Φᵀ D Φ, with Φ at `transition`."""
-    half = product(d_state, load_block(transition, 0, 0, K, K, BLOCK, BLOCK))
-    return product(load_transposed(transition, K, K, BLOCK, BLOCK), half)
+    """Φᵀ D Φ, with Φ at `transition`. D, of any size, is brought into float16's range, and so is D Φ."""
+    high, low = _load_halves(transition, K, BLOCK)
+    unit = unit_of(tl.max(tl.max(tl.abs(d_state), 1), 0))
+    d_high, d_low = _halve(d_state * unit)
+    d_state = _product_of_halves(d_high, d_low, high, low) / unit
+    unit = unit_of(tl.max(tl.max(tl.abs(d_state), 1), 0))
+    d_high, d_low = _halve(d_state * unit)
+    return _product_of_halves(tl.trans(high), tl.trans(low), d_high, d_low) / unit
 
 
 @triton.jit
-def _gain(read, d_read, place, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _gain(read, d_read, place, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """What A before a chunk gains by its outputs: β̃ᵀ x̃."""
     left = load_block(read + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK)
-    return product(load_transposed(d_read + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), left)
+    d_left = load_transposed(d_read + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
+    return multiply(d_left, left, PRECISION=PRECISION)
 
 
 @triton.jit(do_not_specialize=WALK)
 def accumulate(
     transitions, read, d_read, segment_transitions, segment_gains, segments, span, T, H,
-    K: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One segment, but the first, of one head of one sequence: D before it from none after it, and its Φ's product.
 
@@ -105,15 +134,17 @@ def accumulate(
         d_state = tl.zeros((BLOCK, BLOCK), tl.float32)
         for m in range(begin, stop):
             place = (slot + begin + stop - 1 - m) * H + head
-            d_state = _pull_back(d_state, transitions + place * K * K, K, BLOCK)
-            d_state += _gain(read, d_read, place, K, CHUNK, BLOCK)
+            d_state = _pull_back(d_state, transitions + 2 * place * K * K, K, BLOCK)
+            d_state += _gain(read, d_read, place, K, PRECISION, CHUNK, BLOCK)
         store_block(segment_gains + square, 0, 0, d_state, K, K, BLOCK, BLOCK)
     else:
         passed = identity(BLOCK)
         for m in range(begin, stop):
             place = (slot + begin + stop - 1 - m) * H + head
-            passed = product(passed, load_block(transitions + place * K * K, 0, 0, K, K, BLOCK, BLOCK))
-        store_block(segment_transitions + square, 0, 0, passed, K, K, BLOCK, BLOCK)
+            high, low = _load_halves(transitions + 2 * place * K * K, K, BLOCK)
+            passed_high, passed_low = _halve(passed)
+            passed = _product_of_halves(passed_high, passed_low, high, low)
+        _store_halves(segment_transitions + 2 * square, passed, K, BLOCK)
 
 
 @triton.jit(do_not_specialize=WALK)
@@ -121,7 +152,7 @@ def retreat(
     cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
     segments, span, T, H,
     K: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, SEGMENTED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head of one sequence: D after each chunk, whose symmetric part is A's gradient, and the first.
 
@@ -137,15 +168,15 @@ def retreat(
     if SEGMENTED:
         for back in range(0, segments - 1 - segment):
             place = ((n * H + head) * segments + segments - 1 - back) * K * K
-            d_state = _pull_back(d_state, segment_transitions + place, K, BLOCK)
+            d_state = _pull_back(d_state, segment_transitions + 2 * place, K, BLOCK)
             d_state += load_block(segment_gains + place, 0, 0, K, K, BLOCK, BLOCK)
     begin = segment * span
     stop = tl.minimum(begin + span, tl.cdiv((end - start).to(tl.int32), CHUNK))
     for m in range(begin, stop):
         place = (slot + begin + stop - 1 - m) * H + head
         store_block(d_states + place * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
-        d_state = _pull_back(d_state, transitions + place * K * K, K, BLOCK)
-        d_state += _gain(read, d_read, place, K, CHUNK, BLOCK)
+        d_state = _pull_back(d_state, transitions + 2 * place * K * K, K, BLOCK)
+        d_state += _gain(read, d_read, place, K, PRECISION, CHUNK, BLOCK)
     if segment == 0:
         store_block(d_initial + (n * H + head) * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
 
@@ -166,32 +197,36 @@ def differentiate_directions(
     tokens = place * CHUNK * K
     square = place * K * K
 
+    u += row * u_row + start * u_token + head * u_head
+
     # 2 N D, of D's symmetric part
     d_state = load_block(d_states + square, 0, 0, K, K, BLOCK, BLOCK)
     d_state += load_transposed(d_states + square, K, K, BLOCK, BLOCK)
-    later = load_transposed(solved + tokens, K, CHUNK, BLOCK, CHUNK)
-    later = multiply(later, d_state, PRECISION=PRECISION)
-    pairs = multiply(later, load_block(solved + tokens, 0, 0, K, CHUNK, BLOCK, CHUNK), PRECISION=PRECISION)
-    rows = load_tokens(
-        u + row * u_row + start * u_token + head * u_head, u_token, live, 0, K, CHUNK, BLOCK
-    ).to(tl.float32)  # fmt: skip
-    du = later - multiply(pairs, rows, PRECISION=PRECISION)
+    du = load_transposed(solved + tokens, K, CHUNK, BLOCK, CHUNK)
+    du = multiply(du, d_state, PRECISION=PRECISION)
+    tl.debug_barrier()  # here and below: loaded again, not held in registers
+    pairs = multiply(du, load_block(solved + tokens, 0, 0, K, CHUNK, BLOCK, CHUNK), PRECISION=PRECISION)
+    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    du -= multiply(pairs, rows, PRECISION=PRECISION)
     seen = load_transposed(weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_seen = load_transposed(d_weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
-    left = load_block(d_read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK)
-    du = multiply(seen, left, du, PRECISION=PRECISION)
-    left = load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK)
-    du = multiply(d_seen, left, du, PRECISION=PRECISION)
-    state = load_block(states + square, 0, 0, K, K, BLOCK, BLOCK)
+    if REFRESHED:
+        among = load_block(d_weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
+    du = multiply(seen, load_block(d_read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
+    tl.debug_barrier()
+    seen = load_transposed(d_weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
+    if REFRESHED:
+        among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
+    du = multiply(seen, load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
+    state = load_transposed(states + square, K, K, BLOCK, BLOCK)  # symmetric, and as products take it
     total = multiply(du, state, PRECISION=PRECISION)
     if REFRESHED:
         i = tl.arange(0, CHUNK)
         before = refreshed_before(added + row * T + start, live, CHUNK)
-        among = load_block(d_weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
-        among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        pairs = multiply(d_seen, among, pairs, PRECISION=PRECISION)
-        pairs = tl.where(i[:, None] > i[None, :], pairs * (before[:, None] - before[None, :]), 0.0)
         total += before[:, None] * du
+        pairs = tl.where(i[:, None] > i[None, :], pairs * (before[:, None] - before[None, :]), 0.0)
+        tl.debug_barrier()
+        rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         total = multiply(pairs, rows, total, PRECISION=PRECISION)
     store_tokens(d_u + ((row * T + start) * H + head) * K, H * K, live, 0, -total, K, CHUNK, BLOCK)

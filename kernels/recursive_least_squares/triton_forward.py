@@ -16,6 +16,7 @@ from longseq.kernels.triton_tiles import (
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
 WALK = [*PLAIN, "span", "segments"]
+MOST_SEGMENTS = tl.constexpr(128)
 
 
 @triton.jit
@@ -91,31 +92,57 @@ def refreshed_since(added, live, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def inverse_factor(products, live, CHUNK: tl.constexpr):
+def inverse_factor(products, live, room, CHUNK: tl.constexpr, ROWS: tl.constexpr = 4):
     """L^{-1} for I + products = L Lᵀ, of which the upper triangle is read and rows from `live` on must be zero.
 
-    Elimination in place: the columns done hold the inverse of the unit factor below the diagonal, the others what is
-    left to factor. No pivot is below 1 but by rounding.
+    Elimination of ROWS rows at a time. They go to all threads through `room`, CHUNK * CHUNK numbers of memory that no
+    other program uses, and leave there their rows of the result: what is behind them is still to be factored, and what
+    is before them, in the place of what has been, the inverse of the unit factor. No pivot is below 1 but by rounding.
     """
     i = tl.arange(0, CHUNK)
+    tile = room + i[:, None] * CHUNK + i[None, :]
     matrix = products + identity(CHUNK)
-    for j in range(0, tl.minimum(live, CHUNK)):
-        row = tl.sum(tl.where(i[:, None] == j, matrix, 0.0), 0)
-        column = row[:, None]
-        pivot = tl.max(tl.where(i[:, None] == j, column, 1.0), 0)
-        factor = tl.where(i[:, None] > j, column / pivot[None, :], 0.0)
-        row = tl.where(i == j, 1.0, row)
-        matrix = tl.where((i[:, None] > j) & (i[None, :] == j), 0.0, matrix) - factor * row[None, :]
-    pivots = tl.maximum(tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1), 1.0)
-    unit = tl.where(i[:, None] > i[None, :], matrix, identity(CHUNK))
-    return unit * tl.rsqrt(pivots)[:, None]
+    tl.store(tile, identity(CHUNK), mask=(i >= live)[:, None])
+    for j in tl.range(0, tl.minimum(live, CHUNK).to(tl.int32), ROWS, num_stages=1):  # no load before the storing
+        among = (i >= j) & (i < j + ROWS)
+        tl.store(tile, matrix, mask=among[:, None])
+        matrix = tl.where(among[None, :], 0.0, matrix)
+        tl.debug_barrier()
+        # Of the rows before in this block: numbers above their diagonal, those by their pivots, one by these and by
+        # their roots, and all as columns and as rows (with the identity where the inverse begins).
+        above, factors, reciprocals, roots, columns, rows = (), (), (), (), (), ()
+        for a in tl.static_range(ROWS):
+            place = room + (j + a) * CHUNK
+            pivot = tl.load(place + j + a)
+            column = tl.load(place + i)
+            row = tl.where(among, tl.where(i == j + a, 1.0, 0.0), tl.load(place + i))
+            for b in tl.static_range(a):
+                number = tl.load(room + (j + b) * CHUNK + j + a)
+                for c in tl.static_range(b):
+                    number -= factors[b * (b - 1) // 2 + c] * above[a * (a - 1) // 2 + c]
+                factor = number * reciprocals[b]
+                above = above + (number,)
+                factors = factors + (factor,)
+                pivot -= factor * number
+                column -= factor * columns[b]
+                row -= factor * rows[b]
+            reciprocals = reciprocals + (1.0 / pivot,)
+            roots = roots + (tl.rsqrt(tl.maximum(pivot, 1.0)),)
+            columns = columns + (column,)
+            rows = rows + (row,)
+        tl.debug_barrier()  # until all have read what is to be overwritten
+        for a in tl.static_range(ROWS):
+            column = tl.where(i >= j + ROWS, columns[a] * reciprocals[a], 0.0)
+            matrix -= column[:, None] * rows[a][None, :]
+            tl.store(room + (j + a) * CHUNK + i, tl.where(i <= j + a, rows[a] * roots[a], 0.0))
+    tl.debug_barrier()
+    return load_block(room, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit
-def _first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
+def first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
     """A before the first token: the symmetric part of the given one, but as it is if there is not `some` token."""
     i = tl.arange(0, BLOCK)
-    # zero past K, where `connect` would take its size for that of A
     state = tl.where((i[:, None] == i[None, :]) & (i < K)[None, :], first, 0.0)
     if HAS_INITIAL:
         state = load_block(initial + place * K * K, 0, 0, K, K, BLOCK, BLOCK).to(tl.float32)
@@ -126,20 +153,20 @@ def _first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.c
 
 @triton.jit
 def _absorb(
-    state, rows, added, t, written, live,
+    state, rows, added, t, room, written, live,
     REFRESHED: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """L^{-1}, Y and Yᵀ of a chunk, whose rows of `written` are this program's own."""
+    """Y and Yᵀ of a chunk; L^{-1} is left in `room`, which is this program's own like the rows of `written`."""
     offered = product(rows, state, EXACT_A=EXACT)
     if REFRESHED:
         offered += refreshed_before(added + t, live, CHUNK)[:, None] * rows
-    x = inverse_factor(product(offered, tl.trans(rows), EXACT_B=EXACT), live, CHUNK)
+    x = inverse_factor(product(offered, tl.trans(rows), EXACT_B=EXACT), live, room, CHUNK)
     y = product(x, offered)
-    return x, y, _transpose(y, written, CHUNK, K, CHUNK, BLOCK)
+    return y, transpose(y, written, CHUNK, K, CHUNK, BLOCK)
 
 
 @triton.jit
-def _transpose(
+def transpose(
     x, scratch, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """xᵀ, through memory that is this program's own."""
@@ -159,7 +186,7 @@ def _total(added, live, CHUNK: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=WALK)
 def advance(
-    u, added, initial, cu_seqlens, segment_starts, whole, states, inverse, written, final,
+    u, added, initial, cu_seqlens, segment_starts, refused, states, inverse, written, final,
     first, segments, span, T, H, u_row, u_token, u_head,
     K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr, HAS_INITIAL: tl.constexpr,
     SEGMENTED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -175,10 +202,12 @@ def advance(
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     begin = segment * span
     stop = tl.minimum(begin + span, chunks)
-    state = _first_state(initial, first, n * H + head, end > start, K, HAS_INITIAL, BLOCK)
+    state = first_state(initial, first, n * H + head, end > start, K, HAS_INITIAL, BLOCK)
     if SEGMENTED:
-        if tl.load(whole + n * H + head) > 0:
-            # `connect` refused: the first program walks alone
+        others = tl.arange(0, MOST_SEGMENTS)
+        mask = (others > 0) & (others < segments)
+        if tl.max(tl.load(refused + (n * H + head) * segments + others, mask=mask, other=0), 0) > 0:
+            # `solve` refused: the first program walks alone
             begin = tl.where(segment == 0, 0, chunks)
             stop = tl.where(segment == 0, chunks, 0)
         elif segment > 0:
@@ -193,9 +222,9 @@ def advance(
         rows = later
         later = load_rows(u + (t + CHUNK) * u_token, u_token, live - CHUNK, K, EXACT, CHUNK, BLOCK)
         store_block(states + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
+        room = inverse + place * CHUNK * CHUNK
         own = written + place * CHUNK * K
-        x, y, columns = _absorb(state, rows, added, t, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
-        store_block(inverse + place * CHUNK * CHUNK, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+        y, columns = _absorb(state, rows, added, t, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
         state -= product(columns, y)
         if REFRESHED:
             state += _total(added + t, live, CHUNK, K, BLOCK)
@@ -204,102 +233,34 @@ def advance(
 
 
 @triton.jit
-def _upper_factor(matrix, least, K: tl.constexpr, SIZE: tl.constexpr):
-    """R with Rᵀ R = the symmetric matrix [SIZE, SIZE], not below 0, with `least` added to its diagonal."""
-    i = tl.arange(0, SIZE)
-    matrix += identity(SIZE) * least
-    for j in range(0, K):
-        row = tl.sum(tl.where(i[:, None] == j, matrix, 0.0), 0)
-        column = row[:, None]
-        pivot = tl.max(tl.where(i[:, None] == j, column, 0.5 * least), 0)
-        matrix -= tl.where(i[:, None] > j, column / pivot[None, :], 0.0) * row[None, :]
-    pivots = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
-    return tl.where(i[:, None] <= i[None, :], matrix, 0.0) * tl.rsqrt(tl.maximum(pivots, 0.5 * least))[:, None]
-
-
-@triton.jit(do_not_specialize=WALK)
-def summarize(
-    u, added, scratch, transports, offsets, roots, gains, segments, span, T, H, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
-    EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def respond(
+    x, u, u_token, inverse, written, place, live,
+    K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One segment, but the last, of one head of one sequence: F, E and R of the map from A before it to A after it."""
-    segment = tl.program_id(0) % (segments - 1)
-    head = (tl.program_id(0) // (segments - 1) % H).to(tl.int64)
-    n = (tl.program_id(0) // (segments - 1) // H).to(tl.int64)
-    row, start, end, _ = sequence(n, T, None, PACKED, CHUNK)
-    u += row * u_row + head * u_head
-    scratch += tl.program_id(0).to(tl.int64) * CHUNK * K
-    if REFRESHED:
-        added += row * T
-    state = tl.zeros((BLOCK, BLOCK), tl.float32)
-    transport = identity(BLOCK)
-    gained = tl.zeros((BLOCK, BLOCK), tl.float32)
-    stop = tl.minimum((segment + 1) * span, tl.cdiv((end - start).to(tl.int32), CHUNK))
-    for m in tl.range(segment * span, stop, num_stages=1):  # as in `advance`
-        t = start + m * CHUNK
-        live = (end - t).to(tl.int32)
-        rows = load_rows(u + t * u_token, u_token, live, K, EXACT, CHUNK, BLOCK)
-        x, y, columns = _absorb(state, rows, added, t, scratch, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
-        state -= product(columns, y)
-        if REFRESHED:
-            state += _total(added + t, live, CHUNK, K, BLOCK)
-        rows = load_rows(u + t * u_token, u_token, live, K, EXACT, CHUNK, BLOCK)  # again: fewer registers
-        seen = product(product(x, rows, EXACT_B=EXACT), transport)
-        transport -= product(columns, seen)
-        gained += product(_transpose(seen, scratch, CHUNK, K, CHUNK, BLOCK), seen)
-    largest = tl.max(tl.max(gained, 1), 0)  # which stands on the diagonal
-    place = (n * H + head) * segments + segment
-    tl.store(gains + place, largest)
-    place *= K * K
-    store_block(transports + place, 0, 0, transport, K, K, BLOCK, BLOCK)
-    store_block(offsets + place, 0, 0, state, K, K, BLOCK, BLOCK)
-    root = _upper_factor(gained, tl.maximum(5e-7 * largest, 1e-30), K, BLOCK)
-    store_block(roots + place, 0, 0, root, K, K, BLOCK, BLOCK)
-
-
-@triton.jit(do_not_specialize=WALK)
-def connect(
-    initial, transports, offsets, roots, gains, scratch, segment_starts, whole, first, segments,
-    K: tl.constexpr, HAS_INITIAL: tl.constexpr, LIMIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One head of one sequence: A before each segment but the first, and whether one of them could be off."""
-    place = tl.program_id(0).to(tl.int64)
-    scratch += place * CHUNK * K
-    place *= segments
-    state = _first_state(initial, first, tl.program_id(0).to(tl.int64), True, K, HAS_INITIAL, BLOCK)
-    refused = 0
-    for segment in tl.range(0, segments - 1, num_stages=1):  # as in `advance`
-        for begin in tl.range(0, K, CHUNK, num_stages=1):
-            root = load_block(roots + (place + segment) * K * K, begin, 0, K, K, CHUNK, BLOCK)
-            _, y, columns = _absorb(state, root, None, 0, scratch, K - begin, False, False, K, CHUNK, BLOCK)
-            state -= product(columns, y)
-        largest = tl.max(tl.max(state, 1), 0)  # which stands on the diagonal
-        refused = tl.where(largest * tl.load(gains + place + segment) <= LIMIT, refused, 1)
-        transport = transports + (place + segment) * K * K
-        state = product(load_block(transport, 0, 0, K, K, BLOCK, BLOCK), state)
-        tl.debug_barrier()  # read twice, not held in registers
-        state = product(state, load_transposed(transport, K, K, BLOCK, BLOCK))
-        state += load_block(offsets + (place + segment) * K * K, 0, 0, K, K, BLOCK, BLOCK)
-        store_block(segment_starts + (place + segment + 1) * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
-    tl.store(whole + tl.program_id(0), refused)
+    """a and x̃ of a chunk, for x [CHUNK, K] in float32."""
+    i = tl.arange(0, CHUNK)
+    weights = multiply(x, load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), PRECISION=PRECISION)
+    weights = tl.where(i[:, None] >= i[None, :], weights, 0.0)
+    factor = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    weights = multiply(weights, factor, PRECISION=PRECISION)
+    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+    return weights, x - multiply(weights, rows, PRECISION=PRECISION)
 
 
 @triton.jit
-def respond(
-    x, columns, inverse, rows, state, before, since,
-    REFRESHED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+def finish(
+    x, weights, left, u, u_token, states, added, place, live,
+    REFRESHED: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """a, x̃ and y = A_t x_t of a chunk, for x [CHUNK, K] in float32 and columns Yᵀ."""
-    i = tl.arange(0, CHUNK)
-    weights = multiply(x, columns, PRECISION=PRECISION)
-    weights = tl.where(i[:, None] >= i[None, :], weights, 0.0)
-    weights = multiply(weights, inverse, PRECISION=PRECISION)
-    left = x - multiply(weights, rows, PRECISION=PRECISION)
+    """y = A_t x_t of a chunk, for what `respond` found."""
+    state = load_transposed(states + place * K * K, K, K, BLOCK, BLOCK)  # symmetric, and as products take it
     y = multiply(left, state, PRECISION=PRECISION)
     if REFRESHED:
-        y += since[:, None] * x - multiply(weights, before[:, None] * rows, PRECISION=PRECISION)
-    return weights, left, y
+        tl.debug_barrier()  # loaded again, not held in registers
+        rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        rows *= refreshed_before(added, live, CHUNK)[:, None]
+        y += refreshed_since(added, live, CHUNK)[:, None] * x - multiply(weights, rows, PRECISION=PRECISION)
+    return y
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -316,16 +277,9 @@ def read_out(
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
     u += row * u_row + start * u_token + head * u_head
     x += row * x_row + start * x_token + head * x_head
-
-    before = tl.zeros((CHUNK,), tl.float32)
-    since = before
     if REFRESHED:
-        before = refreshed_before(added + row * T + start, live, CHUNK)
-        since = refreshed_since(added + row * T + start, live, CHUNK)
-    rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    state = load_block(states + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
-    factor = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    columns = load_transposed(written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
+        added += row * T + start
     read = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-    _, _, y = respond(read, columns, factor, rows, state, before, since, REFRESHED, PRECISION, CHUNK)
+    weights, left = respond(read, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
+    y = finish(read, weights, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
     store_tokens(output + ((row * T + start) * H + head) * K, H * K, live, 0, y, K, CHUNK, BLOCK)

@@ -17,21 +17,15 @@ A after the chunk, and
     dU = -(V A + e ⊙ V + (tril(S) ⊙ (e_i - e_j)) U)     dA = sym(β̃ᵀ x̃ + Φᵀ D Φ)
 
 Only A and L (forward) and D (backward) walk along time; the rest runs over chunks in parallel. A walk takes as long as
-its chain of dependent steps. A token costs the elimination one, with a trip through shared memory, and a chunk four
-products (of D two), whatever their size: chunks are as long as registers allow, and a long sequence of few heads is cut
-into segments that walk side by side. For that `summarize` finds each segment's map of A, a linear fractional one,
+its chain of dependent steps: of the factor of a chunk, four rows at a time, and of four products (of D two), whatever
+their size. Chunks are as long as registers allow, and a long sequence of few heads is cut into segments that walk side
+by side. A before each of them is found by triton_segments.py; the map of D is linear, the product of the Φ and what D
+gains. Packed sequences are not cut, and neither are float32 ones, of which more is expected than those products allow.
 
-    A -> E + F (A^{-1} + J)^{-1} Fᵀ,   J = Rᵀ R
-
-by the walk from A = 0, which ends in E, with F <- Φ F and J <- J + Fᵀ Wᵀ W F, W = L^{-1} U. `connect` follows A through
-the maps, which is to absorb the rows of R as tokens, and each segment walks again from its own A. J adds up squares:
-where directions were so long that its rounding would be seen in A, `connect` says so, and the first segment's program
-walks alone. The map of D is linear, the product of the Φ and what D gains. Packed sequences are not cut, and neither
-are float32 ones, of which more is expected than the rounding of J allows.
-
-A is the inverse of a growing sum, so that the walks multiply in three TF32 products for each of float32. Of what does
-not add up from chunk to chunk one TF32 product is as good for bfloat16. Matrices that are needed transposed go through
-memory (see delta_rule/triton_backward.py).
+A is the inverse of a growing sum, so that its walk multiplies in three TF32 products for each of float32, and that of D
+in three of float16 halves, into whose range D is brought at each step. Of what does not add up from chunk to chunk one
+TF32 product is as good for bfloat16. Matrices that are needed transposed go through memory (see
+delta_rule/triton_backward.py).
 
 No sum depends on the order in which programs run. The forward pass keeps A before each chunk, L^{-1} and Y: K K / C + C
 + K numbers for each token and head. The backward pass takes 2 K K / C + 2 C + 3 K more while it runs.
@@ -52,7 +46,8 @@ from longseq.kernels.recursive_least_squares.triton_backward import (
     linearize,
     retreat,
 )
-from longseq.kernels.recursive_least_squares.triton_forward import advance, connect, read_out, summarize
+from longseq.kernels.recursive_least_squares.triton_forward import MOST_SEGMENTS, advance, read_out
+from longseq.kernels.recursive_least_squares.triton_segments import connect, solve, summarize, transfer
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
@@ -69,14 +64,16 @@ from longseq.kernels.triton_launch import (
 # yet.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
-        "advance": Launch(64, 0, 4, 1),
-        "summarize": Launch(64, 0, 8, 1),
+        "transfer": Launch(64, 0, 4, 1),
+        "summarize": Launch(64, 0, 4, 1),
         "connect": Launch(64, 0, 4, 1),
-        "read_out": Launch(64, 0, 4, 1),
-        "linearize": Launch(64, 0, 8, 1),
+        "solve": Launch(64, 0, 4, 1),
+        "advance": Launch(64, 0, 4, 1),
+        "read_out": Launch(64, 0, 4, 1, 128),
+        "linearize": Launch(64, 0, 4, 1, 128),
         "accumulate": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
-        "differentiate_directions": Launch(64, 0, 8, 1),
+        "differentiate_directions": Launch(64, 0, 4, 1, 128),
     },
     (4, 64): {
         "advance": Launch(64, 0, 4, 1),
@@ -88,10 +85,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 }
 use_measured("recursive_least_squares", LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
-SUMMARY_CHUNK = 16  # where segments are summarized and connected: more would not fit into registers
 PROGRAMS = 256  # of half precision sequences, that walk along time side by side at most
 FEWEST_SEGMENTS = 4  # fewer would not win back that two thirds of the work is done twice
-LIMIT = 1000.0  # of J A in size, by which float32's rounding of J is multiplied where segments are connected
+GROWTH = 64.0  # of Z, in size, beyond which segments are connected from A and Z = I again
+LIMIT = 2000.0  # of Z's condition, by which float32's rounding of X and Z is multiplied
 
 
 class _Plan(NamedTuple):
@@ -125,7 +122,7 @@ def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
     chunks = cdiv(u.shape[1], plan.chunk)
     if not plan.half or cu_seqlens is not None:
         return 1, chunks
-    segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks))
+    segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks), MOST_SEGMENTS.value)
     if segments < FEWEST_SEGMENTS:
         return 1, chunks
     span = cdiv(chunks, segments)
@@ -141,8 +138,9 @@ def recursive_least_squares(
     cu_seqlens: Tensor | None,
     lambda0: float,
     precision: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns y in x's dtype, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
+    """Returns y in `dtype`, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
     chunk, L^{-1} and Y. `added` [B, T] in float32 is what a refresh adds to the diagonal after each token."""
     x, u = channels_adjacent(x), channels_adjacent(u)
     added = None if added is None else added.contiguous()
@@ -152,28 +150,36 @@ def recursive_least_squares(
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    output, final, states, inverse, written = _allocate(plan, x, u)
+    output, final, states, inverse, written = _allocate(plan, x, u, dtype)
     walk = {"REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
-    segment_starts, whole = None, None
+    segment_starts, refused = None, None
     with torch.cuda.device_of(u):  # Triton launches on the current device
         if segments > 1:
+            rows = (plan.slots, heads, plan.chunk, width)
+            meeting, entering = (final.new_empty(rows if added is not None else 0) for _ in range(2))
             squares = (plan.sequences, heads, segments, width, width)
-            transports, offsets, roots, segment_starts = (final.new_empty(squares) for _ in range(4))
-            gains = final.new_empty(squares[:3])
-            whole = final.new_empty(squares[:2], dtype=torch.int32)
-            # what is not written yet serves as scratch memory
-            summarize[(plan.sequences * heads * (segments - 1),)](
-                u, added, written, transports, offsets, roots, gains,
-                segments, span * plan.chunk // SUMMARY_CHUNK, tokens, heads, *strides(u),
-                **walk | {"CHUNK": SUMMARY_CHUNK}, **plan.options("summarize"),
+            passed, starts = final.new_empty((4, *squares)), final.new_empty((2, *squares))
+            segment_starts = final.new_empty(squares)
+            refused = final.new_empty(squares[:3], dtype=torch.int32)
+            sizes = {name: plan.constants[name] for name in ("K", "BLOCK")}
+            if added is not None:
+                transfer[(plan.slots * heads,)](
+                    u, added, meeting, entering, tokens, heads, *strides(u),
+                    EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
+                )  # fmt: skip
+            summarize[(2 * plan.sequences * heads * (segments - 1),)](
+                u, added, meeting, entering, passed, segments, span, tokens, heads, *strides(u),
+                REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("summarize"),
             )  # fmt: skip
             connect[(plan.sequences * heads,)](
-                initial_state, transports, offsets, roots, gains, written, segment_starts, whole,
-                1.0 / lambda0, segments, K=width, HAS_INITIAL=initial_state is not None, LIMIT=LIMIT,
-                CHUNK=SUMMARY_CHUNK, BLOCK=plan.constants["BLOCK"], **plan.options("connect"),
+                initial_state, passed, starts, 1.0 / lambda0, segments,
+                HAS_INITIAL=initial_state is not None, GROWTH=GROWTH, **sizes, **plan.options("connect"),
+            )  # fmt: skip
+            solve[(plan.sequences * heads * (segments - 1),)](
+                starts, segment_starts, refused, segments, LIMIT=LIMIT, **sizes, **plan.options("solve"),
             )  # fmt: skip
         advance[(plan.sequences * heads * segments,)](
-            u, added, initial_state, cu_seqlens, segment_starts, whole, states, inverse, written, final,
+            u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final,
             1.0 / lambda0, segments, span, tokens, heads, *strides(u),
             HAS_INITIAL=initial_state is not None, SEGMENTED=segments > 1, **walk, **plan.options("advance"),
         )  # fmt: skip
@@ -186,18 +192,18 @@ def recursive_least_squares(
 
 
 @recursive_least_squares.register_fake
-def _(x, u, added, initial_state, cu_seqlens, lambda0, precision):
-    return _allocate(_plan(u, cu_seqlens, precision), x, u)
+def _(x, u, added, initial_state, cu_seqlens, lambda0, precision, dtype):
+    return _allocate(_plan(u, cu_seqlens, precision), x, u, dtype)
 
 
-def _allocate(plan: _Plan, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _allocate(plan: _Plan, x: Tensor, u: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The results of the forward pass, not yet written."""
     heads, width = u.shape[2:]
     final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
     states = u.new_empty((plan.slots, heads, width, width), dtype=torch.float32)
     inverse = u.new_empty((plan.slots, heads, plan.chunk, plan.chunk), dtype=torch.float32)
     written = u.new_empty((plan.slots, heads, plan.chunk, width), dtype=torch.float32)
-    return x.new_empty(x.shape), final, states, inverse, written
+    return x.new_empty(x.shape, dtype=dtype), final, states, inverse, written
 
 
 @custom_op("recursive_least_squares_backward")
@@ -213,7 +219,7 @@ def recursive_least_squares_backward(
     d_final: Tensor | None,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of u and of the first A (in float32)."""
+    """Gradients of x (of the wider of its and the output's types), of u and of the first A (in float32)."""
     x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
     added = None if added is None else added.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
@@ -222,13 +228,14 @@ def recursive_least_squares_backward(
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    transitions, d_states = torch.empty_like(states), torch.empty_like(states)
+    transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
+    d_states = torch.empty_like(states)
     weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
     read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
     d_initial = states.new_empty((plan.sequences, heads, width, width))
-    d_x, d_u = x.new_empty(x.shape), u.new_empty(u.shape)
+    d_x, d_u = _gradient(x, d_output), u.new_empty(u.shape)
     with torch.cuda.device_of(u):
-        linearize[(plan.slots * heads,)](
+        linearize[(2 * plan.slots * heads,)](
             x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
             transitions, read, d_read, weights, d_weights, solved, d_x,
             tokens, heads, *strides(x), *strides(u), *strides(d_output),
@@ -237,15 +244,16 @@ def recursive_least_squares_backward(
         segment_transitions, segment_gains = None, None
         if segments > 1:
             squares = (plan.sequences, heads, segments, width, width)
-            segment_transitions, segment_gains = states.new_empty(squares), states.new_empty(squares)
+            segment_transitions = transitions.new_empty((2, *squares))
+            segment_gains = states.new_empty(squares)
             accumulate[(2 * plan.sequences * heads * (segments - 1),)](
                 transitions, read, d_read, segment_transitions, segment_gains, segments, span, tokens, heads,
-                **plan.constants, **plan.options("accumulate"),
+                PRECISION=precision, **plan.constants, **plan.options("accumulate"),
             )  # fmt: skip
         retreat[(plan.sequences * heads * segments,)](
             cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
             segments, span, tokens, heads, HAS_FINAL=d_final is not None, SEGMENTED=segments > 1,
-            **plan.constants, **plan.options("retreat"),
+            PRECISION=precision, **plan.constants, **plan.options("retreat"),
         )  # fmt: skip
         differentiate_directions[(plan.slots * heads,)](
             u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
@@ -262,11 +270,16 @@ def recursive_least_squares_backward(
 @recursive_least_squares_backward.register_fake
 def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, precision):
     sequences = count_sequences(u.shape[0], cu_seqlens)
-    return x.new_empty(x.shape), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
+    return _gradient(x, d_output), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
+
+
+def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
+    """Room for a gradient, not yet rounded where the output's is not."""
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
 
 
 def _setup_context(ctx, inputs, output):
-    x, u, added, initial_state, cu_seqlens, _, ctx.precision = inputs
+    x, u, added, initial_state, cu_seqlens, _, ctx.precision, ctx.dtype = inputs
     _, _, *kept = output
     ctx.save_for_backward(x, u, added, cu_seqlens, *kept)
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
@@ -275,12 +288,12 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, d_output, d_final, *_):
     x, u, added, cu_seqlens, *kept = ctx.saved_tensors
-    d_output = x.new_zeros(x.shape) if d_output is None else d_output
+    d_output = x.new_zeros(x.shape, dtype=ctx.dtype) if d_output is None else d_output
     d_x, d_u, d_initial = recursive_least_squares_backward(
         x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.precision
     )
     d_initial = None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype)
-    return d_x, d_u, None, d_initial, None, None, None
+    return d_x, d_u, None, d_initial, None, None, None, None
 
 
 recursive_least_squares.register_autograd(_differentiate, setup_context=_setup_context)
@@ -311,7 +324,7 @@ def recursive_least_squares_triton(
     A, steps = (None, None) if initial_state is None else initial_state
     seen, final_steps = count_steps(count, steps, cu_seqlens)
     added = refresh_due(seen, count, refresh_period, refresh, torch.float32) if refresh_period else None
-    y, final, *_ = recursive_least_squares(x, u, added, A, cu_seqlens, float(lambda0), precision)
+    y, final, *_ = recursive_least_squares(x, u, added, A, cu_seqlens, float(lambda0), precision, x.dtype)
     return y, (final, final_steps) if output_final_state else None
 
 

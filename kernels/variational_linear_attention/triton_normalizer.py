@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import block_width, count_sequences, count_slots, sequence_of_slots, strides
 from longseq.kernels.triton_tiles import PLAIN, load_numbers, load_tokens, sequence, store_tokens
+from longseq.kernels.variational_linear_attention.triton_unit import differentiate_unit
 
 CHUNK = 64  # tokens
-STEP = 32  # sums of chunks that are added up at a time
+STEP = 64  # sums of chunks that are added up at a time
 
 
 @triton.jit
@@ -117,12 +116,15 @@ def differentiate_values(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_keys(
-    q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_q, d_k, d_initial,
-    T, H, q_row, q_token, q_head, k_row, k_token, k_head,
+    q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
+    d_q, d_k, d_initial, T, H, q_row, q_token, q_head, k_row, k_token, k_head,
     K: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, OF_KEY: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradients of q and k; of the first chunk of a sequence also that of the first z."""
+    """One chunk of one head: the gradients of q and k; of the first chunk of a sequence also that of the first z.
+
+    To them come those by other ways: of q, of k, or if UNIT of k / ‖k‖, which what came by α is too, unless OF_KEY.
+    """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
@@ -134,15 +136,25 @@ def differentiate_keys(
         before += tl.load(initial + state + e, mask=e < K, other=0.0).to(tl.float32)
     weight = load_numbers(d_products + token, H, live, CHUNK)
     key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
-    dq = (before[None, :] + tl.cumsum(key.to(tl.float32), 0)) * weight[:, None]
+    key = key.to(tl.float32)
+    dq = load_tokens(d_query + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    dq += (before[None, :] + tl.cumsum(key, 0)) * weight[:, None]
     store_tokens(d_q + token * K, H * K, live, 0, dq, K, CHUNK, BLOCK)
 
+    dk = load_tokens(d_read + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    by_alpha = load_tokens(d_solved + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    if not OF_KEY:
+        dk += by_alpha
+    if UNIT:
+        dk = differentiate_unit(key, dk)
+    if OF_KEY:
+        dk += by_alpha
     after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
     if HAS_FINAL:
         after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
     query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
     query = query.to(tl.float32) * weight[:, None]
-    dk = after[None, :] + tl.cumsum(query, 0, reverse=True)
+    dk += after[None, :] + tl.cumsum(query, 0, reverse=True)
     store_tokens(d_k + token * K, H * K, live, 0, dk, K, CHUNK, BLOCK)
     if slot == first:
         tl.store(d_initial + state + e, after + tl.sum(query, 0), mask=e < K)
@@ -158,7 +170,6 @@ def _constants(k: Tensor, cu_seqlens: Tensor | None, value_dim: int = 0) -> dict
     return constants | {"num_warps": 4 if max(key_dim, value_dim) <= 64 else 8}
 
 
-@custom_op("divide_by_keys")
 def divide_by_keys(
     values: Tensor,
     q: Tensor,
@@ -170,101 +181,72 @@ def divide_by_keys(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the quotients [B, T, H, V] in `dtype`, the last z [B or segments, H, K] in float32, and for the backward
     pass n [B, T, H] and the sums of the keys of each chunk. `values` are o [B, T, H, V] in float32."""
-    values, q, k = channels_adjacent(values), channels_adjacent(q), channels_adjacent(k)
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     batch, tokens, heads = k.shape[:3]
     slots = count_slots(batch, tokens, CHUNK, cu_seqlens)
     sequence_of = sequence_of_slots(slots, CHUNK, tokens, cu_seqlens)
-    output, final, products, sums = _allocate(values, k, cu_seqlens, dtype)
-    with torch.cuda.device_of(k):  # Triton launches on the current device
-        sum_keys[(slots * heads,)](
-            k, cu_seqlens, sequence_of, sums, tokens, heads, *strides(k), **_constants(k, cu_seqlens)
-        )
-        divide[(slots * heads,)](
-            values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final,
-            eps, tokens, heads, *strides(values), *strides(q), *strides(k),
-            HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, values.shape[3]),
-        )  # fmt: skip
+    products = values.new_empty((batch, tokens, heads))
+    sums, final = allocate_sums(k, cu_seqlens), _state(values, k, cu_seqlens)
+    output = values.new_empty(values.shape, dtype=dtype)
+    sum_keys[(slots * heads,)](
+        k, cu_seqlens, sequence_of, sums, tokens, heads, *strides(k), **_constants(k, cu_seqlens)
+    )
+    divide[(slots * heads,)](
+        values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final,
+        eps, tokens, heads, *strides(values), *strides(q), *strides(k),
+        HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, values.shape[3]),
+    )  # fmt: skip
     return output, final, products, sums
 
 
-@divide_by_keys.register_fake
-def _(values, q, k, initial_state, cu_seqlens, eps, dtype):
-    return _allocate(values, k, cu_seqlens, dtype)
-
-
-def _allocate(
-    values: Tensor, k: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of the forward pass, not yet written."""
-    products = k.new_empty(k.shape[:3], dtype=torch.float32)
+def allocate_sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Room for the sums of the keys of each chunk."""
     slots = count_slots(k.shape[0], k.shape[1], CHUNK, cu_seqlens)
-    sums = k.new_empty((slots, *k.shape[2:]), dtype=torch.float32)
-    return values.new_empty(values.shape, dtype=dtype), _state(k, cu_seqlens), products, sums
+    return k.new_empty((slots, *k.shape[2:]), dtype=torch.float32)
 
 
-def _state(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    sequences = count_sequences(k.shape[0], cu_seqlens)
-    return k.new_empty((sequences, *k.shape[2:]), dtype=torch.float32)
+def _state(values: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return values.new_empty((count_sequences(k.shape[0], cu_seqlens), *k.shape[2:]))
 
 
-@custom_op("divide_by_keys_backward")
 def divide_by_keys_backward(
-    values: Tensor,
+    values: Tensor, q: Tensor, cu_seqlens: Tensor | None, products: Tensor, sums: Tensor, d_output: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the values and of n, and the sums of dn q of each chunk."""
+    tokens, heads = q.shape[1:3]
+    sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
+    d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, sums))
+    differentiate_values[(sums.shape[0] * heads,)](
+        values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums,
+        eps, tokens, heads, *strides(values), *strides(q), *strides(d_output),
+        **_constants(q, cu_seqlens, values.shape[3]),
+    )  # fmt: skip
+    return d_values, d_products, d_sums
+
+
+def add_gradients_of_keys(
     q: Tensor,
     k: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    products: Tensor,
     sums: Tensor,
-    d_output: Tensor,
+    d_products: Tensor,
+    d_sums: Tensor,
     d_final: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the values, q, k and the first z (in float32)."""
-    values, q, k, d_output = (channels_adjacent(x) for x in (values, q, k, d_output))
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
+    d_query: Tensor,
+    d_read: Tensor,
+    d_solved: Tensor,
+    normalize_key: bool,
+    normalize_alpha: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and the first z (in float32): those by n, by queries and by both uses of the keys."""
     tokens, heads = k.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
-    d_values, d_q, d_k = values.new_empty(values.shape), q.new_empty(q.shape), k.new_empty(k.shape)
-    d_products, d_sums, d_initial = torch.empty_like(products), torch.empty_like(sums), _state(k, cu_seqlens)
-    with torch.cuda.device_of(k):
-        differentiate_values[(sums.shape[0] * heads,)](
-            values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums,
-            eps, tokens, heads, *strides(values), *strides(q), *strides(d_output),
-            **_constants(k, cu_seqlens, values.shape[3]),
-        )  # fmt: skip
-        differentiate_keys[(sums.shape[0] * heads,)](
-            q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_q, d_k, d_initial,
-            tokens, heads, *strides(q), *strides(k),
-            HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, STEP=STEP,
-            **_constants(k, cu_seqlens),
-        )  # fmt: skip
-    return d_values, d_q, d_k, d_initial
-
-
-@divide_by_keys_backward.register_fake
-def _(values, q, k, initial_state, cu_seqlens, products, sums, d_output, d_final, eps):
-    return values.new_empty(values.shape), q.new_empty(q.shape), k.new_empty(k.shape), _state(k, cu_seqlens)
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.eps, ctx.dtype = inputs
-    ctx.save_for_backward(*tensors, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, *_):
-    values, q, k, initial_state, cu_seqlens, products, sums = ctx.saved_tensors
-    d_output = values.new_zeros(values.shape, dtype=ctx.dtype) if d_output is None else d_output
-    d_values, d_q, d_k, d_initial = divide_by_keys_backward(
-        values, q, k, initial_state, cu_seqlens, products, sums, d_output, d_final, ctx.eps
-    )
-    d_initial = None if initial_state is None else d_initial.to(initial_state.dtype)
-    return d_values, d_q, d_k, d_initial, None, None, None
-
-
-divide_by_keys.register_autograd(_differentiate, setup_context=_setup_context)
+    d_q, d_k, d_initial = q.new_empty(q.shape), k.new_empty(k.shape), _state(sums, k, cu_seqlens)
+    differentiate_keys[(sums.shape[0] * heads,)](
+        q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
+        d_q, d_k, d_initial, tokens, heads, *strides(q), *strides(k),
+        HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
+        OF_KEY=normalize_alpha, STEP=STEP,
+        **_constants(k, cu_seqlens) | {"num_warps": 8},
+    )  # fmt: skip
+    return d_q, d_k, d_initial

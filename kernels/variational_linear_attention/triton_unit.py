@@ -8,13 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import (
-    block_width,
-    cdiv,
-    strides,
-)
+from longseq.kernels.triton_launch import block_width, cdiv, strides
 
 ROWS = 64  # of a program
 WARPS = 4
@@ -36,6 +30,16 @@ def _squared_length(x):
     return tl.where(squares <= 1e-24, 1.0, squares)
 
 
+@triton.jit
+def differentiate_unit(x, gradient):
+    """The gradient of vectors x from that of their units, in float32."""
+    squares = tl.sum(x * x, 1)
+    length = tl.sqrt(_squared_length(x))
+    y = x / length[:, None]
+    along = tl.where(squares <= 1e-24, 0.0, tl.sum(y * gradient, 1))
+    return (gradient - y * along[:, None]) / length[:, None]
+
+
 @triton.jit(do_not_specialize=["row_count", "T", "H"])
 def _normalize(
     x, y, row_count, T, H, x_row, x_token, x_head, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
@@ -55,57 +59,28 @@ def _differentiate_normalize(
     value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     place, mask = _places(row_count, T, H, dy_row, dy_token, dy_head, WIDTH, ROWS, BLOCK)
     gradient = tl.load(d_y + place, mask=mask, other=0.0)
-    squares = tl.sum(value * value, 1)
-    length = tl.sqrt(_squared_length(value))
-    value /= length[:, None]
-    along = tl.where(squares <= 1e-24, 0.0, tl.sum(value * gradient, 1))
+    gradient = differentiate_unit(value, gradient)
     place, mask = _places(row_count, T, H, T.to(tl.int64) * H * WIDTH, H * WIDTH, WIDTH, WIDTH, ROWS, BLOCK)
-    tl.store(d_x + place, (gradient - value * along[:, None]) / length[:, None], mask=mask)
+    tl.store(d_x + place, gradient, mask=mask)
 
 
-@custom_op("unit")
-def unit(x: Tensor) -> Tensor:
-    """x [B, T, H, K] divided by its length, in float32; a zero vector stays zero."""
-    x = channels_adjacent(x)
+def unit(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [B, T, H, K] divided by its length; a zero vector stays zero."""
     batch, tokens, heads, width = x.shape
-    y = x.new_empty(x.shape, dtype=torch.float32)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        _normalize[(cdiv(batch * tokens * heads, ROWS),)](
-            x, y, batch * tokens * heads, tokens, heads, *strides(x),
-            WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
-        )  # fmt: skip
+    y = x.new_empty(x.shape, dtype=dtype)
+    _normalize[(cdiv(batch * tokens * heads, ROWS),)](
+        x, y, batch * tokens * heads, tokens, heads, *strides(x),
+        WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
+    )  # fmt: skip
     return y
 
 
-@unit.register_fake
-def _(x):
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@custom_op("unit_backward")
 def unit_backward(x: Tensor, d_y: Tensor) -> Tensor:
-    x, d_y = channels_adjacent(x), channels_adjacent(d_y)
+    """The gradient of x from that of `unit`."""
     batch, tokens, heads, width = x.shape
     d_x = x.new_empty(x.shape)
-    with torch.cuda.device_of(x):
-        _differentiate_normalize[(cdiv(batch * tokens * heads, ROWS),)](
-            x, d_y, d_x, batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y),
-            WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
-        )  # fmt: skip
+    _differentiate_normalize[(cdiv(batch * tokens * heads, ROWS),)](
+        x, d_y, d_x, batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y),
+        WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
+    )  # fmt: skip
     return d_x
-
-
-@unit_backward.register_fake
-def _(x, d_y):
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, d_y):
-    return unit_backward(*ctx.saved_tensors, d_y)
-
-
-unit.register_autograd(_differentiate, setup_context=_setup_context)

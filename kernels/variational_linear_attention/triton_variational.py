@@ -1,20 +1,199 @@
-"""Variational linear attention in Triton: the parts of the chunk form, each with its own kernels and gradient.
+"""Variational linear attention in Triton: one operation of the parts of the chunk form, each with its own kernels.
 
-Half precision inputs go to float32 first, so that what lies between the parts (k̂, α̂, o before its division) and the
-gradients that parts add up are rounded once, at the end. The precision of the products is that of o, v's dtype: for
-bfloat16 the delta rule multiplies float16 numbers if its keys have length 1, and least squares TF32 ones where nothing
-adds up from chunk to chunk. Of a float16 result that would lose more than rounding it does.
+What lies between the parts (α, o before its division) and the gradients that they add up is float32, and is rounded
+once, at the end. The precision of the products is that of o, v's dtype: for bfloat16 the delta rule multiplies float16
+numbers if its keys have length 1, so that k̂ and α̂ are handed on as such, and least squares TF32 ones where nothing adds
+up from chunk to chunk. Of a float16 result that would lose more than rounding it does. α̂ is that of α = A k as well.
 """
 
 import torch
 from torch import Tensor
 
-from longseq.kernels.delta_rule.triton_delta import delta_rule_triton
+from longseq.kernels.custom_op import custom_op
+from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backward
+from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.recursive_least_squares.triton_least_squares import recursive_least_squares_triton
+from longseq.kernels.recursive_least_squares.reference import refresh_due
+from longseq.kernels.recursive_least_squares.triton_least_squares import (
+    count_steps,
+    recursive_least_squares,
+    recursive_least_squares_backward,
+)
+from longseq.kernels.triton_launch import count_sequences
 from longseq.kernels.variational_linear_attention.reference import VariationalState
-from longseq.kernels.variational_linear_attention.triton_normalizer import divide_by_keys
-from longseq.kernels.variational_linear_attention.triton_unit import unit
+from longseq.kernels.variational_linear_attention.triton_normalizer import (
+    add_gradients_of_keys,
+    allocate_sums,
+    divide_by_keys,
+    divide_by_keys_backward,
+)
+from longseq.kernels.variational_linear_attention.triton_unit import unit, unit_backward
+
+
+def _precision(v: Tensor) -> str:
+    return "tf32" if v.dtype == torch.bfloat16 else "tf32x3"
+
+
+@custom_op("variational_linear_attention")
+def variational_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    added: Tensor | None,
+    S: Tensor | None,
+    A: Tensor | None,
+    z: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lambda0: float,
+    eps: float,
+    normalize_key: bool,
+    normalize_alpha: bool,
+    normalizer: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Returns o in v's dtype, the final S, A and z in float32, and if `save` what the backward pass needs. `added`
+    [B, T] in float32 is what a refresh adds to the diagonal of A after each token."""
+    q, k = channels_adjacent(q), channels_adjacent(k)
+    z = None if z is None else z.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    half = _half(v, normalize_key, normalize_alpha)
+    unit_dtype = torch.float16 if half else torch.float32  # as they are multiplied
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        read = unit(k, unit_dtype) if normalize_key else k
+        alpha, inverse, *found = recursive_least_squares(
+            k if normalize_alpha else read,
+            _directions(k, u),
+            added,
+            A,
+            cu_seqlens,
+            lambda0,
+            _precision(v),
+            torch.float32,
+        )
+        write = unit(alpha, unit_dtype) if normalize_alpha else alpha
+        strength = torch.ones_like(k[..., 0])
+        o, memory, kept = delta_rule(
+            q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, 0, half, save, False
+        )
+        # without the division for the last z alone
+        values = o if normalizer else torch.zeros_like(o)
+        quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, eps, v.dtype)
+        o = quotient if normalizer else o.to(v.dtype, copy=True)
+    units = [*([read] if normalize_key else []), *([write] if normalize_alpha else [])]
+    return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
+
+
+@variational_linear_attention.register_fake
+def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, eps, normalize_key, normalize_alpha, normalizer, save):
+    half = _half(v, normalize_key, normalize_alpha)
+    read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
+    strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
+    alpha, inverse, *found = recursive_least_squares(
+        k, _directions(k, u), added, A, cu_seqlens, lambda0, _precision(v), torch.float32
+    )
+    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, 0, half, save, False)
+    units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
+    products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
+    kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
+    return v.new_empty(v.shape), memory, inverse, _sums(k, cu_seqlens), kept
+
+
+def _directions(k: Tensor, u: Tensor | None) -> Tensor:
+    return torch.zeros_like(k) if u is None else u
+
+
+def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
+    """Whether the delta rule's products are of float16 numbers."""
+    return v.dtype == torch.bfloat16 and normalize_key and normalize_alpha
+
+
+@custom_op("variational_linear_attention_backward")
+def variational_linear_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    u: Tensor | None,
+    added: Tensor | None,
+    z: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kept: list[Tensor],
+    d_output: Tensor,
+    d_memory: Tensor | None,
+    d_inverse: Tensor | None,
+    d_last: Tensor | None,
+    eps: float,
+    normalize_key: bool,
+    normalize_alpha: bool,
+    normalizer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, u (empty where it is None) and of the first S, A and z (those in float32)."""
+    q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
+    z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    kept = list(kept)
+    read = kept.pop(0) if normalize_key else k
+    write = kept.pop(0) if normalize_alpha else kept[0]
+    alpha, values, products, key_sums, *kept = kept
+    found, kept = kept[:3], kept[3:]
+    half = _half(d_output, normalize_key, normalize_alpha)
+    with torch.cuda.device_of(q):
+        if normalizer:
+            d_values, d_products, d_sums = divide_by_keys_backward(
+                values, q, cu_seqlens, products, key_sums, d_output, eps
+            )
+        else:
+            d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
+        strength = torch.ones_like(k[..., 0])
+        d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
+            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, 0, half
+        )
+        d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
+        d_solved, d_u, d_A = recursive_least_squares_backward(
+            k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse,
+            _precision(d_output),
+        )  # fmt: skip
+        d_q, d_k, d_z = add_gradients_of_keys(
+            q, k, z, cu_seqlens, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+            normalize_key, normalize_alpha,
+        )  # fmt: skip
+    return d_q, d_k, d_v.to(d_output.dtype, copy=True), d_u if u is not None else k.new_empty(0), d_S, d_A, d_z
+
+
+@variational_linear_attention_backward.register_fake
+def _(q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *options):
+    key_dim, value_dim = k.shape[3], d_output.shape[3]
+    sums = _sums(k, cu_seqlens)
+    d_S, d_A = (sums.new_empty((*sums.shape, width)) for width in (value_dim, key_dim))
+    d_u = k.new_empty((0,)) if u is None else u.new_empty(u.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), d_output.new_empty(d_output.shape), d_u, d_S, d_A, sums
+
+
+def _sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return k.new_empty((count_sequences(k.shape[0], cu_seqlens), *k.shape[2:]), dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, _, u, added, S, A, z, cu_seqlens, _, *options, _ = inputs
+    ctx.save_for_backward(q, k, u, added, z, cu_seqlens, *output[4])
+    ctx.options = options
+    ctx.dtypes = [None if x is None else x.dtype for x in (S, A, z)]
+    ctx.output_like = output[0].shape, output[0].dtype
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_memory, d_inverse, d_last, *_):
+    q, k, u, added, z, cu_seqlens, *kept = ctx.saved_tensors
+    if d_output is None:
+        shape, dtype = ctx.output_like
+        d_output = q.new_zeros(shape, dtype=dtype)
+    d_q, d_k, d_v, d_u, *d_states = variational_linear_attention_backward(
+        q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *ctx.options
+    )
+    d_states = [None if dtype is None else d.to(dtype) for d, dtype in zip(d_states, ctx.dtypes, strict=True)]
+    return d_q, d_k, d_v, None if u is None else d_u, None, *d_states, *(None,) * 7
+
+
+variational_linear_attention.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def variational_linear_attention_triton(
@@ -37,45 +216,16 @@ def variational_linear_attention_triton(
     chunk_size: int,
 ) -> tuple[Tensor, VariationalState | None]:
     """`variational_linear_attention` in Triton kernels. `chunk_size` has no meaning here."""
-    z = None if initial_state is None else initial_state[2]
+    S, A, z, steps = (None,) * 4 if initial_state is None else initial_state
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    bfloat16 = v.dtype == torch.bfloat16
+    seen, final_steps = count_steps(count, steps, cu_seqlens)
+    added = None
+    if u is not None and refresh_period:
+        added = refresh_due(seen, count, refresh_period, refresh, torch.float32)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, u, S, A, z))
     with without_autocast(k):
-        query, key, value = q.float(), k.float(), v.float()
-        read = unit(key) if normalize_key else key
-        alpha, inverse = recursive_least_squares_triton(
-            read,
-            torch.zeros_like(k) if u is None else u,
-            count=count,
-            lambda0=lambda0,
-            refresh_period=None if u is None else refresh_period,
-            refresh=refresh,
-            initial_state=None if initial_state is None else (initial_state[1], initial_state[3]),
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            precision="tf32" if bfloat16 else "tf32x3",
-        )
-        o, memory = delta_rule_triton(
-            query,
-            read,
-            value,
-            torch.ones_like(read[..., 0]),
-            write_key=unit(alpha) if normalize_alpha else alpha,
-            g=None,
-            scale=1.0,
-            initial_state=None if initial_state is None else initial_state[0],
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            reverse=False,
-            recompute=False,
-            half=bfloat16 and normalize_key and normalize_alpha,
-        )
-        assert inverse is not None
-        assert memory is not None
-        # without the division for the last z alone
-        divided = o if normalizer else torch.zeros_like(o)
-        quotient, sums, *_ = divide_by_keys(divided, query, key, z, cu_seqlens, float(eps), v.dtype)
-        o = quotient if normalizer else o.to(v.dtype)
-    return o, (memory, inverse[0], sums, inverse[1]) if output_final_state else None
+        o, *states, _ = variational_linear_attention(
+            q, k, v, u, added, S, A, z, cu_seqlens, float(lambda0), float(eps),
+            normalize_key, normalize_alpha, normalizer, save,
+        )  # fmt: skip
+    return o, (*states, final_steps) if output_final_state else None

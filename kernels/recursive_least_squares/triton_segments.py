@@ -1,0 +1,165 @@
+"""Segments of time for recursive least squares in Triton: few heads of a long sequence are walked through side by side.
+
+A = X Z^{-1} turns both steps of the recurrence into linear ones, from X = A and Z = I,
+
+    a token: Z <- Z + u uᵀ X        a refresh: X <- X + refresh Z
+
+With e_i what refreshes have added to the diagonal since the chunk began, before token i, and e after the last one, a
+chunk's tokens meet V_i = u_iᵀ X, which is
+
+    V = M (U X + (e ⊙ U) Z)     M = (I - tril((e_i - e_j) ⊙ U Uᵀ, -1))^{-1}
+    X <- X + e Z + ((e - e_i) ⊙ U)ᵀ V        Z <- Z + Uᵀ V
+
+`transfer` finds M U and M (e ⊙ U) of all chunks, `summarize` walks each segment from (I, 0) and from (0, I), `connect`
+follows (A, I) through what those became, and `solve` divides. What grows along time is Z, by which A shrinks: where X
+and Z lose too much of what float32 holds `solve` says so, and the first segment's program walks alone. All matrices are
+handed on transposed, so that the walks multiply from the left what they hold.
+"""
+
+import triton
+import triton.language as tl
+
+from longseq.kernels.recursive_least_squares.triton_forward import (
+    WALK,
+    first_state,
+    identity,
+    load_rows,
+    load_transposed,
+    product,
+    refreshed_before,
+    transpose,
+)
+from longseq.kernels.triton_tiles import PLAIN, load_block, load_numbers, store_block, unit_lower_inverse
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def transfer(
+    u, added, meeting, entering, T, H, u_row, u_token, u_head,
+    K: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: M U and M (e ⊙ U); not a number where M could be large."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = (slot * H + head) * CHUNK * K
+    n = slot // tl.cdiv(T, CHUNK)
+    start = slot % tl.cdiv(T, CHUNK) * CHUNK
+    live = T - start
+    i = tl.arange(0, CHUNK)
+    before = refreshed_before(added + n * T + start, live, CHUNK)
+    rows = load_rows(u + n * u_row + start * u_token + head * u_head, u_token, live, K, EXACT, CHUNK, BLOCK)
+    lower = product(rows, tl.trans(rows), EXACT_A=EXACT) * (before[None, :] - before[:, None])
+    lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+    largest = tl.max(tl.max(tl.abs(lower), 1), 0)
+    inverse = unit_lower_inverse(lower, CHUNK, EXACT)
+    inverse = tl.where(largest <= 1.0, inverse, float("nan"))
+    store_block(meeting + place, 0, 0, product(inverse, rows, EXACT_B=EXACT), CHUNK, K, CHUNK, BLOCK)
+    inverse *= before[None, :]
+    store_block(entering + place, 0, 0, product(inverse, rows, EXACT_B=EXACT), CHUNK, K, CHUNK, BLOCK)
+
+
+@triton.jit(do_not_specialize=WALK)
+def summarize(
+    u, added, meeting, entering, passed, segments, span, T, H, u_row, u_token, u_head,
+    K: tl.constexpr, REFRESHED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One segment, but the last, of one head of one sequence: what (I, 0), or of odd programs (0, I), becomes."""
+    from_z = tl.program_id(0) % 2
+    segment = tl.program_id(0) // 2 % (segments - 1)
+    head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
+    n = (tl.program_id(0) // 2 // (segments - 1) // H).to(tl.int64)
+    u += n * u_row + head * u_head
+    chunks = tl.cdiv(T, CHUNK)
+    x = identity(BLOCK) * (1 - from_z)
+    z = identity(BLOCK) * from_z
+    for m in range(segment * span, tl.minimum((segment + 1) * span, chunks)):
+        t = m * CHUNK
+        place = ((n * chunks + m) * H + head) * CHUNK * K
+        rows = load_rows(u + t.to(tl.int64) * u_token, u_token, T - t, K, EXACT, CHUNK, BLOCK)
+        if REFRESHED:
+            later = load_numbers(added + n * T + t, 1, T - t, CHUNK)
+            total = tl.sum(later, 0)
+            later = tl.cumsum(later, 0, reverse=True)
+            met = product(x, load_transposed(meeting + place, CHUNK, K, CHUNK, BLOCK))
+            met += product(z, load_transposed(entering + place, CHUNK, K, CHUNK, BLOCK))
+            x += total * z + product(met * later[None, :], rows, EXACT_B=EXACT)
+        else:
+            met = product(x, tl.trans(rows), EXACT_B=EXACT)
+        z += product(met, rows, EXACT_B=EXACT)
+    place = (((n * H + head) * segments + segment) * 2 + from_z) * 2 * K * K
+    store_block(passed + place, 0, 0, x, K, K, BLOCK, BLOCK)
+    store_block(passed + place + K * K, 0, 0, z, K, K, BLOCK, BLOCK)
+
+
+@triton.jit
+def _beyond(K: tl.constexpr, BLOCK: tl.constexpr):
+    """The identity past K, where a matrix read from memory is zero."""
+    i = tl.arange(0, BLOCK)
+    return tl.where((i[:, None] == i[None, :]) & (i >= K)[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def _size(matrix):
+    """The largest sum of magnitudes along a row."""
+    return tl.max(tl.sum(tl.abs(matrix), 1), 0)
+
+
+@triton.jit
+def _invert(z, transposed):
+    """z^{-1} to three digits or more, and what is missing of it: Newton's method, from where it always converges."""
+    inverse = transposed / (_size(z) * _size(transposed))
+    rest = 1.0
+    steps = 0
+    while (rest > 1e-3) & (steps < 40):
+        error = identity(z.shape[0]) - product(inverse, z)
+        rest = _size(error)
+        inverse += product(error, inverse)
+        steps += 1
+    return inverse, rest
+
+
+@triton.jit(do_not_specialize=WALK)
+def connect(
+    initial, passed, starts, first, segments,
+    K: tl.constexpr, HAS_INITIAL: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence: X and Z before each segment but the first, with Z = I again where it has grown."""
+    place = tl.program_id(0).to(tl.int64)
+    x = first_state(initial, first, place, True, K, HAS_INITIAL, BLOCK)
+    z = identity(BLOCK)
+    for segment in range(0, segments - 1):
+        square = (place * segments + segment) * 4 * K * K
+        after = product(x, load_block(passed + square, 0, 0, K, K, BLOCK, BLOCK))
+        after += product(z, load_block(passed + square + 2 * K * K, 0, 0, K, K, BLOCK, BLOCK))
+        square += K * K
+        below = product(x, load_block(passed + square, 0, 0, K, K, BLOCK, BLOCK))
+        z = below + product(z, load_block(passed + square + 2 * K * K, 0, 0, K, K, BLOCK, BLOCK))
+        x = after
+        square = (place * segments + segment + 1) * 2 * K * K
+        store_block(starts + square, 0, 0, x, K, K, BLOCK, BLOCK)
+        store_block(starts + square + K * K, 0, 0, z, K, K, BLOCK, BLOCK)
+        if _size(z) > GROWTH:
+            tl.debug_barrier()
+            inverse, _ = _invert(z, load_transposed(starts + square + K * K, K, K, BLOCK, BLOCK) + _beyond(K, BLOCK))
+            x = product(inverse, x)
+            z = product(inverse, z)
+
+
+@triton.jit(do_not_specialize=WALK)
+def solve(
+    starts, segment_starts, refused, segments, K: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A before one segment, but the first, of one head of one sequence, and whether it could be off."""
+    sequence_head = (tl.program_id(0) // (segments - 1)).to(tl.int64)
+    place = sequence_head * segments + tl.program_id(0) % (segments - 1) + 1
+    square = place * 2 * K * K
+    z = load_block(starts + square + K * K, 0, 0, K, K, BLOCK, BLOCK) + _beyond(K, BLOCK)
+    inverse, rest = _invert(z, load_transposed(starts + square + K * K, K, K, BLOCK, BLOCK) + _beyond(K, BLOCK))
+    condition = _size(inverse) * _size(z)
+    x = load_block(starts + square, 0, 0, K, K, BLOCK, BLOCK)
+    state = product(inverse, x)
+    state += product(inverse, x - product(z, state))
+    state = 0.5 * (state + transpose(state, segment_starts + place * K * K, K, K, BLOCK, BLOCK))
+    tl.debug_barrier()
+    store_block(segment_starts + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
+    # what is not a number fails both
+    tl.store(refused + place, tl.where((rest <= 1e-3) & (condition <= LIMIT), 0, 1))
