@@ -1,0 +1,64 @@
+"""Triton kernels compiled side by side, before the calls that launch them.
+
+Triton compiles a kernel when it is first launched, one after the other. But for the reading of its Python source, a
+compilation holds no lock of the interpreter: passes, ptxas and the C compiler of launchers run in as many threads as
+there are processors.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+MOST_THREADS = 16
+
+
+@contextmanager
+def compile_ahead(device: torch.device) -> Iterator[None]:
+    """Leave out this thread's launches of kernels that are not compiled yet, and compile those until the end.
+
+    What runs inside computes nothing of use: it may be a whole forward and backward pass, of which all kernels are
+    found although none has a result. What does not compile is left to the launch that needs it, and says why there.
+    Other threads launch as ever. One thread at a time may be inside.
+    """
+    from triton import knobs
+
+    inside, before = threading.get_ident(), knobs.runtime.jit_cache_hook
+    found = set()
+
+    def leave_out(**launch: Any) -> bool | None:
+        """Triton's question before a compilation, whether the launch is somebody else's: True."""
+        if threading.get_ident() != inside:
+            return None if before is None else before(**launch)
+        kernel, compilation = launch["fn"].jit_function, launch["compile"]
+        if (kernel, compilation["key"]) not in found:
+            found.add((kernel, compilation["key"]))
+            pool.submit(_compile, kernel, compilation["specialization_data"], device)
+        return True
+
+    with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
+        # A backward pass of its own thread, so that no launch of another thread's backward pass is left out.
+        with torch.autograd.set_multithreading_enabled(False):
+            knobs.runtime.jit_cache_hook = leave_out
+            try:
+                yield
+            finally:
+                knobs.runtime.jit_cache_hook = before
+
+
+def _compile(kernel: Any, specialization: str, device: torch.device) -> None:
+    with suppress(Exception):
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        # The attribute makes the launcher, for which Triton runs a C compiler, and loads the kernel.
+        kernel.preload(specialization).run  # noqa: B018
+
+
+def _count_threads() -> int:
+    """Processors of this process, which ranks of one host share."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
