@@ -22,6 +22,7 @@ class Call:
     )  # by dimension name ("T", "K", ...); what is absent is not known
     differentiated: bool = False  # an input requires a gradient; known of one-token forms alone
     reverse: bool | str = False  # as operations take it
+    mixed: bool = False  # gates or parameters are float32 beside inputs in half precision
 
 
 def no_reasons(call: Call) -> list[str]:
@@ -110,7 +111,7 @@ def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     reasons = backend.reasons(call)
     if reasons or backend.name != "triton":
         return reasons
-    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse)
+    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse, call.mixed)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class Trial(NamedTuple):
     widths: dict[str, int]  # the dimensions that kernels are compiled for; sizes where a call does not tell them
     cases: tuple[Case, ...]
     channels: int | None = None  # D, where it is not a width: more than one program's block
-    float32: tuple[str, ...] = ()  # arguments that models give in float32 beside others in half precision
+    mixed: tuple[str, ...] = ()  # arguments that are float32 beside others in half precision in a mixed call
 
 
 REVERSED = {"reverse": True}
@@ -64,7 +64,7 @@ TRIALS: dict[str, Trial] = {
     "add_norm": Trial(
         {"D": 64},
         tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair")),
-        float32=("weight", "bias"),
+        mixed=("weight", "bias"),
     ),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
@@ -76,7 +76,7 @@ TRIALS: dict[str, Trial] = {
             # Cut into segments of time, of which one hands much to the next.
             *(Case("gated", 2100), Case("correlated_keys", 2100)),
         ),
-        float32=("beta", "g"),
+        mixed=("beta", "g"),
     ),
     "head_features": Trial(
         {"K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
@@ -94,7 +94,7 @@ TRIALS: dict[str, Trial] = {
             # Strong decays have kernels of their own.
             *(Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")),
         ),
-        float32=("g", "g_value"),
+        mixed=("g", "g_value"),
     ),
     "longhorn_scan": Trial(
         {"N": 16},
@@ -110,10 +110,10 @@ TRIALS: dict[str, Trial] = {
     "orthogonal_recurrence": Trial(
         {"D": 64, "M": 64, "C": 1},
         (Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
-        float32=("gamma", "g"),
+        mixed=("gamma", "g"),
     ),
     "recursive_least_squares": Trial(
-        {"K": 64}, (Case("plain", 130), Case("plain", 600, has_state=False)), float32=("u",)
+        {"K": 64}, (Case("plain", 130), Case("plain", 600, has_state=False)), mixed=("u",)
     ),
     "selective_scan": Trial(
         {"N": 16},
@@ -123,7 +123,7 @@ TRIALS: dict[str, Trial] = {
             Case("plain", 80, BOTH_WAYS, own_parameters=True, has_state=False, channels=128),
         ),
         channels=70,
-        float32=("A",),
+        mixed=("A",),
     ),
     "short_convolution": Trial(
         {"W": 4},
@@ -136,22 +136,20 @@ TRIALS: dict[str, Trial] = {
             ),
         ),
         channels=70,
-        float32=("weight", "bias"),
+        mixed=("weight", "bias"),
     ),
-    "silu_product": Trial(
-        {}, tuple(Case(variant, 70) for variant in ("plain", "skip", "pair")), channels=70, float32=("skip_weight",)
-    ),
+    "silu_product": Trial({}, tuple(Case(variant, 70) for variant in ("plain", "skip", "pair")), channels=70),
     "slot_attention": Trial(
         {"K": 64, "V": 64, "M": 64},
         (
             *(Case("plain", 130, has_state=False), Case("write", 130)),
             *(Case("plain", 130, way, has_state=False) for way in WAYS),
         ),
-        float32=("g",),
+        mixed=("g",),
     ),
     "token_loss": Trial({}, (Case("plain", 70),), channels=5008),
     "variational_linear_attention": Trial(
-        {"K": 64, "V": 64}, (Case("plain", 600), Case("plain", 1100, has_state=False)), float32=("u",)
+        {"K": 64, "V": 64}, (Case("plain", 600), Case("plain", 1100, has_state=False)), mixed=("u",)
     ),
 }
 
@@ -177,13 +175,18 @@ _THREAD = threading.local()
 
 
 def failures(
-    op: str, device: torch.device, dtype: torch.dtype, sizes: Mapping[str, int], reverse: bool | str = False
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    reverse: bool | str = False,
+    mixed: bool = False,
 ) -> list[str]:
     """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
     if not is_tested(device.type):
         return []
     widths = [_round_up(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
-    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, *widths)
+    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, mixed, *widths)
     return [] if failure is None else [failure]
 
 
@@ -206,7 +209,7 @@ def _round_up(size: int) -> int:
 
 
 def longseq_self_test_verdict(
-    op: str, dtype: torch.dtype, device_type: str, index: int | None, reverse: bool | str, *widths: int
+    op: str, dtype: torch.dtype, device_type: str, index: int | None, reverse: bool | str, mixed: bool, *widths: int
 ) -> str | None:
     """Why the kernels are refused, or None. Tests them unless this process or an earlier one has."""
     if device_type == "cuda":
@@ -214,7 +217,7 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    key = (op, dtype, device, reverse, *widths)
+    key = (op, dtype, device, reverse, mixed, *widths)
     if key in _VERDICTS:
         return _VERDICTS[key]
     if getattr(_THREAD, "is_testing", False):
@@ -225,7 +228,7 @@ def longseq_self_test_verdict(
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
-        test = _Test(op, dtype, device, reverse, dict(zip(find_trial(op).widths, widths, strict=True)))
+        test = _Test(op, dtype, device, reverse, mixed, dict(zip(find_trial(op).widths, widths, strict=True)))
         failure, is_final = _judge(test)
         if is_final:
             _VERDICTS[key] = failure
@@ -249,6 +252,7 @@ class _Test(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     reverse: bool | str  # each way of reading has its kernels, and its verdict: most programs need one way alone
+    mixed: bool  # and so have gates in float32 beside inputs in half precision, as models have them
     widths: dict[str, int]
 
     @property
@@ -266,7 +270,7 @@ class _Test(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Everything that a verdict depends on."""
         dtype = str(self.dtype).removeprefix("torch.")
-        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "widths": self.widths}
+        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "mixed": self.mixed, "widths": self.widths}
         return {**call, **self.place, "sources": _hash_sources()}
 
 
@@ -364,17 +368,14 @@ def _find_error(test: _Test) -> str | None:
     if test.device.type == "cuda":
         torch.cuda.set_device(test.device)  # of this thread
     checks = list(_list_checks(test))
-    if _are_compiled(test.device):
-        with compile_ahead(test.device):
-            for check in checks:
-                with suppress(Exception):  # which comes again below, and is reported there
-                    check.run("triton", test.device)
-    return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
-
-
-def _are_compiled(device: torch.device) -> bool:
-    """Whether Triton compiles its kernels for such devices, and does not emulate them."""
-    return device.type == "cuda"
+    is_compiled = test.device.type == "cuda"  # and not emulated
+    with compile_ahead(test.device) if is_compiled else nullcontext():
+        for check in checks if is_compiled else ():
+            with suppress(Exception):  # which comes again below, and is reported there
+                check.run("triton", test.device)
+        expected = [check.expect() for check in checks]
+    pairs = zip(checks, expected, strict=True)
+    return next((error for pair in pairs if (error := _find_difference(*pair, test.device)) is not None), None)
 
 
 class _Check(NamedTuple):
@@ -390,6 +391,10 @@ class _Check(NamedTuple):
         tensors = {name: x.to(device) for name, x in self.inputs.arguments.items()}
         inputs = self.inputs.replace(tensors)
         return self.function(inputs if dtype is None else inputs.map(lambda x: x.to(dtype)), backend)
+
+    def expect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The results in float64, and those of the torch form in the case's own precision."""
+        return self.run("torch", dtype=torch.float64), self.run("torch")
 
 
 def _list_checks(test: _Test) -> Iterator[_Check]:
@@ -408,14 +413,15 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
 def _make(
     test: _Test, variant: str, tokens: int, dtype: torch.dtype, batch: int = 1, channels: int | None = None
 ) -> Any:
-    """A case's inputs, with states, gates and parameters in float32 as models keep them."""
+    """A case's inputs, with float32 states as models keep them."""
     from longseq.kernels.testing import make_inputs
 
     op, trial = test.op.removesuffix("_step"), find_trial(test.op)
     channels = trial.channels if channels is None else channels
     sizes = test.widths if channels is None else {**test.widths, "D": channels}
     inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=dtype, sizes=sizes)
-    kept = {name: x for name, x in inputs.tensors.items() if name.startswith("initial_state") or name in trial.float32}
+    wide = trial.mixed if test.mixed else ()
+    kept = {name: x for name, x in inputs.tensors.items() if name.startswith("initial_state") or name in wide}
     return inputs.replace({name: x.float() for name, x in kept.items()})
 
 
@@ -447,8 +453,10 @@ def _check_of_case(test: _Test, case: Case) -> _Check:
     return _Check(" ".join(name), inputs, test.dtype, run)
 
 
-def _find_difference(check: _Check, device: torch.device) -> str | None:
-    exact, plain = check.run("torch", dtype=torch.float64), check.run("torch")
+def _find_difference(
+    check: _Check, expected: tuple[dict[str, Tensor], dict[str, Tensor]], device: torch.device
+) -> str | None:
+    exact, plain = expected
     first, second = check.run("triton", device), check.run("triton", device)
     for name, value in exact.items():
         error, limit = _distance(first[name].cpu(), value), 8 * _distance(plain[name], value) + _tolerance(check.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 from longseq.kernels.add_norm.norm import add_norm_torch
 from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["add_norm"]
 
@@ -61,7 +61,13 @@ def add_norm(
     # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
     if not is_exporting():
         _check(x, weight, bias, branch)
-    call = Call(x.device, call_dtype(x, branch, weight), exporting=is_exporting(), sizes={"D": x.shape[-1]})
+    call = Call(
+        x.device,
+        call_dtype(x, branch, weight),
+        exporting=is_exporting(),
+        sizes={"D": x.shape[-1]},
+        mixed=is_mixed(x, weight),
+    )
     run = select("add_norm", backend, call)
     if dtype is None:
         dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
