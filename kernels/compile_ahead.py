@@ -48,14 +48,15 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         return True
 
     try:
-        with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
-            # A backward pass of this thread's own: no launch of another thread's may be left out.
-            with torch.autograd.set_multithreading_enabled(False):
-                knobs.runtime.jit_cache_hook = leave_out
-                try:
-                    yield
-                finally:
-                    knobs.runtime.jit_cache_hook = before
+        with (
+            ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool,
+            torch.autograd.set_multithreading_enabled(False),  # a backward pass runs in this thread as well
+        ):
+            knobs.runtime.jit_cache_hook = leave_out
+            try:
+                yield
+            finally:
+                knobs.runtime.jit_cache_hook = before
     finally:
         _LOCK.release()
 

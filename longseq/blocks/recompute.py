@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from longseq.kernels.dispatch import is_exporting
 
-
 RECOMPUTE = ("none", "mixer", "block")
 
 

@@ -55,7 +55,12 @@ def wrong(x, COUNT: tl.constexpr):
 
 
 compiled = []
-before = lambda **launch: compiled.append((launch["fn"].name, threading.current_thread() is threading.main_thread())) and None
+
+
+def before(fn, **launch):
+    compiled.append((fn.name, threading.current_thread() is threading.main_thread()))
+
+
 triton.knobs.runtime.jit_cache_hook = before
 x, y = torch.ones(64), torch.zeros(64)
 CASE
