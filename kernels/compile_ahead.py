@@ -23,7 +23,7 @@ _THREAD = threading.local()
 
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
-    """Leave out this thread's launches of kernels that are not compiled yet, and compile those until the end.
+    """Leave out this thread's launches of kernels that are not compiled yet, and compile those at the end.
 
     What runs inside computes nothing of use: it may be a whole forward and backward pass, of which all kernels are
     found although none has a result. What does not compile is left to the launch that needs it, and says why there.
@@ -35,28 +35,27 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         yield
         return
     inside, before = threading.get_ident(), knobs.runtime.jit_cache_hook
-    found = set()
+    found: dict[Any, tuple[Any, str]] = {}
 
     def leave_out(**launch: Any) -> bool | None:
         """Triton's question before a compilation, whether the launch is somebody else's: True."""
         if threading.get_ident() != inside:
             return None if before is None else before(**launch)
         kernel, compilation = launch["fn"].jit_function, launch["compile"]
-        if (kernel, compilation["key"]) not in found:
-            found.add((kernel, compilation["key"]))
-            pool.submit(_compile, kernel, compilation["specialization_data"], device)
+        found[kernel, compilation["key"]] = kernel, compilation["specialization_data"]
         return True
 
     try:
-        with (
-            ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool,
-            torch.autograd.set_multithreading_enabled(False),  # a backward pass runs in this thread as well
-        ):
-            knobs.runtime.jit_cache_hook = leave_out
-            try:
+        knobs.runtime.jit_cache_hook = leave_out
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in this thread as well
                 yield
-            finally:
-                knobs.runtime.jit_cache_hook = before
+        finally:
+            knobs.runtime.jit_cache_hook = before
+        # Not begun before, when its threads would hold up this one.
+        with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
+            for kernel, specialization in found.values():
+                pool.submit(_compile, kernel, specialization, device)
     finally:
         _LOCK.release()
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Case(NamedTuple):
     own_parameters: bool = False  # see longseq.kernels.testing.Inputs.with_own_parameters
     has_state: bool = True  # begins from a state, and the loss sees the last one
     channels: int | None = None  # instead of the trial's
+    kind: str = ""  # of the calls that launch these kernels, as the operation names it; one-token forms have all kinds
 
 
 class Trial(NamedTuple):
@@ -70,11 +71,12 @@ TRIALS: dict[str, Trial] = {
     "delta_rule": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case("plain", 1100, has_state=False), Case("gated_write_key", 130)),
-            *(Case("plain", 130, way, has_state=False) for way in WAYS),
-            *(Case("gated", 1100, way) for way in WAYS),
+            *(Case("plain", 1100, has_state=False), Case("write_key", 130)),
+            *(Case("gated", 1100, has_state=False, kind="gated"), Case("gated_write_key", 130, kind="gated")),
             # Cut into segments of time, of which one hands much to the next.
-            *(Case("gated", 2100), Case("correlated_keys", 2100)),
+            *(Case("correlated_keys", 2100), Case("gated", 2100, kind="gated")),
+            *(Case("plain", tokens, way, has_state=False) for way in WAYS for tokens in (130, 1100)),
+            *(Case("gated", tokens, way, has_state=False, kind="gated") for way in WAYS for tokens in (130, 1100)),
         ),
         mixed=("beta", "g"),
     ),
@@ -84,15 +86,20 @@ TRIALS: dict[str, Trial] = {
     "linear_attention": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case(variant, 130) for variant in ("plain", "head_gated")),
+            *(Case("plain", 130, has_state=has_state) for has_state in (False, True)),
+            *(Case("head_gated", 130, has_state=has_state, kind="head") for has_state in (False, True)),
             *(
-                Case(variant, 130, has_state=False)
-                for variant in ("plain", "head_gated", "channel_gated", "value_gated")
+                Case("channel_gated", 130, has_state=False, kind="channel"),
+                Case("value_gated", 130, has_state=False, kind="value"),
             ),
-            *(Case("plain", 130, way) for way in WAYS),
-            *(Case(variant, 130, way, has_state=False) for way in WAYS for variant in ("head_gated", "channel_gated")),
             # Strong decays have kernels of their own.
-            *(Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")),
+            *(Case("extreme_channel_decay", 130, kind="channel"), Case("extreme_value_decay", 130, kind="value")),
+            *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(
+                Case(f"{kind}_gated", 130, way, has_state=False, kind=kind)
+                for way in WAYS
+                for kind in ("head", "channel", "value")
+            ),
         ),
         mixed=("g", "g_value"),
     ),
@@ -142,8 +149,10 @@ TRIALS: dict[str, Trial] = {
     "slot_attention": Trial(
         {"K": 64, "V": 64, "M": 64},
         (
-            *(Case("plain", 130, has_state=False), Case("write", 130)),
+            *(Case("plain", 130, has_state=has_state) for has_state in (False, True)),
+            Case("write", 130, kind="write"),
             *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(Case("write", 130, way, has_state=False, kind="write") for way in WAYS),
         ),
         mixed=("g",),
     ),
@@ -181,12 +190,13 @@ def failures(
     sizes: Mapping[str, int],
     reverse: bool | str = False,
     mixed: bool = False,
+    kind: str = "",
 ) -> list[str]:
     """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
     if not is_tested(device.type):
         return []
     widths = [_round_up(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
-    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, mixed, *widths)
+    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, mixed, kind, *widths)
     return [] if failure is None else [failure]
 
 
@@ -209,7 +219,14 @@ def _round_up(size: int) -> int:
 
 
 def longseq_self_test_verdict(
-    op: str, dtype: torch.dtype, device_type: str, index: int | None, reverse: bool | str, mixed: bool, *widths: int
+    op: str,
+    dtype: torch.dtype,
+    device_type: str,
+    index: int | None,
+    reverse: bool | str,
+    mixed: bool,
+    kind: str,
+    *widths: int,
 ) -> str | None:
     """Why the kernels are refused, or None. Tests them unless this process or an earlier one has."""
     if device_type == "cuda":
@@ -217,7 +234,7 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    key = (op, dtype, device, reverse, mixed, *widths)
+    key = (op, dtype, device, reverse, mixed, kind, *widths)
     if key in _VERDICTS:
         return _VERDICTS[key]
     if getattr(_THREAD, "is_testing", False):
@@ -228,7 +245,7 @@ def longseq_self_test_verdict(
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
-        test = _Test(op, dtype, device, reverse, mixed, dict(zip(find_trial(op).widths, widths, strict=True)))
+        test = _Test(op, dtype, device, reverse, mixed, kind, dict(zip(find_trial(op).widths, widths, strict=True)))
         failure, is_final = _judge(test)
         if is_final:
             _VERDICTS[key] = failure
@@ -253,6 +270,7 @@ class _Test(NamedTuple):
     device: torch.device
     reverse: bool | str  # each way of reading has its kernels, and its verdict: most programs need one way alone
     mixed: bool  # and so have gates in float32 beside inputs in half precision, as models have them
+    kind: str  # and calls with and without gates
     widths: dict[str, int]
 
     @property
@@ -270,8 +288,8 @@ class _Test(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Everything that a verdict depends on."""
         dtype = str(self.dtype).removeprefix("torch.")
-        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "mixed": self.mixed, "widths": self.widths}
-        return {**call, **self.place, "sources": _hash_sources()}
+        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "mixed": self.mixed, "kind": self.kind}
+        return {**call, "widths": self.widths, **self.place, "sources": _hash_sources()}
 
 
 def _judge(test: _Test) -> tuple[str | None, bool]:
@@ -368,14 +386,12 @@ def _find_error(test: _Test) -> str | None:
     if test.device.type == "cuda":
         torch.cuda.set_device(test.device)  # of this thread
     checks = list(_list_checks(test))
-    is_compiled = test.device.type == "cuda"  # and not emulated
-    with compile_ahead(test.device) if is_compiled else nullcontext():
-        for check in checks if is_compiled else ():
-            with suppress(Exception):  # which comes again below, and is reported there
-                check.run("triton", test.device)
-        expected = [check.expect() for check in checks]
-    pairs = zip(checks, expected, strict=True)
-    return next((error for pair in pairs if (error := _find_difference(*pair, test.device)) is not None), None)
+    if test.device.type == "cuda":  # elsewhere kernels are emulated
+        with compile_ahead(test.device):
+            for check in checks:
+                with suppress(Exception):  # which comes again below, and is reported there
+                    check.run("triton", test.device)
+    return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
 
 
 class _Check(NamedTuple):
@@ -392,16 +408,12 @@ class _Check(NamedTuple):
         inputs = self.inputs.replace(tensors)
         return self.function(inputs if dtype is None else inputs.map(lambda x: x.to(dtype)), backend)
 
-    def expect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The results in float64, and those of the torch form in the case's own precision."""
-        return self.run("torch", dtype=torch.float64), self.run("torch")
-
 
 def _list_checks(test: _Test) -> Iterator[_Check]:
     trial = find_trial(test.op)
     if not test.op.endswith("_step"):
         for case in trial.cases:
-            if case.options.get("reverse", False) == test.reverse:
+            if case.options.get("reverse", False) == test.reverse and case.kind == test.kind:
                 yield _check_of_case(test, case)
         return
     for variant in dict.fromkeys(case.variant for case in trial.cases):
@@ -453,10 +465,8 @@ def _check_of_case(test: _Test, case: Case) -> _Check:
     return _Check(" ".join(name), inputs, test.dtype, run)
 
 
-def _find_difference(
-    check: _Check, expected: tuple[dict[str, Tensor], dict[str, Tensor]], device: torch.device
-) -> str | None:
-    exact, plain = expected
+def _find_difference(check: _Check, device: torch.device) -> str | None:
+    exact, plain = check.run("torch", dtype=torch.float64), check.run("torch")
     first, second = check.run("triton", device), check.run("triton", device)
     for name, value in exact.items():
         error, limit = _distance(first[name].cpu(), value), 8 * _distance(plain[name], value) + _tolerance(check.dtype)

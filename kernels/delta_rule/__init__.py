@@ -111,7 +111,9 @@ def delta_rule(
     check_reverse("delta_rule", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, beta, write_key, g, initial_state)
     mixed = is_mixed(v, beta, g)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
+    kind = "" if g is None else "gated"
+    packed = cu_seqlens is not None
+    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
     run = select("delta_rule", backend, call)
     return run(
         q,

@@ -110,7 +110,9 @@ def linear_attention(
     check_reverse("linear_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, g_value, initial_state)
     mixed = is_mixed(v, g, g_value)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
+    kind = "value" if g_value is not None else "" if g is None else "head" if g.dim() == 3 else "channel"
+    packed = cu_seqlens is not None
+    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
     run = select("linear_attention", backend, call)
     return run(
         q,

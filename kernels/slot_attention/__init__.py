@@ -114,7 +114,9 @@ def slot_attention(
     check_reverse("slot_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, write, keys, values)
     mixed = is_mixed(v, g)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
+    kind = "" if write is None else "write"
+    packed = cu_seqlens is not None
+    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
     run = select("slot_attention", backend, call)
     return run(
         q,
