@@ -110,7 +110,8 @@ def _ask_before_compilations() -> None:
 
     def end(**launch: Any) -> bool | None:
         # While a graph is captured, a call must not run more than once.
-        if getattr(_THREAD, "may_begin_again", False) and not torch.cuda.is_current_stream_capturing():
+        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if getattr(_THREAD, "may_begin_again", False) and not is_captured:
             raise _NotCompiled
         return None if before is None else before(**launch)
 

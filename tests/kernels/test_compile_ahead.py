@@ -139,3 +139,44 @@ step()
 assert launched == ["double", "double"] and len(compiled) == 2
 """,
     )
+
+
+def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch):
+    run(
+        tmp_path,
+        monkeypatch,
+        """
+from longseq.kernels import compile_ahead
+from longseq.kernels.compile_ahead import compiled_together
+
+calls, rounds, context = [], [], compile_ahead.compile_ahead
+compile_ahead.compile_ahead = lambda device: rounds.append(device) or context(device)
+
+
+@compiled_together
+def twice(x, count, fails):
+    calls.append(count)
+    double[(1,)](x, y, count)
+    double[(1,)](y, y, 2 * count)
+    if fails:
+        wrong[(1,)](x, count)
+    return count
+
+
+assert twice(x, 16, False) == 16
+assert calls == [16, 16, 16] and len(rounds) == 1 and launched == ["double"] * 2
+assert [is_main for _, is_main in compiled] == [False, False], compiled
+assert twice(x, 16, False) == 16
+assert calls == [16] * 4 and len(rounds) == 1 and launched == ["double"] * 4
+try:
+    twice(x, 16, True)
+except triton.compiler.CompilationError:
+    pass
+else:
+    raise AssertionError("the error is left to the launch")
+torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
+calls.clear()
+assert twice(x, 64, False) == 64
+assert calls == [64], "a graph that is captured must hold a call once"
+""",
+    )
