@@ -52,6 +52,7 @@ class Trial(NamedTuple):
     cases: tuple[Case, ...]
     channels: int | None = None  # D, where it is not a width: more than one program's block
     mixed: tuple[str, ...] = ()  # arguments that are float32 beside others in half precision in a mixed call
+    narrow: tuple[str, ...] = ()  # arguments in bfloat16, as the result, beside others in float32 in a narrow call
 
 
 REVERSED = {"reverse": True}
@@ -64,8 +65,16 @@ WAYS = (REVERSED, BOTH_WAYS)
 TRIALS: dict[str, Trial] = {
     "add_norm": Trial(
         {"D": 64},
-        tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair")),
+        (
+            *(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair")),
+            # A residual in float32, the rest in half precision.
+            *(
+                Case(variant, 70, {"dtype": torch.bfloat16}, kind="narrow")
+                for variant in ("plain", "branch", "centred_branch")
+            ),
+        ),
         mixed=("weight", "bias"),
+        narrow=("branch",),
     ),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
@@ -81,7 +90,7 @@ TRIALS: dict[str, Trial] = {
         mixed=("beta", "g"),
     ),
     "head_features": Trial(
-        {"K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
+        {"H": 2, "K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
     ),
     "linear_attention": Trial(
         {"K": 64, "V": 64},
@@ -112,7 +121,7 @@ TRIALS: dict[str, Trial] = {
         channels=70,
     ),
     "map_features": Trial(
-        {"K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
+        {"H": 2, "K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
     ),
     "orthogonal_recurrence": Trial(
         {"D": 64, "M": 64, "C": 1},
@@ -433,8 +442,14 @@ def _make(
     sizes = test.widths if channels is None else {**test.widths, "D": channels}
     inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=dtype, sizes=sizes)
     wide = trial.mixed if test.mixed else ()
-    kept = {name: x for name, x in inputs.tensors.items() if name.startswith("initial_state") or name in wide}
-    return inputs.replace({name: x.float() for name, x in kept.items()})
+    narrow = trial.narrow if test.kind == "narrow" else ()
+
+    def convert(name: str, x: Tensor) -> Tensor:
+        if name.startswith("initial_state") or name in wide:
+            return x.float()
+        return x.bfloat16() if name in narrow else x
+
+    return inputs.replace({name: convert(name, x) for name, x in inputs.tensors.items()})
 
 
 def _take_steps(inputs: Any, backend: str) -> dict[str, Tensor]:
@@ -462,7 +477,7 @@ def _check_of_case(test: _Test, case: Case) -> _Check:
         return gradients(inputs, call, backend=backend, **options)
 
     name = [case.variant, *case.options, *([] if case.has_state else ["without a state"])]
-    return _Check(" ".join(name), inputs, test.dtype, run)
+    return _Check(" ".join(name), inputs, case.options.get("dtype", test.dtype), run)
 
 
 def _find_difference(check: _Check, device: torch.device) -> str | None:

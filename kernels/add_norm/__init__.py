@@ -61,16 +61,17 @@ def add_norm(
     # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
     if not is_exporting():
         _check(x, weight, bias, branch)
+    if dtype is None:
+        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     call = Call(
         x.device,
         call_dtype(x, branch, weight),
         exporting=is_exporting(),
         sizes={"D": x.shape[-1]},
         mixed=is_mixed(x, weight),
+        kind="narrow" if x.dtype == torch.float32 and dtype.itemsize == 2 else "",
     )
     run = select("add_norm", backend, call)
-    if dtype is None:
-        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
 
 
