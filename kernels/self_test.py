@@ -1,12 +1,13 @@
 """Triton kernels prove themselves on a GPU before their first use: small cases against float64, once.
 
 A wrong kernel trains a wrong model without a sign of it, and which kernels are wrong depends on GPU and compiler. So
-the first call of an operation's kernels on a GPU runs the cases of `TRIALS` in the call's precision, at its widths
-rounded up to powers of two, which are the widths of the kernels' blocks: outputs, final states and all gradients
-against the torch form in float64 on the CPU. Kernels that fail, or do not compile, are refused: a warning says so, and
-`backend="auto"` takes the torch form. The verdict holds for one kind of GPU, one Triton, one torch and one state of
-these sources and tables, and is kept as a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that
-processes that write at once cannot harm each other; without a folder to write to it is kept in the process alone.
+the first call of an operation's kernels on a GPU runs the cases of `TRIALS` in the call's direction, kind and
+precision, at its widths rounded up to powers of two, which are the widths of the kernels' blocks: outputs, final states
+and all gradients against the torch form in float64 on the CPU. Kernels of all cases are compiled first, side by side.
+Those that fail, or do not compile, are refused: a warning says so, and `backend="auto"` takes the torch form. The
+verdict holds for one kind of GPU, one Triton, one torch and one state of these sources and tables, and is kept as a
+file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes that write at once cannot harm each
+other; without a folder to write to it is kept in the process alone.
 
 LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
 """
