@@ -22,6 +22,8 @@ class Call:
     )  # by dimension name ("T", "K", ...); what is absent is not known
     differentiated: bool = False  # an input requires a gradient; known of one-token forms alone
     reverse: bool | str = False  # as operations take it
+    mixed: bool = False  # gates or parameters are float32 beside inputs in half precision
+    kind: str = ""  # of calls that launch kernels of their own: with a gate, say
 
 
 def no_reasons(call: Call) -> list[str]:
@@ -110,7 +112,7 @@ def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     reasons = backend.reasons(call)
     if reasons or backend.name != "triton":
         return reasons
-    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse)
+    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse, call.mixed, call.kind)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:

@@ -19,6 +19,12 @@ def call_dtype(values: Tensor, *others: Tensor | None) -> torch.dtype:
     return widest if widest == torch.float64 else values.dtype
 
 
+def is_mixed(values: Tensor, *others: Tensor | None) -> bool:
+    """Whether any of the others is in float32 beside values in half precision, for which kernels differ."""
+    half = values.dtype in (torch.float16, torch.bfloat16)
+    return half and any(tensor is not None and tensor.dtype == torch.float32 for tensor in others)
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
     """A context in which autocast leaves the tensor's device alone.
 

@@ -1,12 +1,13 @@
 """Triton kernels prove themselves on a GPU before their first use: small cases against float64, once.
 
 A wrong kernel trains a wrong model without a sign of it, and which kernels are wrong depends on GPU and compiler. So
-the first call of an operation's kernels on a GPU runs the cases of `TRIALS` in the call's precision, at its widths
-rounded up to powers of two, which are the widths of the kernels' blocks: outputs, final states and all gradients
-against the torch form in float64 on the CPU. Kernels that fail, or do not compile, are refused: a warning says so, and
-`backend="auto"` takes the torch form. The verdict holds for one kind of GPU, one Triton, one torch and one state of
-these sources and tables, and is kept as a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that
-processes that write at once cannot harm each other; without a folder to write to it is kept in the process alone.
+the first call of an operation's kernels on a GPU runs the cases of `TRIALS` in the call's direction, kind and
+precision, at its widths rounded up to powers of two, which are the widths of the kernels' blocks: outputs, final states
+and all gradients against the torch form in float64 on the CPU. Kernels of all cases are compiled first, side by side.
+Those that fail, or do not compile, are refused: a warning says so, and `backend="auto"` takes the torch form. The
+verdict holds for one kind of GPU, one Triton, one torch and one state of these sources and tables, and is kept as a
+file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes that write at once cannot harm each
+other; without a folder to write to it is kept in the process alone.
 
 LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
 """
@@ -18,13 +19,15 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from longseq.kernels.compile_ahead import compile_ahead
 from longseq.kernels.launch_file import file_of_launches
 
 SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
@@ -38,6 +41,9 @@ class Case(NamedTuple):
     tokens: int
     options: Mapping[str, Any] = {}
     own_parameters: bool = False  # see longseq.kernels.testing.Inputs.with_own_parameters
+    has_state: bool = True  # begins from a state, and the loss sees the last one
+    channels: int | None = None  # instead of the trial's
+    kind: str = ""  # of the calls that launch these kernels, as the operation names it; one-token forms have all kinds
 
 
 class Trial(NamedTuple):
@@ -46,69 +52,124 @@ class Trial(NamedTuple):
     widths: dict[str, int]  # the dimensions that kernels are compiled for; sizes where a call does not tell them
     cases: tuple[Case, ...]
     channels: int | None = None  # D, where it is not a width: more than one program's block
+    mixed: tuple[str, ...] = ()  # arguments that are float32 beside others in half precision in a mixed call
+    narrow: tuple[str, ...] = ()  # arguments in bfloat16, as the result, beside others in float32 in a narrow call
 
 
 REVERSED = {"reverse": True}
 BOTH_WAYS = {"reverse": "second_half"}
+WAYS = (REVERSED, BOTH_WAYS)
 # Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones. A call's
-# kernels are tried with the cases that read in its direction, one-token kernels with the variants of all.
+# kernels are tried with the cases that read in its direction, one-token kernels with the variants of all. Models in
+# training have no state and precisions of their own: cases like theirs are there for the kernels that they will run,
+# which then need no compilation of their own.
 TRIALS: dict[str, Trial] = {
-    "add_norm": Trial({"D": 64}, tuple(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair"))),
+    "add_norm": Trial(
+        {"D": 64},
+        (
+            *(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair")),
+            # A residual in float32, the rest in half precision.
+            *(
+                Case(variant, 70, {"dtype": torch.bfloat16}, kind="narrow")
+                for variant in ("plain", "branch", "centred_branch")
+            ),
+        ),
+        mixed=("weight", "bias"),
+        narrow=("branch",),
+    ),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case("plain", 1100), Case("gated_write_key", 130)),
-            *(case for way in (REVERSED, BOTH_WAYS) for case in (Case("plain", 130, way), Case("gated", 1100, way))),
+            *(Case("plain", 1100, has_state=False), Case("write_key", 130)),
+            *(Case("gated", 1100, has_state=False, kind="gated"), Case("gated_write_key", 130, kind="gated")),
             # Cut into segments of time, of which one hands much to the next.
-            *(Case("gated", 2100), Case("correlated_keys", 2100)),
+            *(Case("correlated_keys", 2100), Case("gated", 2100, kind="gated")),
+            *(Case("plain", tokens, way, has_state=False) for way in WAYS for tokens in (130, 1100)),
+            *(Case("gated", tokens, way, has_state=False, kind="gated") for way in WAYS for tokens in (130, 1100)),
         ),
+        mixed=("beta", "g"),
     ),
     "head_features": Trial(
-        {"K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
+        {"H": 2, "K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
     ),
     "linear_attention": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case(variant, 130) for variant in ("plain", "head_gated", "channel_gated", "value_gated")),
+            *(Case("plain", 130, has_state=has_state) for has_state in (False, True)),
+            *(Case("head_gated", 130, has_state=has_state, kind="head") for has_state in (False, True)),
             *(
-                Case(variant, 130, way)
-                for way in (REVERSED, BOTH_WAYS)
-                for variant in ("plain", "head_gated", "channel_gated")
+                Case("channel_gated", 130, has_state=False, kind="channel"),
+                Case("value_gated", 130, has_state=False, kind="value"),
             ),
             # Strong decays have kernels of their own.
-            *(Case(variant, 130) for variant in ("extreme_channel_decay", "extreme_value_decay")),
+            *(Case("extreme_channel_decay", 130, kind="channel"), Case("extreme_value_decay", 130, kind="value")),
+            *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(
+                Case(f"{kind}_gated", 130, way, has_state=False, kind=kind)
+                for way in WAYS
+                for kind in ("head", "channel", "value")
+            ),
         ),
+        mixed=("g", "g_value"),
     ),
-    "longhorn_scan": Trial({"N": 16}, tuple(Case("plain", 70, way) for way in ({}, REVERSED, BOTH_WAYS)), channels=70),
+    "longhorn_scan": Trial(
+        {"N": 16},
+        (
+            *(Case("plain", 70, way) for way in ({}, REVERSED)),
+            *(Case("plain", 80, way, has_state=False, channels=128) for way in ({}, BOTH_WAYS)),
+        ),
+        channels=70,
+    ),
     "map_features": Trial(
-        {"K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
+        {"H": 2, "K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
     ),
     "orthogonal_recurrence": Trial(
         {"D": 64, "M": 64, "C": 1},
         (Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
+        mixed=("gamma", "g"),
     ),
-    "recursive_least_squares": Trial({"K": 64}, (Case("plain", 130), Case("plain", 600))),
+    "recursive_least_squares": Trial(
+        {"K": 64}, (Case("plain", 130), Case("plain", 600, has_state=False)), mixed=("u",)
+    ),
     "selective_scan": Trial(
         {"N": 16},
-        (Case("plain", 70), Case("plain", 70, REVERSED), Case("plain", 70, BOTH_WAYS, own_parameters=True)),
+        (
+            *(Case("plain", 70), Case("plain", 70, REVERSED)),
+            Case("plain", 80, has_state=False, channels=128),
+            Case("plain", 80, BOTH_WAYS, own_parameters=True, has_state=False, channels=128),
+        ),
         channels=70,
+        mixed=("A",),
     ),
     "short_convolution": Trial(
         {"W": 4},
         (
-            *(Case("silu", 70), Case("plain", 70, REVERSED)),
-            *(Case("silu", 70, BOTH_WAYS), Case("silu", 70, BOTH_WAYS, own_parameters=True)),
+            *(Case("silu", 70), Case("plain", 70, REVERSED), Case("silu", 70, BOTH_WAYS)),
+            *(Case(variant, 70, has_state=False, channels=128) for variant in ("silu", "no_bias")),
+            *(
+                Case(variant, 70, BOTH_WAYS, own_parameters=True, has_state=False, channels=128)
+                for variant in ("silu", "no_bias")
+            ),
         ),
         channels=70,
+        mixed=("weight", "bias"),
     ),
     "silu_product": Trial({}, tuple(Case(variant, 70) for variant in ("plain", "skip", "pair")), channels=70),
     "slot_attention": Trial(
         {"K": 64, "V": 64, "M": 64},
-        (Case("plain", 130), Case("write", 130), Case("plain", 130, REVERSED), Case("plain", 130, BOTH_WAYS)),
+        (
+            *(Case("plain", 130, has_state=has_state) for has_state in (False, True)),
+            Case("write", 130, kind="write"),
+            *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(Case("write", 130, way, has_state=False, kind="write") for way in WAYS),
+        ),
+        mixed=("g",),
     ),
-    "token_loss": Trial({}, (Case("plain", 70),), channels=5000),
-    "variational_linear_attention": Trial({"K": 64, "V": 64}, (Case("plain", 600),)),
+    "token_loss": Trial({}, (Case("plain", 70),), channels=5008),
+    "variational_linear_attention": Trial(
+        {"K": 64, "V": 64}, (Case("plain", 600), Case("plain", 1100, has_state=False)), mixed=("u",)
+    ),
 }
 
 
@@ -133,13 +194,19 @@ _THREAD = threading.local()
 
 
 def failures(
-    op: str, device: torch.device, dtype: torch.dtype, sizes: Mapping[str, int], reverse: bool | str = False
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    reverse: bool | str = False,
+    mixed: bool = False,
+    kind: str = "",
 ) -> list[str]:
     """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
     if not is_tested(device.type):
         return []
     widths = [_round_up(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
-    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, *widths)
+    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, mixed, kind, *widths)
     return [] if failure is None else [failure]
 
 
@@ -162,7 +229,14 @@ def _round_up(size: int) -> int:
 
 
 def longseq_self_test_verdict(
-    op: str, dtype: torch.dtype, device_type: str, index: int | None, reverse: bool | str, *widths: int
+    op: str,
+    dtype: torch.dtype,
+    device_type: str,
+    index: int | None,
+    reverse: bool | str,
+    mixed: bool,
+    kind: str,
+    *widths: int,
 ) -> str | None:
     """Why the kernels are refused, or None. Tests them unless this process or an earlier one has."""
     if device_type == "cuda":
@@ -170,7 +244,7 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    key = (op, dtype, device, reverse, *widths)
+    key = (op, dtype, device, reverse, mixed, kind, *widths)
     if key in _VERDICTS:
         return _VERDICTS[key]
     if getattr(_THREAD, "is_testing", False):
@@ -181,7 +255,7 @@ def longseq_self_test_verdict(
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
-        test = _Test(op, dtype, device, reverse, dict(zip(find_trial(op).widths, widths, strict=True)))
+        test = _Test(op, dtype, device, reverse, mixed, kind, dict(zip(find_trial(op).widths, widths, strict=True)))
         failure, is_final = _judge(test)
         if is_final:
             _VERDICTS[key] = failure
@@ -205,6 +279,8 @@ class _Test(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     reverse: bool | str  # each way of reading has its kernels, and its verdict: most programs need one way alone
+    mixed: bool  # and so have gates in float32 beside inputs in half precision, as models have them
+    kind: str  # and calls with and without gates
     widths: dict[str, int]
 
     @property
@@ -222,8 +298,8 @@ class _Test(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Everything that a verdict depends on."""
         dtype = str(self.dtype).removeprefix("torch.")
-        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "widths": self.widths}
-        return {**call, **self.place, "sources": _hash_sources()}
+        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "mixed": self.mixed, "kind": self.kind}
+        return {**call, "widths": self.widths, **self.place, "sources": _hash_sources()}
 
 
 def _judge(test: _Test) -> tuple[str | None, bool]:
@@ -317,66 +393,103 @@ def _run_in_own_thread(test: _Test) -> str | None:
 
 def _find_error(test: _Test) -> str | None:
     """Compare every case with float64, and two runs with each other."""
-    trial = find_trial(test.op)
     if test.device.type == "cuda":
         torch.cuda.set_device(test.device)  # of this thread
-    if test.op.endswith("_step"):
-        variants = dict.fromkeys(case.variant for case in trial.cases)
+    checks = list(_list_checks(test))
+    if test.device.type == "cuda":  # elsewhere kernels are emulated
+        with compile_ahead(test.device):
+            for check in checks:
+                with suppress(Exception):  # which comes again below, and is reported there
+                    check.run("triton", test.device)
+    return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
+
+
+class _Check(NamedTuple):
+    """One case of a test."""
+
+    name: str
+    inputs: Any
+    dtype: torch.dtype
+    function: Any  # from inputs and a backend to results by name
+
+    def run(self, backend: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Results by name, for inputs on a device, in their own precision or another."""
+        tensors = {name: x.to(device) for name, x in self.inputs.arguments.items()}
+        inputs = self.inputs.replace(tensors)
+        return self.function(inputs if dtype is None else inputs.map(lambda x: x.to(dtype)), backend)
+
+
+def _list_checks(test: _Test) -> Iterator[_Check]:
+    trial = find_trial(test.op)
+    if not test.op.endswith("_step"):
+        for case in trial.cases:
+            if case.options.get("reverse", False) == test.reverse and case.kind == test.kind:
+                yield _check_of_case(test, case)
+        return
+    for variant in dict.fromkeys(case.variant for case in trial.cases):
         # The precision of a step's call is that of its state; the token may have another one.
-        errors = (
-            _find_step_error(test, variant, dtype) for variant in variants for dtype in (test.dtype, torch.bfloat16)
-        )
-    else:
-        cases = (case for case in trial.cases if case.options.get("reverse", False) == test.reverse)
-        errors = (_find_case_error(test, case) for case in cases)
-    return next((error for error in errors if error is not None), None)
+        for dtype in (test.dtype, torch.bfloat16):
+            yield _Check(f"{variant} in {dtype}", _make(test, variant, 3, dtype), dtype, _take_steps)
 
 
-def _make(test: _Test, variant: str, tokens: int, dtype: torch.dtype, batch: int = 1) -> Any:
+def _make(
+    test: _Test, variant: str, tokens: int, dtype: torch.dtype, batch: int = 1, channels: int | None = None
+) -> Any:
     """A case's inputs, with float32 states as models keep them."""
     from longseq.kernels.testing import make_inputs
 
     op, trial = test.op.removesuffix("_step"), find_trial(test.op)
-    sizes = test.widths if trial.channels is None else {**test.widths, "D": trial.channels}
+    channels = trial.channels if channels is None else channels
+    sizes = test.widths if channels is None else {**test.widths, "D": channels}
     inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=dtype, sizes=sizes)
-    states = {name: x for name, x in inputs.tensors.items() if name.startswith("initial_state")}
-    return inputs.replace({name: x.float() for name, x in states.items()})
+    wide = trial.mixed if test.mixed else ()
+    narrow = trial.narrow if test.kind == "narrow" else ()
+
+    def convert(name: str, x: Tensor) -> Tensor:
+        if name.startswith("initial_state") or name in wide:
+            return x.float()
+        return x.bfloat16() if name in narrow else x
+
+    return inputs.replace({name: convert(name, x) for name, x in inputs.tensors.items()})
 
 
-def _find_case_error(test: _Test, case: Case) -> str | None:
+def _take_steps(inputs: Any, backend: str) -> dict[str, Tensor]:
+    from longseq.kernels.testing import results
+
+    with torch.no_grad():
+        return results(*inputs.take_steps(backend=backend))
+
+
+def _check_of_case(test: _Test, case: Case) -> _Check:
     from longseq.kernels.testing import gradients
 
-    inputs = _make(test, case.variant, case.tokens, test.dtype, batch=2 if case.options == BOTH_WAYS else 1)
+    batch = 2 if case.options == BOTH_WAYS else 1
+    inputs = _make(test, case.variant, case.tokens, test.dtype, batch, case.channels)
     if case.own_parameters:
         inputs = inputs.with_own_parameters()
     options = {**case.options, **({"chunk_size": test.widths["C"]} if "C" in test.widths else {})}
 
-    def run(inputs: Any, backend: str) -> dict[str, Tensor]:
-        return gradients(inputs, backend=backend, **options)
-
-    return _compare(run, inputs, test, test.dtype, " ".join([case.variant, *case.options]))
-
-
-def _find_step_error(test: _Test, variant: str, dtype: torch.dtype) -> str | None:
-    from longseq.kernels.testing import results
+    def call(inputs: Any, **options: Any) -> tuple[Tensor, Any]:
+        if case.has_state:
+            return inputs.run(**options)
+        return inputs.run(initial_state=None, output_final_state=False, **options)[0], ()
 
     def run(inputs: Any, backend: str) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return results(*inputs.take_steps(backend=backend))
+        return gradients(inputs, call, backend=backend, **options)
 
-    return _compare(run, _make(test, variant, 3, dtype), test, dtype, f"{variant} in {dtype}")
+    name = [case.variant, *case.options, *([] if case.has_state else ["without a state"])]
+    return _Check(" ".join(name), inputs, case.options.get("dtype", test.dtype), run)
 
 
-def _compare(run: Any, inputs: Any, test: _Test, dtype: torch.dtype, case: str) -> str | None:
-    exact, plain = run(inputs.map(Tensor.double), "torch"), run(inputs, "torch")
-    there = inputs.replace({name: x.to(test.device) for name, x in inputs.arguments.items()})
-    first, second = run(there, "triton"), run(there, "triton")
+def _find_difference(check: _Check, device: torch.device) -> str | None:
+    exact, plain = check.run("torch", dtype=torch.float64), check.run("torch")
+    first, second = check.run("triton", device), check.run("triton", device)
     for name, value in exact.items():
-        error, limit = _distance(first[name].cpu(), value), 8 * _distance(plain[name], value) + _tolerance(dtype)
+        error, limit = _distance(first[name].cpu(), value), 8 * _distance(plain[name], value) + _tolerance(check.dtype)
         if not error <= limit:  # NaN is no error that is small enough
-            return f"{name} of the case {case!r} is off by {error:.1e}, allowed {limit:.1e} of the largest"
+            return f"{name} of the case {check.name!r} is off by {error:.1e}, allowed {limit:.1e} of the largest"
         if not torch.equal(first[name], second[name]):
-            return f"{name} of the case {case!r} differs from run to run"
+            return f"{name} of the case {check.name!r} differs from run to run"
     return None
 
 

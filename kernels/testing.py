@@ -474,7 +474,8 @@ def _add_norm(draw: Draw, variant: str) -> Inputs:
         x, weight = draw.normal(2 * shape[0], *shape[1:]), draw.normal(2, shape[2])
         return Inputs("add_norm", {"x": x}, (), {"weight": weight})
     sequences = {"x": draw.normal(*shape)} | ({"branch": draw.normal(*shape)} if "branch" in variant else {})
-    parameters = {"weight": draw.normal(shape[2])} | ({} if variant == "plain" else {"bias": draw.normal(shape[2])})
+    bias = {} if variant in ("plain", "branch") else {"bias": draw.normal(shape[2])}
+    parameters = {"weight": draw.normal(shape[2])} | bias
     return Inputs("add_norm", sequences, (), parameters, options={"centred": "centred" in variant})
 
 

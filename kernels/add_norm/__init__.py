@@ -8,7 +8,7 @@ from torch import Tensor
 from longseq.kernels.add_norm.norm import add_norm_torch
 from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["add_norm"]
 
@@ -61,10 +61,17 @@ def add_norm(
     # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
     if not is_exporting():
         _check(x, weight, bias, branch)
-    call = Call(x.device, call_dtype(x, branch, weight), exporting=is_exporting(), sizes={"D": x.shape[-1]})
-    run = select("add_norm", backend, call)
     if dtype is None:
         dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    call = Call(
+        x.device,
+        call_dtype(x, branch, weight),
+        exporting=is_exporting(),
+        sizes={"D": x.shape[-1]},
+        mixed=is_mixed(x, weight),
+        kind="narrow" if x.dtype == torch.float32 and dtype.itemsize == 2 else "",
+    )
+    run = select("add_norm", backend, call)
     return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
 
 

@@ -17,7 +17,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
@@ -110,7 +110,10 @@ def delta_rule(
     )
     check_reverse("delta_rule", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, beta, write_key, g, initial_state)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
+    mixed = is_mixed(v, beta, g)
+    kind = "" if g is None else "gated"
+    packed = cu_seqlens is not None
+    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
     run = select("delta_rule", backend, call)
     return run(
         q,

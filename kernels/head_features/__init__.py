@@ -68,7 +68,7 @@ def head_features(
             f"head_features: x has {channels} channels, which num_heads={num_heads} with key_dim={key_dim} do not "
             "share out: give 2 H K and a multiple of H"
         )
-    sizes = {"K": key_dim, "V": values // num_heads}
+    sizes = {"H": num_heads, "K": key_dim, "V": values // num_heads}
     call = Call(x.device, x.dtype, exporting=is_exporting(), sizes=sizes)
     run = select("head_features", backend, call)
     return run(x, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)

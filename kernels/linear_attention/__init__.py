@@ -17,7 +17,7 @@ from longseq.kernels.dispatch import (
 )
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
 from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
@@ -109,7 +109,10 @@ def linear_attention(
     )
     check_reverse("linear_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, g_value, initial_state)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
+    mixed = is_mixed(v, g, g_value)
+    kind = "value" if g_value is not None else "" if g is None else "head" if g.dim() == 3 else "channel"
+    packed = cu_seqlens is not None
+    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
     run = select("linear_attention", backend, call)
     return run(
         q,

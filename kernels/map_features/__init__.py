@@ -51,6 +51,6 @@ def map_features(
     Raises ValueError for an unknown map or norm and for a backend that cannot run.
     """
     check_features(feature_map, "l2" if norm is None else norm)
-    call = Call(x.device, x.dtype, exporting=is_exporting(), sizes={"K": x.shape[-1]})
+    call = Call(x.device, x.dtype, exporting=is_exporting(), sizes={"H": x.shape[-2], "K": x.shape[-1]})
     run = select("map_features", backend, call)
     return run(x, feature_map=feature_map, norm=norm, scale=scale, dtype=x.dtype if dtype is None else dtype)

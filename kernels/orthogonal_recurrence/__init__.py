@@ -20,7 +20,7 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     orthogonal_recurrence_reference,
     orthogonal_recurrence_step_torch,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
@@ -133,7 +133,8 @@ def orthogonal_recurrence(
     if initial_state is None:
         raise ValueError("orthogonal_recurrence: initial_state is None, but must hold the first slots, its columns")
     dtype = call_dtype(v, q, k, gamma, g, threshold, initial_state)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    mixed = is_mixed(v, gamma, g)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, mixed=mixed)
     run = select("orthogonal_recurrence", backend, call)
     return run(
         q,

@@ -16,7 +16,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
@@ -106,7 +106,8 @@ def recursive_least_squares(
     )
     check_steps("recursive_least_squares", "initial_state[1]", steps, A)
     dtype = call_dtype(x, u, A)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    mixed = is_mixed(x, u)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, mixed=mixed)
     run = select("recursive_least_squares", backend, call)
     count, (x, u) = mask_tokens(mask, x, u)
     return run(

@@ -15,7 +15,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
@@ -102,7 +102,8 @@ def short_convolution(
         check_own_parameters("short_convolution", "weight", weight, reverse)
     check_reverse("short_convolution", reverse, 2 if own else sizes["B"], cu_seqlens)
     dtype = call_dtype(x, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
+    mixed = is_mixed(x, weight)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
     run = select("short_convolution", backend, call)
     return run(
         x,

@@ -15,7 +15,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
@@ -113,7 +113,10 @@ def slot_attention(
     )
     check_reverse("slot_attention", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, g, write, keys, values)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
+    mixed = is_mixed(v, g)
+    kind = "" if write is None else "write"
+    packed = cu_seqlens is not None
+    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
     run = select("slot_attention", backend, call)
     return run(
         q,

@@ -16,7 +16,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.recursive_least_squares import check_refresh, check_steps, inverse_reasons, mask_tokens
 from longseq.kernels.steps import register_steps, select_step
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
@@ -127,7 +127,8 @@ def variational_linear_attention(
     )
     check_steps(op, "initial_state[3]", steps, S)
     dtype = call_dtype(v, q, k, u, S, A, z)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    mixed = is_mixed(v, u)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, mixed=mixed)
     run = select(op, backend, call)
     count, (k, v, u) = mask_tokens(mask, k, v, u)
     return run(

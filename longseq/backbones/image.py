@@ -29,6 +29,7 @@ from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
 from longseq.blocks.positions import Layout, insert_token, layout_of, resize_positions, split_token
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
 from longseq.mixers import Mixer
@@ -65,6 +66,8 @@ class ImageBackbone(nn.Module):
         norm: rms or layer.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
         depth_scaled_init: divide the initial output projections of the mixers by sqrt(depth).
+        recompute: what runs twice so that less is kept for the gradient: none; mixer: all between the projections of
+            mixers, which is cheap; block: each block.
         drop_rate, pos_drop_rate, drop_path_rate: dropout before the head and after the positions; drop path of the
             last block, growing linearly from 0.
         dynamic_img_size: accept any image of at least one patch; positions are interpolated to its grid.
@@ -95,12 +98,14 @@ class ImageBackbone(nn.Module):
         norm: str = "rms",
         residual_in_float32: bool = True,
         depth_scaled_init: bool = True,
+        recompute: str = "none",
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         dynamic_img_size: bool = False,
     ) -> None:
         super().__init__()
+        check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
         self.class_token = class_token
@@ -109,7 +114,7 @@ class ImageBackbone(nn.Module):
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.dynamic_img_size = dynamic_img_size
         self.residual_in_float32 = residual_in_float32
-        self.grad_checkpointing = False
+        self.grad_checkpointing = recompute == "block"
         self.global_pool = self._check_pool(global_pool)
 
         self.patch_embed = PatchEmbed(
@@ -145,6 +150,9 @@ class ImageBackbone(nn.Module):
             # In step with a hybrid's pattern, a mixer would alternate to one direction in all its layers.
             mixing = make_mixing(name, options=options[name], layer=names[:layer].count(name))
             self.blocks.append(Block(mixing, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
+        for module in self.blocks.modules():
+            if isinstance(module, Mixer):
+                module.recompute = recompute == "mixer"
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
             for layer in range(depth)

@@ -22,10 +22,10 @@ from longseq.backbones.step_graph import StepGraph, check_step_graph
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
+from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import SequenceBlock
 from longseq.blocks.rotary import count_positions
 from longseq.mixers import create as create_mixer
-from longseq.mixers import options as mixer_options_of
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
 from longseq.parameters import no_weight_decay
 
@@ -77,8 +77,8 @@ class TextBackbone(nn.Module):
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
-        recompute: keep less for the gradient, at the price of cheap parts that run twice: the products of gated MLPs,
-            and all between the projections of mixers that have the option.
+        recompute: what runs twice so that less is kept for the gradient: none; mixer: all between the projections of
+            mixers, and the products of gated MLPs, which is cheap; block: each block.
         backend: the kernel backend of mixers, norms and MLPs; auto takes the first that can run.
 
     Raises:
@@ -102,7 +102,7 @@ class TextBackbone(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         residual_in_float32: bool = True,
-        recompute: bool = False,
+        recompute: str = "none",
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -115,22 +115,24 @@ class TextBackbone(nn.Module):
             raise ValueError("positions='learned' needs max_length, the most tokens of a sequence")
         if vocab_size < 1 or depth < 1:
             raise ValueError(f"vocab_size={vocab_size}, depth={depth}: both are at least 1")
+        check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.max_length = max_length if positions == "learned" else None
         self.residual_in_float32 = residual_in_float32
-        self.grad_checkpointing = False
+        self.grad_checkpointing = recompute == "block"
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
         options = options_by_name(mixer, mixer_options)
         make_norm = partial(NORMS[norm], d_model, backend=backend)
-        switches = {"recompute": recompute, "backend": backend}
+        switches = {"recompute": recompute == "mixer", "backend": backend}
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
         self.blocks: Any = nn.ModuleList()
         for name, rate in zip(expand_pattern(mixer, depth), rates, strict=True):
-            layer = create_mixer(name, d_model, **_layer_options(name, options[name], recompute, backend))
+            layer = create_mixer(name, d_model, **_layer_options(name, options[name], backend))
+            layer.recompute = recompute == "mixer"
             channels = None if mlp is None else MLPS[mlp](d_model, mlp_width(d_model, mlp_ratio), **switches)
             mlp_norm = None if mlp is None else make_norm()
             self.blocks.append(SequenceBlock(layer, make_norm(), mlp=channels, mlp_norm=mlp_norm, drop_path=rate))
@@ -317,13 +319,11 @@ def sample(
     return tokens.gather(1, drawn).squeeze(1)
 
 
-def _layer_options(mixer: str, options: dict[str, Any], recompute: bool, backend: str) -> dict[str, Any]:
+def _layer_options(mixer: str, options: dict[str, Any], backend: str) -> dict[str, Any]:
     if not options.get("causal", True):
         raise ValueError(
             f"the options of {mixer} set causal=False, and each token is scored from its past: leave it out"
         )
-    if recompute and "recompute" in mixer_options_of(mixer):
-        options = options | {"recompute": True}
     if backend == "auto":
         return options
     if options.get("backend", backend) != backend:

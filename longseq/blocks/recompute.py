@@ -10,6 +10,18 @@ from torch.utils.checkpoint import checkpoint
 
 from longseq.kernels.dispatch import is_exporting
 
+RECOMPUTE = ("none", "mixer", "block")
+
+
+def check_recompute(recompute: str) -> None:
+    """Raise ValueError unless it is one of `RECOMPUTE`.
+
+    none keeps all that a gradient needs. mixer keeps the matrix products: what lies between the projections of mixers,
+    and the products of gated MLPs, is cheap and runs twice. block keeps the inputs of blocks, and runs those twice.
+    """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute={recompute!r} is not one of {', '.join(RECOMPUTE)}")
+
 
 def run_again(wanted: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`; if that is wanted, keep its arguments alone, and call it again for its gradient.

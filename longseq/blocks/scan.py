@@ -151,11 +151,11 @@ class Directions(nn.Module):
         inputs = [reorder(projected, order, layout) for order in orders]
         masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
         if self.share == "all":
-            stacked = mixers[0].scan_pair(mixers[0], _stack(inputs), None if masks is None else _stack(masks))
+            stacked = mixers[0].read_pair(mixers[0], _stack(inputs), None if masks is None else _stack(masks))
             readings = _unstack(stacked, len(orders))
         else:
             pairs = zip(mixers[::2], mixers[1::2], inputs, masks or len(orders) * (None,), strict=True)
-            readings = [forward.scan_pair(backward, x, real) for forward, backward, x, real in pairs]
+            readings = [forward.read_pair(backward, x, real) for forward, backward, x, real in pairs]
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
@@ -165,7 +165,7 @@ class Directions(nn.Module):
             orders, options = orders[::2] * 2, {"reverse": "second_half"}
         stacked = _stack([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
-        readings = _unstack(mixer.scan(stacked, mask=masks, **options)[0], len(orders))
+        readings = _unstack(mixer.read(stacked, mask=masks, **options)[0], len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _merge(self, readings: list[Tensor]) -> Tensor:
@@ -199,5 +199,5 @@ def _scan(mixer: Any, projected: Tensor, order: str, layout: Layout | None, mask
         options["reverse"] = True
         order = REVERSED[order]
     mask = None if mask is None else reorder(mask, order, layout)
-    y, _ = mixer.scan(reorder(projected, order, layout), mask=mask, **options)
+    y, _ = mixer.read(reorder(projected, order, layout), mask=mask, **options)
     return restore(y, order, layout)

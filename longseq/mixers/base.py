@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +38,11 @@ class Mixer(nn.Module):
         reads_pairs: it defines `scan_pair`, which reads the same tokens both ways.
         growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
             their number, and its floating-point tensors are float32 (float64 for float64 inputs).
+        keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
+
+    Attributes:
+        recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more
+            before it.
     """
 
     paper: ClassVar[str] = ""
@@ -48,6 +52,9 @@ class Mixer(nn.Module):
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     growing_state: ClassVar[bool] = False
+    keeps_little: ClassVar[bool] = False
+
+    recompute: bool = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
     observed: dict[str, Tensor] | None = None
@@ -90,8 +97,16 @@ class Mixer(nn.Module):
             raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
         if mask is not None and not is_exporting():
             check_mask("mixer", mask, "x", x)
-        y, state = self.scan(self.project_in(x), state, cu_seqlens=cu_seqlens, mask=mask)
+        y, state = self.read(self.project_in(x), state, cu_seqlens=cu_seqlens, mask=mask)
         return self.project_out(y), state
+
+    def read(self, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+        """`scan`, that keeps its arguments alone where the model wants to `recompute` the rest."""
+        return run_again(self.recompute and not self.keeps_little, self.scan, projected, state, **options)
+
+    def read_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`scan_pair` in the same way."""
+        return run_again(self.recompute and not self.keeps_little, self.scan_pair, backward, projected, mask)
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
@@ -173,16 +188,6 @@ class Mixer(nn.Module):
         """Keep only the scan, for a mixer that shares another one's projections."""
         self.in_proj = None
         self.out_proj = None
-
-
-def recomputed(scan: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a mixer's scan the option `recompute`: it keeps its arguments alone, and runs again for its gradient."""
-
-    @wraps(scan)
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        return run_again(self.recompute, scan, self, *args, **options)
-
-    return run
 
 
 def twice(x: Tensor) -> Tensor:

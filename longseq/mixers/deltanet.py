@@ -14,7 +14,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, recomputed, twice
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -40,7 +40,6 @@ class DeltaNet(Mixer):
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
         negative_eigenvalues: β in (0, 2), which lets a step reverse what a key stores.
-        recompute: keep nothing between the projections for the gradient, and scan once more before it.
 
     Source: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024), section 3.3.
     """
@@ -61,11 +60,9 @@ class DeltaNet(Mixer):
         key_norm: str = "l2",
         negative_eigenvalues: bool = False,
         norm_eps: float = 1e-5,
-        recompute: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        self.recompute = recompute
         check_features(feature_map, key_norm)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
         self.feature_map = feature_map
@@ -80,7 +77,6 @@ class DeltaNet(Mixer):
         self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    @recomputed
     def scan(
         self,
         projected: Tensor,
@@ -97,7 +93,6 @@ class DeltaNet(Mixer):
         o, memory = self._recur(mixed, beta, memory, cu_seqlens, mask, reverse)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
-    @recomputed
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, beta = self._split(projected)
         if self.convolution is None:

@@ -14,7 +14,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, recomputed, twice
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -51,7 +51,6 @@ class GatedDeltaNet(Mixer):
         key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
         dt_min, dt_max: range of the first step sizes softplus(dt_bias).
-        recompute: keep nothing between the projections for the gradient, and scan once more before it.
 
     Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
     section 3.4; initial decays as in Mamba-2.
@@ -78,11 +77,9 @@ class GatedDeltaNet(Mixer):
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         norm_eps: float = 1e-5,
-        recompute: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        self.recompute = recompute
         check_features(feature_map, key_norm)
         check_step_range(dt_min, dt_max)
         self.key_width = expand_width(d_model, expand_k, "expand_k")
@@ -114,7 +111,6 @@ class GatedDeltaNet(Mixer):
         draw_decay_rates(self.A_log)
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
-    @recomputed
     def scan(
         self,
         projected: Tensor,
@@ -133,7 +129,6 @@ class GatedDeltaNet(Mixer):
         o, memory = self._recur(mixed, beta, g, memory, cu_seqlens, mask, reverse)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
-    @recomputed
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, beta, rate, gate = self._split(projected)
         A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")

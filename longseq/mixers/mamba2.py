@@ -85,7 +85,7 @@ class Mamba2(GatedLinearMixer):
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.D = nn.Parameter(torch.empty(self.num_heads))
-        self.norm = GroupRMSNorm(n_groups, self.inner, eps=norm_eps)
+        self.norm = GroupRMSNorm(n_groups, self.inner, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.inner, d_model, bias=False)
         self.init_recurrence()
 
@@ -133,8 +133,10 @@ class Mamba2(GatedLinearMixer):
         """x `[..., H, P]`; the keys B and the queries C `[..., H, N]`, each group's repeated for its heads."""
         group = self.n_groups * self.state_size
         x, key, query = functional.silu(mixed).split([self.inner, group, group], dim=-1)
+        # Of one group a view, which takes no memory of its own.
+        share = self.num_heads // self.n_groups
         key, query = (
-            y.unflatten(-1, (self.n_groups, self.state_size)).repeat_interleave(self.num_heads // self.n_groups, dim=-2)
+            y.unflatten(-1, (self.n_groups, 1, self.state_size)).expand(*y.shape[:-1], -1, share, -1).flatten(-3, -2)
             for y in (key, query)
         )
         return x.unflatten(-1, (self.num_heads, self.head_dim)), key, query
@@ -157,10 +159,12 @@ class Mamba2(GatedLinearMixer):
 class GroupRMSNorm(RMSNorm):
     """RMS norm over each of `groups` equal parts of the channels, with a weight for every channel."""
 
-    def __init__(self, groups: int, channels: int, *, eps: float) -> None:
-        super().__init__(channels, eps=eps)
+    def __init__(self, groups: int, channels: int, *, eps: float, backend: str) -> None:
+        super().__init__(channels, eps=eps, backend=backend)
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.groups == 1:
+            return super().forward(x)
         parts = x.unflatten(-1, (self.groups, -1))
         return functional.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * self.weight.to(x.dtype)

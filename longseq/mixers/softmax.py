@@ -33,6 +33,7 @@ class SoftmaxMixer(Mixer):
     """
 
     supports_noncausal = True
+    keeps_little = True
 
     def __init__(
         self,

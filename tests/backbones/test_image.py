@@ -124,6 +124,20 @@ def test_a_larger_image_sees_the_same_positions_interpolated(place):
         assert torch.equal(sequence[:, layout.token], model.cls_token[0].expand(2, -1))
 
 
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+@pytest.mark.parametrize("mixer", ["longhorn", "deltanet", "gsa", "attention"])
+def test_recomputing_changes_no_gradient(mixer, direction):
+    results = []
+    for recompute in ("none", "mixer", "block"):
+        options = {"drop_path_rate": 0.5, "pos_drop_rate": 0.1, "recompute": recompute}
+        model = tiny(mixer=mixer, direction=direction, **options).train()
+        torch.manual_seed(3)
+        y = model(images())
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))])
+    for result in results[1:]:
+        assert all(torch.equal(actual, expected) for actual, expected in zip(result, results[0], strict=True))
+
+
 @pytest.mark.parametrize("place", ["middle", "first", "none"])
 @pytest.mark.parametrize("direction", ["bidirectional", "cross"])
 def test_dynamic_size_equals_a_changed_size(direction, place):
@@ -306,6 +320,7 @@ def test_torchscript_takes_any_batch_and_runs_without_longseq(tmp_path):
         ({"class_token": "first", "direction": "forward"}, "the token never sees the image; use global_pool='avg'"),
         ({"global_pool": "map"}, "global_pool='map' is not one of 'token', 'avg', ''"),
         ({"norm": "batch"}, "norm='batch' is not one of rms, layer"),
+        ({"recompute": True}, "recompute=True is not one of none, mixer, block"),
         ({"img_size": 4}, r"img_size=\(4, 4\) is smaller than one patch"),
         ({"backend": "cuda"}, "cuda"),
     ],

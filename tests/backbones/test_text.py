@@ -12,6 +12,7 @@ from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.text import TextBackbone, mlp_width, sample
+from longseq.blocks.recompute import RECOMPUTE
 from longseq.state import map_state, select_state, state_size
 
 VOCABULARY = 11
@@ -200,23 +201,34 @@ def test_every_option_changes_the_model_and_keeps_it_causal(option: dict[str, An
     assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), model(tokens)[0])
 
 
-@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
-def test_recomputing_keeps_less_and_changes_nothing(mixer: str) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("mixer", ["deltanet", "attention", "longhorn", "gsa", "vla"])
+def test_recomputing_keeps_less_and_changes_nothing(mixer: str, packed: bool) -> None:
+    options = {"cu_seqlens": torch.tensor([0, 4, 13])} if packed else {}
     results, kept = [], []
-    for recompute in (False, True):
-        model, held = make(mixer, recompute=recompute, mlp_ratio=4.0), {}
+    for recompute in RECOMPUTE:
+        model = make(mixer, recompute=recompute, mlp_ratio=4.0, depth=2, dropout=0.1, drop_path=0.5).train()
+        held: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:
             held[tensor.data_ptr()] = tensor
             return tensor
 
+        torch.manual_seed(0)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logits, _ = model(make_tokens(2))
+            logits, _ = model(make_tokens(1 if packed else 4), **options)
         results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
         own = {parameter.data_ptr() for parameter in model.parameters()}
         kept.append(sum(tensor.numel() for place, tensor in held.items() if place not in own))
-    assert_same(results[1], results[0])
+    for result in results[1:]:
+        assert all(torch.equal(actual, expected) for actual, expected in zip(result, results[0], strict=True))
     assert kept[1] < 0.9 * kept[0]
+    assert kept[2] < 0.5 * kept[1]
+
+
+def test_a_wrong_recompute_is_named() -> None:
+    with pytest.raises(ValueError, match="recompute='all' is not one of none, mixer, block"):
+        make(recompute="all")
 
 
 def test_dropout_and_drop_path_act_in_training_only() -> None:

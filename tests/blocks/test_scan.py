@@ -131,7 +131,7 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, m
         torch.testing.assert_close(paired[name], value, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("options", [{"convolution_width": 0}, {"recompute": True}, {"backend": "reference"}])
+@pytest.mark.parametrize("options", [{"convolution_width": 0}, {"backend": "reference"}])
 @pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet"])
 def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
     torch.manual_seed(0)
@@ -141,6 +141,27 @@ def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
     paired = gradients_of(layer, x, layout, None)
     for name, value in gradients_of(layer, x, layout, None, monkeypatch).items():
         torch.testing.assert_close(paired[name], value, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "compiled"),
+    [
+        *((name, False) for name in mixers.mixer_names() if mixers.get(name).reads_pairs),
+        *((name, True) for name in ("deltanet", "longhorn")),
+    ],
+)
+def test_pairs_recompute_what_they_did_not_keep(mixer, compiled):
+    layer = build(mixer)
+    layout = layout_of(2, 3, "middle")
+    x, found = tokens(layout), []
+    for recompute in (False, True):
+        for part in layer.mixers:
+            part.recompute = recompute
+        torch._dynamo.reset()
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        found.append(list(gradients_of(call, x, layout, None).values()))
+    for expected, actual in zip(*found, strict=True):
+        assert torch.equal(actual, expected) or (compiled and torch.allclose(actual, expected))
 
 
 def count_calls(layer, x):

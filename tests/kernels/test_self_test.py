@@ -421,8 +421,36 @@ def test_every_kernel_has_its_trial():
             assert all(takes(op, option) for option in case.options)
     for op in TRITON_OPS:
         if takes(op, "reverse"):
-            ways = [case.options.get("reverse", False) for case in self_test.TRIALS[op].cases]
-            assert {False, True, "second_half"} == set(ways)
+            ways = {(case.options.get("reverse", False), case.kind) for case in self_test.TRIALS[op].cases}
+            assert ways == {
+                (way, case.kind) for way in (False, True, "second_half") for case in self_test.TRIALS[op].cases
+            }
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "kind"),
+    [
+        *(("delta_rule", variant, "") for variant in ("plain", "write_key")),
+        *(("delta_rule", variant, "gated") for variant in ("gated", "gated_write_key")),
+        *(("linear_attention", f"{kind}_gated", kind) for kind in ("head", "channel", "value")),
+        *(("linear_attention", "plain", ""), ("slot_attention", "plain", ""), ("slot_attention", "write", "write")),
+    ],
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_call_is_tested_with_cases_of_its_kind(monkeypatch, op, variant, kind, mixed):
+    asked = []
+
+    def find_failures(op, device, dtype, sizes, reverse, mixed, kind):
+        asked.append((op, dtype, mixed, kind))
+        return ["not today"]
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(self_test, "failures", find_failures)
+    inputs = make_inputs(op, variant, dtype=torch.bfloat16)
+    wide = {name: x.float() for name, x in inputs.tensors.items() if name in self_test.TRIALS[op].mixed}
+    inputs.replace(wide if mixed else {}).run()
+    assert (op, torch.bfloat16, mixed and bool(wide), kind) in asked
+    assert all(case.kind == kind for case in self_test.TRIALS[op].cases if case.variant == variant)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -462,10 +490,16 @@ def test_the_kernels_pass_on_this_gpu(op, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)
     monkeypatch.setattr(self_test, "_VERDICTS", {})
-    if op.endswith("_step") and dtype != torch.float32:
-        pytest.skip("the states of one-token kernels are float32")
-    assert explain(op, device="cuda", dtype=dtype)["triton"] == []
-    assert len(verdict_files(tmp_path)) == 1
+    trial = self_test.find_trial(op)
+    calls = {(case.options.get("reverse", False), case.kind) for case in trial.cases}
+    if op.endswith("_step"):
+        if dtype != torch.float32:
+            pytest.skip("the states of one-token kernels are float32")
+        calls = {(False, "")}
+    for reverse, kind in calls:
+        for mixed in (False, True) if trial.mixed and dtype != torch.float32 else (False,):
+            assert self_test.failures(op, torch.device("cuda"), dtype, {}, reverse, mixed, kind) == []
+    assert len(verdict_files(tmp_path)) >= len(calls)
 
 
 @pytest.mark.gpu

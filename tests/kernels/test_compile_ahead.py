@@ -1,0 +1,182 @@
+"""Kernels compiled side by side: what is left out of a call, what is compiled, and whom it leaves alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Without a GPU: kernels are compiled for one that is not there, and what would launch them writes them down.
+PROCESS = """
+import threading
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+launched = []
+
+
+class Launcher:
+    def __init__(self, source, metadata):
+        self.name = metadata.name
+
+    def __call__(self, *args):
+        launched.append(self.name)
+
+
+class Utils:
+    def load_binary(self, name, binary, shared, device):
+        return object(), object(), 0, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 2**18}
+
+
+class Driver:
+    launcher_cls, utils = Launcher, Utils()
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+driver.set_active(Driver())
+
+
+@triton.jit
+def double(x, y, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(y + place, 2 * tl.load(x + place))
+
+
+@triton.jit
+def wrong(x, COUNT: tl.constexpr):
+    tl.static_assert(COUNT < 0)
+
+
+compiled = []
+
+
+def before(fn, **launch):
+    compiled.append((fn.name, threading.current_thread() is threading.main_thread()))
+
+
+triton.knobs.runtime.jit_cache_hook = before
+x, y = torch.ones(64), torch.zeros(64)
+CASE
+"""
+
+
+def run(tmp_path, monkeypatch, case):
+    (tmp_path / "case.py").write_text(PROCESS.replace("CASE", case))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    subprocess.run([sys.executable, tmp_path / "case.py"], check=True)
+
+
+def test_launches_wait_for_their_kernels(tmp_path, monkeypatch):
+    run(
+        tmp_path,
+        monkeypatch,
+        """
+from longseq.kernels.compile_ahead import compile_ahead
+
+double[(1,)](x, y, 32)
+with compile_ahead(x.device):
+    for count in (32, 64, 64, 128):
+        double[(1,)](x, y, count)
+    wrong[(1,)](x, 32)
+    other = threading.Thread(target=lambda: double[(1,)](x, y, 16))
+    other.start()
+    other.join()
+assert launched == ["double"] * 3, launched  # the one before, its second time, and that of the other thread
+assert triton.knobs.runtime.jit_cache_hook is before
+assert [is_main for _, is_main in compiled].count(True) == 1, compiled
+compiled.clear()
+for count in (16, 32, 64, 128):
+    double[(1,)](x, y, count)
+assert launched == ["double"] * 7 and not compiled
+try:
+    wrong[(1,)](x, 32)
+except triton.compiler.CompilationError:
+    pass
+else:
+    raise AssertionError("the error is left to the launch")
+""",
+    )
+
+
+def test_a_backward_pass_is_compiled_ahead_too(tmp_path, monkeypatch):
+    run(
+        tmp_path,
+        monkeypatch,
+        """
+from longseq.kernels.compile_ahead import compile_ahead
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        double[(1,)](x, y, 32)
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        double[(1,)](dy, y, 64)
+        return torch.zeros_like(dy)
+
+
+def step():
+    leaf = torch.ones(64, requires_grad=True)
+    torch.autograd.grad(Double.apply(leaf), leaf, torch.ones(64))
+
+
+with compile_ahead(x.device):
+    step()
+assert not launched
+assert [name.split(".")[-1] for name, _ in compiled] == ["double", "double"]
+step()
+assert launched == ["double", "double"] and len(compiled) == 2
+""",
+    )
+
+
+def test_kernels_of_one_call_are_compiled_together(tmp_path, monkeypatch):
+    run(
+        tmp_path,
+        monkeypatch,
+        """
+from longseq.kernels import compile_ahead
+from longseq.kernels.compile_ahead import compiled_together
+
+calls, rounds, context = [], [], compile_ahead.compile_ahead
+compile_ahead.compile_ahead = lambda device: rounds.append(device) or context(device)
+
+
+@compiled_together
+def twice(x, count, fails):
+    calls.append(count)
+    double[(1,)](x, y, count)
+    double[(1,)](y, y, 2 * count)
+    if fails:
+        wrong[(1,)](x, count)
+    return count
+
+
+assert twice(x, 16, False) == 16
+assert calls == [16, 16, 16] and len(rounds) == 1 and launched == ["double"] * 2
+assert [is_main for _, is_main in compiled] == [False, False], compiled
+assert twice(x, 16, False) == 16
+assert calls == [16] * 4 and len(rounds) == 1 and launched == ["double"] * 4
+try:
+    twice(x, 16, True)
+except triton.compiler.CompilationError:
+    pass
+else:
+    raise AssertionError("the error is left to the launch")
+torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
+calls.clear()
+assert twice(x, 64, False) == 64
+assert calls == [64], "a graph that is captured must hold a call once"
+""",
+    )
