@@ -9,8 +9,8 @@ rounding it to bfloat16; with 11 bits it was at most 1.2 times, both emulated on
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps P and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head with C = 64; decays, decayed
-queries and decayed keys are found again there. Without a backward pass to come, and with a gate per key channel of up
-to WHOLE channels, states stay on the chip.
+queries and decayed keys are found again there. Without a backward pass to come, states of half inputs with a gate per
+key channel, of up to WHOLE channels, stay on the chip.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,6 @@ LAUNCHES |= {
         "score": Launch(0, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 1),
-        "walk_and_read": Launch(0, 0, 4, 1),
         "read": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 0, 8, 1),
         "read_channels": Launch(32, 0, 4, 1),
@@ -80,7 +79,7 @@ LAUNCHES |= {
     for width in (64, 512)
 }
 use_measured("linear_attention", LAUNCHES)
-WHOLE = 128  # key channels at most that one program holds states of, so that it reads them as it walks
+WHOLE = 128  # key channels at most that one program holds states of in registers, so that it reads them as it walks
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'
 # rounding errors are small.
@@ -107,7 +106,7 @@ class _Plan(NamedTuple):
     @property
     def reads_in_walk(self) -> bool:
         """Whether the walk leaves what is read of the states, and writes them for the backward pass alone."""
-        return self.gate == "key" and self.key_dim <= WHOLE
+        return self.scaled and self.gate == "key" and self.key_dim <= WHOLE
 
     @property
     def unit_rows(self) -> int:
