@@ -9,8 +9,8 @@ rounding it to bfloat16; with 11 bits it was at most 1.2 times, both emulated on
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps P and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head with C = 64; decays, decayed
-queries and decayed keys are found again there. Without a backward pass to come, and with a gate per key channel of up
-to WHOLE channels, states stay on the chip.
+queries and decayed keys are found again there. Without a backward pass to come, states of half inputs with a gate per
+key channel, of up to WHOLE channels, stay on the chip.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,6 @@ LAUNCHES |= {
         "score": Launch(0, 0, 4, 1),
         "score_by_level": Launch(16, 0, 4, 1),
         "walk": Launch(0, 0, 4, 1),
-        "walk_and_read": Launch(0, 0, 4, 1),
         "read": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 0, 8, 1),
         "read_channels": Launch(32, 0, 4, 1),
@@ -80,7 +79,7 @@ LAUNCHES |= {
     for width in (64, 512)
 }
 use_measured("linear_attention", LAUNCHES)
-WHOLE = 128  # key channels at most that one program holds states of, so that it reads them as it walks
+WHOLE = 128  # key channels at most that one program holds states of in registers, so that it reads them as it walks
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'
 # rounding errors are small.
@@ -107,7 +106,7 @@ class _Plan(NamedTuple):
     @property
     def reads_in_walk(self) -> bool:
         """Whether the walk leaves what is read of the states, and writes them for the backward pass alone."""
-        return self.gate == "key" and self.key_dim <= WHOLE
+        return self.scaled and self.gate == "key" and self.key_dim <= WHOLE
 
     @property
     def unit_rows(self) -> int:
@@ -257,27 +256,27 @@ class _Passes:
 
     def walk_and_read(
         self,
-        x: _Tiles,
-        y: _Tiles,
+        decayed: _Decayed,
         v: Tensor | _Tiles,
-        whole: Tensor,
         scores: _Scores,
         first: Tensor | None,
-        states: _States | None,
+        states: _States,
         last: Tensor,
         output: Tensor,
         *,
+        save: bool,
         transposed: bool,
         backward: bool = False,
     ) -> None:
-        """From `first` to `last`, into `output` and, if they are kept, `states`."""
+        """From `first` to `last`, into `output` and, to `save` them, `states`."""
         plan = self.plan
+        x, y = (decayed.writes, decayed.reads) if backward else (decayed.reads, decayed.writes)
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         walk_and_read[(plan.sequences * self.heads * plan.tiles(plan.value_dim),)](
-            *x, *y, *_with_units(v), whole, self.cu_seqlens, *scores, first, *(states or x), last, output,
+            *x, *y, *_with_units(v), decayed.whole, self.cu_seqlens, *scores, first, *states, last, output,
             self.scale, self.tokens, self.heads, *_strides(v),
             K=plan.key_dim, V=plan.value_dim, TILED=isinstance(v, _Tiles), BACKWARD=backward,
-            HAS_FIRST=first is not None, SAVE=states is not None, ROW=row, COLUMN=column,
+            HAS_FIRST=first is not None, SAVE=save, ROW=row, COLUMN=column,
             BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile,
             **self.constants, **plan.options("walk_and_read"),
         )  # fmt: skip
@@ -385,8 +384,9 @@ def _allocate_tiles(plan: _Plan, x: Tensor, units: int = 1) -> _Tiles:
     return _Tiles(x.new_empty(shape, dtype=plan.dtype), plan.units(x, units))
 
 
-def _allocate_states(plan: _Plan, like: Tensor) -> _States:
-    states = like.new_empty((plan.slots, like.shape[2], plan.key_dim, plan.value_dim), dtype=plan.dtype)
+def _allocate_states(plan: _Plan, like: Tensor, *, kept: bool = True) -> _States:
+    slots = plan.slots if kept else 0
+    states = like.new_empty((slots, like.shape[2], plan.key_dim, plan.value_dim), dtype=plan.dtype)
     return _States(states, plan.units(like, plan.unit_rows, plan.tiles(plan.value_dim)))
 
 
@@ -422,7 +422,7 @@ def linear_attention(
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
     final = _allocate_state(plan, q, transposed)
-    states = _allocate_states(plan, q) if save or not plan.reads_in_walk else None
+    states = _allocate_states(plan, q, kept=save or not plan.reads_in_walk)
     output = v.new_empty(v.shape, dtype=output_dtype)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if g_value is not None:
@@ -430,21 +430,20 @@ def linear_attention(
             scores = passes.score(q, k, None)
             passes.walk(k, values.writes, None, values.whole, initial_state, states, final, transposed=transposed)
             passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
-        else:
-            keys = None
-            if plan.gate == "key":
-                scores = _allocate_scores(plan, q)
-                keys = passes.decay(q, k, g, scores)
-            else:
-                scores = passes.score(q, k, g)
-            x, y, whole = (q, k, None) if keys is None else (keys.reads, keys.writes, keys.whole)
+        elif g is not None and plan.gate == "key":
+            scores = _allocate_scores(plan, q)
+            keys = passes.decay(q, k, g, scores)
             if plan.reads_in_walk:
                 passes.walk_and_read(
-                    x, y, v, whole, scores, initial_state, states, final, output, transposed=transposed
+                    *(keys, v, scores, initial_state, states, final, output), save=save, transposed=transposed
                 )
             else:
-                passes.walk(y, v, g, whole, initial_state, states, final, transposed=transposed)
-                passes.read(x, v, g, scores, states, output)
+                passes.walk(keys.writes, v, g, keys.whole, initial_state, states, final, transposed=transposed)
+                passes.read(keys.reads, v, g, scores, states, output)
+        else:
+            scores = passes.score(q, k, g)
+            passes.walk(k, v, g, None, initial_state, states, final, transposed=transposed)
+            passes.read(q, v, g, scores, states, output)
     return output, final, [*scores, *states] if save else []
 
 
@@ -504,19 +503,19 @@ def linear_attention_backward(
             passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
         else:
             keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-            outputs, values = (_allocate_tiles(plan, x, plan.tiles(plan.value_dim)) for x in (d_output, v))
-            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, (outputs, values))
-            x, y, whole = (k, q, None) if keys is None else (keys.writes, keys.reads, keys.whole)
-            if plan.reads_in_walk:
-                passes.walk_and_read(
-                    *(x, y, outputs, whole, scores, d_final, d_states, d_initial, d_v),
-                    transposed=transposed,
-                    backward=True,
-                )
+            tiles = plan.tiles(plan.value_dim)
+            sides = _allocate_tiles(plan, d_output, tiles), _allocate_tiles(plan, v, tiles)
+            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, sides)
+            ends = {"transposed": transposed, "backward": True}
+            if keys is None:
+                passes.walk(q, d_output, g, None, d_final, d_states, d_initial, **ends)
+                passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
+            elif plan.reads_in_walk:
+                passes.walk_and_read(keys, sides[0], scores, d_final, d_states, d_initial, d_v, save=True, **ends)
             else:
-                passes.walk(y, d_output, g, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
-                passes.read(x, d_output, g, scores, d_states, d_v, transposed=True)
-            passes.differentiate(q, k, outputs, values, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
+                passes.walk(keys.reads, d_output, g, keys.whole, d_final, d_states, d_initial, **ends)
+                passes.read(keys.writes, d_output, g, scores, d_states, d_v, transposed=True)
+            passes.differentiate(q, k, *sides, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 
