@@ -11,9 +11,10 @@ chunk's tokens meet V_i = u_iᵀ X, which is
     X <- X + e Z + ((e - e_i) ⊙ U)ᵀ V        Z <- Z + Uᵀ V
 
 `transfer` finds M U and M (e ⊙ U) of all chunks, `summarize` walks each segment from (I, 0) and from (0, I), `connect`
-follows (A, I) through what those became, and `solve` divides. What grows along time is Z, by which A shrinks: where X
-and Z lose too much of what float32 holds `solve` says so, and the first segment's program walks alone. All matrices are
-handed on transposed, so that the walks multiply from the left what they hold.
+follows (A, I) through what those became, and `solve` divides. What grows along time is Z, by which A shrinks: `connect`
+goes on from a Z near I where it has grown. If it has grown so within a segment that X Z^{-1} could lose too much of
+what float32 holds, `solve` says so, and the first segment's program walks alone. X and Z are handed on transposed: so
+the walks multiply from the left what they hold.
 """
 
 import triton
@@ -122,7 +123,7 @@ def connect(
     initial, passed, starts, first, segments,
     K: tl.constexpr, HAS_INITIAL: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: X and Z before each segment but the first, with Z = I again where it has grown."""
+    """One head of one sequence: X and Z before each segment but the first, with a Z near I again where it has grown."""
     place = tl.program_id(0).to(tl.int64)
     x = first_state(initial, first, place, True, K, HAS_INITIAL, BLOCK)
     z = identity(BLOCK)
