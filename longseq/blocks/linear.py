@@ -9,11 +9,13 @@ from torch.nn import functional
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.dispatch import is_exporting
 
-ALIGNMENT = 8  # numbers of half precision in the 16 bytes that a GPU loads at once
+# Numbers of half precision. Matrix products want 8, the 16 bytes that a GPU loads at once; Triton's kernels, which read
+# parts of the rows where they lie, load single numbers where it does not know the rows to be a multiple of 16 apart.
+ALIGNMENT = 16
 
 
 class AlignedLinear(nn.Linear):
-    """`nn.Linear` that a GPU computes at a multiple of 8 outputs in half precision; its parameters keep their width.
+    """`nn.Linear` that a GPU computes at a multiple of 16 outputs in half precision; its parameters keep their width.
 
     The zeros that pad the weight cost a copy of it, which sequences are worth, and one token is not. The result is a
     view of the wider product.
@@ -45,7 +47,7 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _align(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weights `[..., O, I]` and biases `[..., O]` with outputs of zeros up to a multiple of 8."""
+    """Weights `[..., O, I]` and biases `[..., O]` with outputs of zeros up to a multiple of 16."""
     missing = -weight.shape[-2] % ALIGNMENT
     return functional.pad(weight, (0, 0, 0, missing)), None if bias is None else functional.pad(bias, (0, missing))
 

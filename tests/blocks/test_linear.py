@@ -23,7 +23,7 @@ def aligned(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("width", "product"), [(13, 16), (16, 16)])
+@pytest.mark.parametrize(("width", "product"), [(13, 16), (16, 16), (24, 32)])
 def test_a_padded_projection_is_the_plain_one(aligned, bias, width, product):
     plain = nn.Linear(5, width, bias=bias).double()
     padded = AlignedLinear(5, width, bias=bias).double()
@@ -58,7 +58,7 @@ def test_a_pair_of_projections_is_two_of_them_at_aligned_widths(aligned, monkeyp
     torch.testing.assert_close(y, expected)
     results, plain = (torch.autograd.grad(out.sin().sum(), needed) for out in (y, expected))
     torch.testing.assert_close(results, plain)
-    assert all(size % 8 == 0 for size in widths[0])
+    assert all(size % 16 == 0 for size in widths[0])
 
 
 @pytest.mark.parametrize("name", mixers.mixer_names())
@@ -67,7 +67,7 @@ def test_projections_into_mixers_are_aligned_or_become_so(name, d_model):
     with torch.device("meta"):
         mixer = mixers.create(name, d_model)
     first = mixer.in_proj
-    assert first is None or first.out_features % 8 == 0 or isinstance(first, AlignedLinear)
+    assert first is None or first.out_features % 16 == 0 or isinstance(first, AlignedLinear)
 
 
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "lattice", "mamba", "mamba2"])
