@@ -33,9 +33,13 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
     weight = torch.stack((forward.weight, backward.weight))
     bias: Tensor | None = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
-    if forward.out_features % ALIGNMENT and gains_by_alignment(forward.weight):
-        weight, bias = _align(weight, bias)
     rows = halves.flatten(1, 2)
+    gains = gains_by_alignment(forward.weight)
+    if gains and forward.out_features % ALIGNMENT:
+        weight, bias = _align(weight, bias)
+    if gains and (missing := -forward.in_features % ALIGNMENT):
+        # The weights' gradient of 12 inputs over 100,000 tokens takes an H200 1.28 ms, that of 16 takes 0.07.
+        rows, weight = functional.pad(rows, (0, missing)), functional.pad(weight, (0, missing))
     y = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
     return y[..., : forward.out_features].unflatten(1, halves.shape[1:3]).flatten(0, 1)
 

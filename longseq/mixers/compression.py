@@ -102,7 +102,7 @@ class CompressionMixer(Mixer):
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
         o, final = orthogonal_recurrence(
             self._to_heads(q),
-            self._to_heads(k),
+            self._to_keys(k),
             self._to_heads(v),
             gamma,
             g=g,
@@ -123,7 +123,7 @@ class CompressionMixer(Mixer):
         k, _ = self.key_convolution.step(shared, state.convolution)
         o, memory = orthogonal_recurrence_step(
             self._to_heads(q),
-            self._to_heads(k),
+            self._to_keys(k),
             self._to_heads(v),
             gamma,
             state.memory,
@@ -151,6 +151,9 @@ class CompressionMixer(Mixer):
 
     def _to_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))
+
+    def _to_keys(self, k: Tensor) -> Tensor:
+        return self._to_heads(k)
 
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         """The options of the operation; `gamma [..., H]` gives the shape of those that are tensors."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
+from longseq.blocks.precision import at_least_float32
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
 
@@ -35,6 +37,7 @@ class Lattice(CompressionMixer):
         forget_gate: learn μ = sigmoid(W_μ x + b), else μ = 1. The last row of the paper's table 4 has the gate, and
             finds it to change little.
         normalize: without it N is left out (the second ablation of the paper's table 4).
+        normalize_key: divide each head's key by its length, as DeltaNet does; the paper does not. See below.
         sparsity: λ of the l1 norm of equation 17, which draws entries to zero; needs chunk_size=1.
         chunk_size: 1 is the exact recurrence, and the default. More tokens from one frozen state are another function,
             not a faster way to the same one: on a processor, chunks of 4 change the outputs of trained layers by 22 to
@@ -44,7 +47,9 @@ class Lattice(CompressionMixer):
             chunk_size it was trained with; its one-token steps are those of the exact form.
 
     A step of the decode objective overshoots where γ ‖k‖² > 2, and there small differences grow from token to token.
-    Nothing in the layer bounds the keys; training with clipped gradients and weight decay has kept them short enough.
+    Nothing in the paper's layer bounds the keys. Training with clipped gradients and weight decay has kept them short
+    enough for text; where hundreds of tokens are the same filler, gradients overflow (benchmarks/README.md, zoology's
+    recall). `normalize_key` keeps γ ‖k‖² at or below 1.
 
     Source: Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni, 2025), equations 7, 10, 12, 14,
     16 and 18.
@@ -65,6 +70,7 @@ class Lattice(CompressionMixer):
         gamma_activation: str = "sigmoid",
         forget_gate: bool = True,
         normalize: bool = True,
+        normalize_key: bool = False,
         sparsity: float = 0.0,
         chunk_size: int = 1,
         backend: str = "auto",
@@ -87,7 +93,12 @@ class Lattice(CompressionMixer):
             chunk_size=chunk_size,
             backend=backend,
         )
+        self.normalize_key = normalize_key
         self.sparsity = sparsity
+
+    def _to_keys(self, k: Tensor) -> Tensor:
+        keys = super()._to_keys(k)
+        return functional.normalize(at_least_float32(keys), dim=-1).to(k.dtype) if self.normalize_key else keys
 
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         threshold = gamma.new_full(gamma.shape, self.sparsity) if self.sparsity > 0 else None

@@ -4,7 +4,7 @@ from torch import nn
 
 from longseq import mixers
 from longseq.blocks import linear
-from longseq.blocks.linear import AlignedLinear
+from longseq.blocks.linear import AlignedLinear, project_pair
 
 
 @pytest.fixture
@@ -40,6 +40,25 @@ def test_a_padded_projection_is_the_plain_one(aligned, bias, width, product):
 def test_one_token_is_not_worth_a_copy_of_the_weight(aligned):
     AlignedLinear(5, 13)(torch.randn(2, 5))
     assert aligned == [13]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(12, 16), (16, 13), (12, 13), (8, 8)])
+def test_a_pair_of_projections_is_two_of_them_at_aligned_widths(aligned, monkeypatch, bias, inputs, outputs):
+    pair = [nn.Linear(inputs, outputs, bias=bias).double() for _ in range(2)]
+    x = torch.randn(4, 3, inputs, dtype=torch.float64, requires_grad=True)
+    needed = [x, *(p for layer in pair for p in layer.parameters())]
+    widths = []
+    for name in ("bmm", "baddbmm"):
+        product = getattr(torch, name)
+        record = lambda *args, product=product: widths.append(args[-1].shape[1:]) or product(*args)  # noqa: E731
+        monkeypatch.setattr(linear.torch, name, record)
+    expected = torch.cat([layer(half) for layer, half in zip(pair, x.chunk(2), strict=True)])
+    y = project_pair(*pair, x)
+    torch.testing.assert_close(y, expected)
+    results, plain = (torch.autograd.grad(out.sin().sum(), needed) for out in (y, expected))
+    torch.testing.assert_close(results, plain)
+    assert all(size % 8 == 0 for size in widths[0])
 
 
 @pytest.mark.parametrize("name", mixers.mixer_names())

@@ -33,6 +33,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("lattice", {"gamma_activation": "softplus"}),
     ("lattice", {"forget_gate": False}),
     ("lattice", {"normalize": False}),
+    ("lattice", {"normalize_key": True}),
     ("lattice", {"sparsity": 0.1}),
     ("ttt", {"head_dim": 8}),
     ("ttt", {"num_heads": 2}),
@@ -72,6 +73,14 @@ def test_slots_stay_on_the_sphere_unless_they_are_not_normalised() -> None:
     assert (state.memory.norm(dim=-2) - 1).abs().max() < 1e-12
     _, state = make(normalize=False, forget_gate=False)(x)
     assert state.memory.norm(dim=-2).min() > 1, "an update orthogonal to its slot makes it longer"
+
+
+@pytest.mark.parametrize("normalize_key", [False, True])
+def test_gradients_through_a_hundred_equal_tokens_explode_unless_keys_are_normalised(normalize_key: bool) -> None:
+    mixer = make(normalize_key=normalize_key)
+    x = make_tokens(1).expand(-1, 96, -1).clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(mixer(x)[0][:, -1].sum(), x)
+    assert gradient.norm() < 100 if normalize_key else gradient.norm() > 1e4
 
 
 def test_sparsity_empties_entries() -> None:
