@@ -175,13 +175,10 @@ def decay_until(base, stride, live, CHUNK: tl.constexpr):
 
 @triton.jit
 def decay_between(gate, CHUNK: tl.constexpr):
-    """exp(g_{j+1} + ... + g_i) for i >= j, each added up over its own range; 1 above the diagonal.
-
-    Of the log gates of one chunk, [CHUNK], or of several, [chunks, CHUNK].
-    """
+    """exp(g_{j+1} + ... + g_i) for i >= j, each added up over its own range; 1 above the diagonal."""
     i = tl.arange(0, CHUNK)
-    terms = tl.where(i[:, None] > i[None, :], tl.expand_dims(gate, -1), 0.0)
-    return tl.exp(tl.cumsum(terms, len(gate.shape) - 1))
+    terms = tl.where(i[:, None] > i[None, :], gate[:, None], 0.0)
+    return tl.exp(tl.cumsum(terms, 0))
 
 
 @triton.jit
@@ -207,7 +204,7 @@ def _join(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
-    """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32, or several; CHUNK is 32 or 64.
+    """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32; CHUNK is 32 or 64.
 
     Blocks of 4, then of 16, then all: each step is of four blocks and ends with the square of what couples them, which
     is small for repeated keys, where higher powers of L are not. Of HALVES, operands are float16 numbers, and one step

@@ -45,7 +45,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
-        "read_through": Launch(64, 0, 4, 1),
+        "read_through": Launch(64, 0, 4, 1, 168),
+        "read_through_saving": Launch(64, 0, 4, 1),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
         "advance": Launch(64, 0, 4, 3),
@@ -72,7 +73,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 256): {
         "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
-        "summarize": Launch(64, 0, 8, 2),
+        "summarize": Launch(128, 64, 8, 2),
         "connect": Launch(16, 0, 8, 1),
         "advance": Launch(128, 64, 8, 2),
         "retreat_summary": Launch(128, 64, 8, 2),
@@ -133,11 +134,6 @@ class _Plan(NamedTuple):
     def along(self) -> bool:
         """Whether `advance` leaves the output as well, which leaves nothing to `read_out`."""
         return not self.short and "read_out" not in self.launches
-
-    @property
-    def group(self) -> int:
-        """Chunks of a short sequence whose inverses are found at a time: each by a warp."""
-        return self.launches["read_through"].warps
 
     @property
     def retreat(self) -> str:
@@ -277,6 +273,7 @@ def delta_rule(
     with torch.cuda.device_of(q):  # Triton launches on the current device
         largest = _find_largest(plan, v, initial_state)
         if plan.short:
+            name = "read_through_saving" if save else "read_through"  # one kernel, other registers
             read_through[(plan.sequences * heads,)](
                 q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept[:-1], output, final,
                 scale, tokens, heads,
@@ -284,8 +281,8 @@ def delta_rule(
                 GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
                 OWN_WRITE_KEY=write_key is not None,
                 SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
-                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim), GROUP=plan.group,
-                **constants, **plan.options("read_through"),
+                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
+                **constants, **plan.options(name),
             )  # fmt: skip
             return output, final, [*kept, largest] if save else []
         name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
@@ -361,8 +358,7 @@ def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -
     def tiles(slots: int, *shape: int) -> Tensor:
         return v.new_empty((slots, heads, *shape), dtype=plan.dtype)
 
-    # Where they are not kept, there is room for those that a program finds at a time.
-    squares = tiles(slots if save or not plan.short else plan.group * plan.sequences, 2, plan.chunk, plan.chunk)
+    squares = tiles(slots, 2, plan.chunk, plan.chunk)
     queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
     keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
     decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)

@@ -74,7 +74,7 @@ def find_largest(
 def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
     """Products with write keys weighted by the write's strength and decay, of tokens REACH or more back; else 0."""
     i = tl.arange(0, CHUNK)
-    products *= tl.expand_dims(weight, -2)
+    products *= weight[None, :]
     if GATED:
         products *= decay_between(gate, CHUNK)
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
@@ -259,38 +259,6 @@ def read_out(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
-@triton.jit
-def _leave_squares(
-    q, k, write_key, beta, g, squares, scale, H, live, chunks,
-    q_token, k_token, write_token, beta_token, g_token,
-    K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, SCORES: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """X and tril(Q Wᵀ ⊙ D) of the next GROUP chunks. With as many warps each has one, and waits for no other."""
-    ROWS: tl.constexpr = GROUP * CHUNK
-    strength = tl.reshape(load_numbers(beta, beta_token, live, ROWS), (GROUP, CHUNK))
-    gate = strength
-    if GATED:
-        gate = tl.reshape(load_numbers(g, g_token, live, ROWS), (GROUP, CHUNK))
-    query = load_tokens(q, q_token, live, 0, K, ROWS, BLOCK_K).to(SCORES)
-    read = load_tokens(k, k_token, live, 0, K, ROWS, BLOCK_K).to(SCORES)
-    write = read
-    if OWN_WRITE_KEY:
-        write = load_tokens(write_key, write_token, live, 0, K, ROWS, BLOCK_K).to(SCORES)
-    query = tl.reshape(query, (GROUP, CHUNK, BLOCK_K))
-    read = tl.reshape(read, (GROUP, CHUNK, BLOCK_K))
-    write = tl.permute(tl.reshape(write, (GROUP, CHUNK, BLOCK_K)), (0, 2, 1))
-    reading = _weigh(tl.dot(query, write, input_precision=PRECISION), strength * scale, gate, 0, GATED, CHUNK)
-    erasing = _weigh(tl.dot(read, write, input_precision=PRECISION), strength, gate, 1, GATED, CHUNK)
-    x = unit_lower_inverse(erasing, CHUNK, SCALED)
-
-    m = tl.arange(0, GROUP)[:, None, None]
-    i = tl.arange(0, CHUNK)
-    squares += m * H * 2 * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])[None, :, :]
-    tl.store(squares, x.to(DTYPE), mask=m < chunks)
-    tl.store(squares + CHUNK * CHUNK, reading.to(DTYPE), mask=m < chunks)
-
-
 @triton.jit(do_not_specialize=PLAIN)
 def read_through(
     q, k, v, beta, write_key, g, initial, largest, cu_seqlens,
@@ -301,12 +269,11 @@ def read_through(
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left.
 
-    What does not wait for the state is found for GROUP chunks at a time. The unit is that of this sequence and head,
-    and is left in `largest`, by place.
+    The unit is that of this sequence and head, and is left in `largest`, by place.
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
@@ -327,23 +294,12 @@ def read_through(
     inverse = 1.0 / unit
     if HAS_INITIAL:
         state *= unit
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    for m in range(0, chunks):
+    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
         place = (slot + m) * H + head
         live = end - start - m * CHUNK
         t = token_after(m * CHUNK, start, end, REVERSE)
-        square = squares + (place if SAVE else (n * GROUP + m % GROUP) * H + head) * 2 * CHUNK * CHUNK
-        if m % GROUP == 0:
-            _leave_squares(
-                q + t * q_token, k + t * k_token, write_key + t * write_token, beta + t * beta_token,
-                g + t * g_token if GATED else g, square, scale, H, live, chunks - m,
-                q_token * NEXT, k_token * NEXT, write_token * NEXT, beta_token * NEXT, g_token * NEXT,
-                K, GATED, SCALED, OWN_WRITE_KEY, SCORES, DTYPE, PRECISION, CHUNK, BLOCK_K, GROUP,
-            )  # fmt: skip
-            tl.debug_barrier()  # what one thread of the program wrote above, another one reads below
-        x = load_block(square, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        among = load_block(square + CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
+        gate = strength
         since = tl.full((CHUNK,), 1.0, tl.float32)
         until = since
         whole = 1.0
@@ -358,6 +314,10 @@ def read_through(
             write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
+        products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
+        x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED).to(DTYPE)
+        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
+        among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
         query = (query.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
         write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
 
@@ -371,6 +331,9 @@ def read_through(
         state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
         if SAVE:
             tl.store(largest + place, unit)
+            square = squares + place * 2 * CHUNK * CHUNK
+            store_block(square, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
             store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
             store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
