@@ -454,7 +454,7 @@ def causal_convolution_backward(
             )  # fmt: skip
     total = sums.sum(-3)
     dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
-    dbias = x.new_empty((0,)) if bias is None else total[..., width, :].to(bias.dtype)
+    dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
     return dx, dweight, dbias, dstate
 
 

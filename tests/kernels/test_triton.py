@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from longseq.kernels import (
     delta_rule,
@@ -89,6 +92,43 @@ def test_reading_half_of_the_rows_in_reverse(interpreted, op, variant, tokens):
     for own in (inputs, inputs.with_own_parameters()) if inputs.parameters else (inputs,):
         exact = gradients(own, run=Inputs.run_both_ways, backend="reference")
         assert_as_accurate_as_torch(own.map(torch.Tensor.float), exact, reverse="second_half")
+
+
+class _WithFakes(TorchDispatchMode):
+    """Calls each of our operations on fake tensors beside real ones, and keeps how the results lie in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.results = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "longseq":
+            with FakeTensorMode() as mode:
+                fake = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+            self.results[str(function)] = tuple([self._describe(x) for x in tree_leaves(y)] for y in (result, fake))
+        return result
+
+    @staticmethod
+    def _describe(x):
+        strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+        return x.dtype, x.shape, strides if x.numel() else []
+
+
+@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, dtype):
+    # torch.compile lays out its buffers by the fake ones, and stops where a real one is different.
+    inputs = make_inputs(op, tokens=11, dtype=dtype)
+    calls = [(inputs, {})]
+    if inputs.parameters and takes(op, "reverse"):
+        calls.append((inputs.with_own_parameters(), {"reverse": "second_half"}))
+    for call, options in calls:
+        with _WithFakes() as watched:
+            gradients(call, backend="triton", **options)
+        assert len(watched.results) >= 2, "a forward and a backward pass"
+        for name, (real, fake) in watched.results.items():
+            assert real == fake, name
 
 
 @pytest.mark.parametrize("form", ["short", "long"])
