@@ -5,6 +5,7 @@ variant to `Inputs`.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -417,6 +418,7 @@ def _recursive_least_squares(draw: Draw, variant: str) -> Inputs:
     "plain",
     "no_refresh",
     "fixed",
+    "paper",
     "repeated_keys",
     "unnormalized_key",
     "unnormalized_alpha",
@@ -432,12 +434,14 @@ def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
         k = 0.3 * k
     sequences = {"q": draw.uniform(*shape, key_dim), "k": k, "v": draw.normal(*shape, value_dim)}
     if variant != "fixed":
-        sequences["u"] = draw.unit(*shape, key_dim)
+        sequences["u"] = draw.unit(*shape, key_dim) / (math.sqrt(key_dim) if variant == "paper" else 1)
     inverse, steps = _inverse_state(draw, heads, key_dim)
     if variant == "unnormalized_alpha":
         inverse = 0.2 * inverse
     memory, sums = draw.normal(draw.rows, heads, key_dim, value_dim), draw.uniform(draw.rows, heads, key_dim)
     options: dict[str, Any] = {"refresh_period": None if variant == "no_refresh" else 7, "refresh": 0.05}
+    if variant == "paper":
+        options = {}  # a refresh too weak to be seen in a few tokens, directions as short as a layer's
     if variant in ("unnormalized_key", "unnormalized_alpha"):
         options[variant.replace("unnormalized", "normalize")] = False
     elif variant == "no_normalizer":
