@@ -5,10 +5,9 @@ compilation holds no lock of the interpreter: passes, ptxas and the C compiler o
 there are processors.
 """
 
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 MOST_THREADS = 16
 
 _LOCK = threading.Lock()
-_THREAD = threading.local()
 
 
 @contextmanager
@@ -69,50 +67,7 @@ def _compile(kernel: Any, specialization: str, device: torch.device) -> None:
 
 
 def _count_threads() -> int:
-    """Processors of this process, which ranks of one host share."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
-
-
-class _NotCompiled(BaseException):
-    """Ends a call whose kernels are to be compiled first."""
-
-
-def compiled_together(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose kernels are compiled side by side where the first of them to be launched is not compiled.
-
-    The function only computes: it is called up to three times.
-    """
-    _ask_before_compilations()
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        _THREAD.may_begin_again = True
-        try:
-            return function(*args)
-        except _NotCompiled:
-            device = next(x.device for x in args if isinstance(x, torch.Tensor))
-        finally:
-            _THREAD.may_begin_again = False
-        with compile_ahead(device), suppress(Exception):  # which comes again
-            function(*args)
-        return function(*args)
-
-    return call
-
-
-@functools.cache
-def _ask_before_compilations() -> None:
-    """Have calls that may begin again end at their first kernel that is not compiled."""
-    from triton import knobs
-
-    before = knobs.runtime.jit_cache_hook
-
-    def end(**launch: Any) -> bool | None:
-        # While a graph is captured, a call must not run more than once.
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if getattr(_THREAD, "may_begin_again", False) and not is_captured:
-            raise _NotCompiled
-        return None if before is None else before(**launch)
-
-    knobs.runtime.jit_cache_hook = end
+    """Processors of this process, which ranks of one host share; Lightning tells the ranks of all hosts alone."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, processors // ranks))

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longseq.kernels.compile_ahead import compiled_together
-
 
 def custom_op(name: str) -> Callable[[Callable[..., Any]], "CustomOp"]:
     """Make an operation `longseq::name` of a function that changes none of its arguments."""
@@ -24,8 +22,8 @@ class CustomOp:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
-        self.function = compiled_together(function)
-        self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(self.function)
+        self.function = function
+        self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(function)
         self.differentiable: Any = None
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:

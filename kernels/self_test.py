@@ -71,7 +71,7 @@ TRIALS: dict[str, Trial] = {
             # A residual in float32, the rest in half precision.
             *(
                 Case(variant, 70, {"dtype": torch.bfloat16}, kind="narrow")
-                for variant in ("plain", "branch", "centred_branch")
+                for variant in ("plain", "branch", "centred_branch", "pair")
             ),
         ),
         mixed=("weight", "bias"),
@@ -140,7 +140,7 @@ TRIALS: dict[str, Trial] = {
             Case("plain", 80, BOTH_WAYS, own_parameters=True, has_state=False, channels=128),
         ),
         channels=70,
-        mixed=("A",),
+        mixed=("delta", "A"),
     ),
     "short_convolution": Trial(
         {"W": 4},

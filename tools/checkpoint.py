@@ -157,6 +157,7 @@ def _task(config: Mapping[str, Any], tasks: Collection[str], path: str | Path, k
 def _build(
     config: Mapping[str, Any], data: Mapping[str, Any], options: Mapping[str, Any], path: str | Path, key: str
 ) -> nn.Module:
+    config = _as_of_today(config)
     fetched = {"pretrained": False} if "pretrained" in config["model"] else {}
     model = {**config["model"], **fetched, **options}
     # The weights are replaced: what drawing them takes from the generators is given back.
@@ -166,6 +167,25 @@ def _build(
             return build_backbone({**config, "model": model}, info_from_dict(config, data))
         except (KeyError, TypeError) as error:
             raise ValueError(_of_another_version(path, key, [str(error)])) from error
+
+
+def _as_of_today(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration in which `recompute`, once a switch of models and of some mixers, names what models repeat."""
+    model, mixer = dict(config["model"]), dict(config.get("mixer") or {})
+    if isinstance(model.get("recompute"), bool):
+        model["recompute"] = "mixer" if model["recompute"] else "none"
+    if isinstance(mixer.get("options"), Mapping):
+        mixer["options"] = _without_switch(mixer["options"])
+    return {**config, "model": model, **({"mixer": mixer} if mixer else {})}
+
+
+def _without_switch(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a mixer, or of each by name, without the former `recompute`."""
+    return {
+        name: _without_switch(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if name != "recompute"
+    }
 
 
 def _of_another_version(path: str | Path, key: str, missing: Iterable[str]) -> str:

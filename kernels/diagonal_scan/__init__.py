@@ -22,7 +22,7 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.precision import call_dtype
+from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
@@ -196,7 +196,8 @@ def selective_scan(
     if A.dim() == 3:
         check_own_parameters("selective_scan", "A", A, reverse)
     dtype = call_dtype(x, delta, A, B, C, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
+    mixed = is_mixed(x, delta, A)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
     run = select("selective_scan", backend, call)
     return run(
         x,

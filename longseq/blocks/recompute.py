@@ -17,7 +17,8 @@ def check_recompute(recompute: str) -> None:
     """Raise ValueError unless it is one of `RECOMPUTE`.
 
     none keeps all that a gradient needs. mixer keeps the matrix products: what lies between the projections of mixers,
-    and the products of gated MLPs, is cheap and runs twice. block keeps the inputs of blocks, and runs those twice.
+    and the products of the gated MLPs of language models, is cheap and runs twice. block keeps the inputs of blocks,
+    and runs those twice.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} is not one of {', '.join(RECOMPUTE)}")
@@ -26,8 +27,9 @@ def check_recompute(recompute: str) -> None:
 def run_again(wanted: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`; if that is wanted, keep its arguments alone, and call it again for its gradient.
 
-    The second call ends with the last tensor that the gradient needs. `function` draws no random numbers.
+    The second call ends with the last tensor that the gradient needs, and draws the random numbers of the first: an
+    adapter within may have dropout.
     """
     if not wanted or not torch.is_grad_enabled() or is_exporting():
         return function(*args, **kwargs)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)

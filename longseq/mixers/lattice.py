@@ -49,7 +49,7 @@ class Lattice(CompressionMixer):
     A step of the decode objective overshoots where γ ‖k‖² > 2, and there small differences grow from token to token.
     Nothing in the paper's layer bounds the keys. Training with clipped gradients and weight decay has kept them short
     enough for text; where hundreds of tokens are the same filler, gradients overflow (benchmarks/README.md, zoology's
-    recall). `normalize_key` keeps γ ‖k‖² at or below 1.
+    recall). `normalize_key` keeps γ ‖k‖² at or below 1, where γ is a sigmoid.
 
     Source: Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni, 2025), equations 7, 10, 12, 14,
     16 and 18.

@@ -138,6 +138,32 @@ def test_recomputing_changes_no_gradient(mixer, direction):
         assert all(torch.equal(actual, expected) for actual, expected in zip(result, results[0], strict=True))
 
 
+@pytest.mark.parametrize("mixer", ["longhorn", "deltanet"])
+def test_recomputing_keeps_less(mixer):
+    kept = []
+    for recompute in ("none", "mixer", "block"):
+        numbers = {}
+        count = lambda x, numbers=numbers: numbers.__setitem__(x.data_ptr(), x.numel()) or x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            y = tiny(mixer=mixer, direction="bidirectional", recompute=recompute).train()(images())
+        kept.append(sum(numbers.values()))
+        y.sum().backward()
+    assert kept[0] > 2 * kept[1]
+    assert kept[1] > 1.5 * kept[2]
+
+
+def test_dropout_in_a_part_of_a_mixer_drops_the_same_when_it_is_recomputed():
+    results = []
+    for recompute in ("none", "mixer"):
+        model = tiny(mixer="longhorn", direction="bidirectional", recompute=recompute).train()
+        for mixer in model.blocks[0].mixer.mixers:
+            mixer.rate_proj = torch.nn.Sequential(mixer.rate_proj, torch.nn.Dropout(0.5))
+        torch.manual_seed(3)
+        y = model(images())
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))])
+    assert all(torch.equal(actual, expected) for actual, expected in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("place", ["middle", "first", "none"])
 @pytest.mark.parametrize("direction", ["bidirectional", "cross"])
 def test_dynamic_size_equals_a_changed_size(direction, place):

@@ -434,6 +434,8 @@ def test_every_kernel_has_its_trial():
         *(("delta_rule", variant, "gated") for variant in ("gated", "gated_write_key")),
         *(("linear_attention", f"{kind}_gated", kind) for kind in ("head", "channel", "value")),
         *(("linear_attention", "plain", ""), ("slot_attention", "plain", ""), ("slot_attention", "write", "write")),
+        *((op, "plain", "") for op in ("selective_scan", "orthogonal_recurrence", "recursive_least_squares")),
+        *(("variational_linear_attention", "plain", ""), ("short_convolution", "silu", "")),
     ],
 )
 @pytest.mark.parametrize("mixed", [False, True])

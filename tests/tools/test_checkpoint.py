@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from longseq.mixers import Mixer
 from longseq.tools.checkpoint import load, sha256
 
 
@@ -50,6 +51,19 @@ def test_without_an_average_the_weights_are_the_models(checkpoint: Path, tmp_pat
 def test_model_options_replace_those_of_the_configuration(checkpoint: Path) -> None:
     backbone = load(checkpoint, model_options={"dynamic_img_size": True}).backbone
     assert backbone(torch.zeros(1, 1, 12, 16)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_recompute_was_a_switch_once(checkpoint: Path, tmp_path: Path, switch: bool) -> None:
+    def write_as_before(contents: dict[str, Any]) -> None:
+        config = contents["hyper_parameters"]["config"]
+        config["model"]["recompute"] = switch
+        config["mixer"]["options"]["recompute"] = switch
+
+    backbone = load(change(checkpoint, tmp_path / "before.ckpt", write_as_before)).backbone
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(backbone(x), load(checkpoint).backbone(x))
+    assert {module.recompute for module in backbone.modules() if isinstance(module, Mixer)} == {switch}
 
 
 def test_pretrained_weights_are_not_fetched_again(
