@@ -30,12 +30,19 @@ def power_of_two(largest):
 
 
 @triton.jit
-def in_units(x, SCALED: tl.constexpr):
-    """x, in float32, as a tile, and its unit. Not SCALED, the unit is 1."""
+def scale_down(x, SCALED: tl.constexpr):
+    """x, in float32, in units, and its unit. Not SCALED, the unit is 1."""
     unit = 1.0
     if SCALED:
         unit, inverse = power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
         x *= inverse
+    return x, unit
+
+
+@triton.jit
+def in_units(x, SCALED: tl.constexpr):
+    """x, in float32, as a tile, and its unit."""
+    x, unit = scale_down(x, SCALED)
     return as_tile(x, SCALED), unit
 
 

@@ -39,6 +39,7 @@ from longseq.kernels.linear_attention.triton_gates import (
     mild_level,
     pair_ranges,
     power_of_two,
+    scale_down,
     store_matrix,
     store_unit,
     to_tf32,
@@ -370,10 +371,8 @@ def walk_and_read(
         else:
             o += tl.dot(among, vs, input_precision=PRECISION) * (score_unit * v_unit)
             o *= scale
-        # The state counts in the units of what is added while that is added, which saves registers. What is 2^100 times
-        # smaller than the state may be added in too large a unit.
-        factor = tl.maximum(y_unit * v_unit * (scale if BACKWARD else 1.0), unit * 2.0**-100)
-        state = tl.dot(tl.trans(ys), vs, state * (decay / factor)[:, None], input_precision=PRECISION) * factor
+        update = tl.dot(tl.trans(ys), vs, input_precision=PRECISION)
+        state = state * decay[:, None] + update * (y_unit * v_unit * (scale if BACKWARD else 1.0))
         store_tokens(output + now * H * V, H * V * NEXT, live, column, o, V, CHUNK, TILE)
     store_matrix(last + (n * H + head) * K * V, 0, column, state, K, V, ROW, COLUMN, BLOCK_K, TILE)
 
@@ -462,9 +461,9 @@ def _from_earlier(
 ):  # fmt: skip
     """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p, in which the decays of a gate per head already are."""
     among = _load_earlier(scores, SCALED, CHUNK)
+    y, unit = scale_down(y, SCALED)
     if GATE != "channel":
-        y, unit = in_units(y, SCALED)
-        read = tl.dot(among, y, input_precision=PRECISION) * unit
+        read = tl.dot(among, as_tile(y, SCALED), input_precision=PRECISION)
     elif not BY_LEVEL:
         y = to_tf32(y * tl.exp(middle - since), SCALED)
         read = tl.dot(among.to(tl.float32), y, input_precision=PRECISION) * tl.exp(since - middle)
@@ -478,7 +477,7 @@ def _from_earlier(
             part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
             pairs = tl.where(are_paired(i, j, upper), among.to(tl.float32), 0.0)
             read += tl.dot(pairs, to_tf32(y * part, SCALED), input_precision=PRECISION) * part
-    return read
+    return read * unit
 
 
 @triton.jit
@@ -488,9 +487,9 @@ def _from_later(
 ):  # fmt: skip
     """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p, in which the decays of a gate per head already are."""
     among = _load_later(scores, SCALED, CHUNK)
+    x, unit = scale_down(x, SCALED)
     if GATE != "channel":
-        x, unit = in_units(x, SCALED)
-        written = tl.dot(among, x, input_precision=PRECISION) * unit
+        written = tl.dot(among, as_tile(x, SCALED), input_precision=PRECISION)
     elif not BY_LEVEL:
         x = to_tf32(x * tl.exp(since - middle), SCALED)
         written = tl.dot(among.to(tl.float32), x, input_precision=PRECISION) * tl.exp(middle - since)
@@ -504,7 +503,7 @@ def _from_later(
             part = tl.exp(add_gates(pair_ranges(i, j, upper), gate, DTYPE))
             pairs = tl.where(are_paired(j, i, upper), among.to(tl.float32), 0.0)
             written += tl.dot(pairs, to_tf32(x * part, SCALED), input_precision=PRECISION) * part
-    return written
+    return written * unit
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -94,6 +94,41 @@ def test_reading_half_of_the_rows_in_reverse(interpreted, op, variant, tokens):
         assert_as_accurate_as_torch(own.map(torch.Tensor.float), exact, reverse="second_half")
 
 
+def _differentiate_gated(q, k, v, d_output, *, scale=0.125, backend, **gates):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *gates.values())]
+    output, _ = linear_attention(
+        *leaves[:3], **dict(zip(gates, leaves[3:], strict=True)), scale=scale, output_final_state=False, backend=backend
+    )
+    return dict(zip("oqkvg", (output, *torch.autograd.grad(output, leaves, d_output)), strict=True))
+
+
+@pytest.mark.parametrize("silent", ["first chunk", "last chunk", None])
+@pytest.mark.parametrize("scale", [0.125, -0.125])
+def test_linear_attention_gated_by_key_through_a_chunk_of_zeros(interpreted, silent, scale):
+    q, k, v, d_output = torch.randn(4, 1, 70 if silent is None else 130, 1, 64, dtype=torch.float16)
+    g = -0.1 * torch.rand_like(q, dtype=torch.float32)
+    if silent == "first chunk":
+        k[:, :70], v[:, :70] = 0, 0
+    if silent == "last chunk":  # as where a batch is padded
+        k[:, 60:], g[:, 60:], d_output[:, 60:] = 0, 0, 0
+    exact = _differentiate_gated(*(x.double() for x in (q, k, v, d_output)), g=g.double(), scale=scale, backend="torch")
+    for name, value in _differentiate_gated(q, k, v, d_output, g=g, scale=scale, backend="triton").items():
+        assert error(value, exact[name]) <= 3e-3, name
+
+
+@pytest.mark.parametrize("gate", ["g", "g_value"])
+@pytest.mark.parametrize("size", [1e-30, 1e28])
+def test_linear_attention_of_tiny_and_huge_values(interpreted, gate, size):
+    q, k, v, d_output = torch.randn(4, 1, 64, 1, 64, dtype=torch.bfloat16)
+    v *= size
+    gates = {gate: torch.full((1, 64, 1, 64), -0.94)}  # as strong as one chunk takes at once
+    exact = _differentiate_gated(
+        *(x.double() for x in (q, k, v, d_output)), **{gate: gates[gate].double()}, backend="torch"
+    )
+    for name, value in _differentiate_gated(q, k, v, d_output, **gates, backend="triton").items():
+        assert error(value.double() / exact[name].abs().max(), exact[name] / exact[name].abs().max()) <= 2e-2, name
+
+
 class _WithFakes(TorchDispatchMode):
     """Calls each of our operations on fake tensors beside real ones, and keeps how the results lie in memory."""
 
