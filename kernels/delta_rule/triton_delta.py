@@ -558,17 +558,15 @@ def delta_rule_triton(
     chunk_size: int,
     reverse: Reverse,
     recompute: bool,
-    half: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
 
-    `half` says whether products are of float16 numbers; None: where the values, and so the output, are of half
-    precision. Keys and queries that come in float32 beside them, from a norm, keep their gradients in float32.
+    Products are of float16 numbers where the values, and so the output, are of half precision. Keys and queries that
+    come in float32 beside them, from a norm, keep their gradients in float32.
     """
     tensors = (q, k, v, beta, write_key, g, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors) and not recompute
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    half = v.dtype.itemsize == 2 if half is None else half
-    options = (float(scale), number_of(reverse), half, save, recompute)
+    options = (float(scale), number_of(reverse), v.dtype.itemsize == 2, save, recompute)
     o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None

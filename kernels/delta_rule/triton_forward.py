@@ -1,7 +1,7 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
 `prepare` runs over chunks in parallel and leaves tiles that need no further scaling. After it `advance` walks along
-time and leaves the outputs on its way, or, where a chunk's tiles are too many for that, `read_out` takes them over
+time and leaves the outputs on its way, or, in float32, whose tiles are too large for that, `read_out` takes them over
 chunks in parallel. Few heads of a long sequence are cut into segments of time before (see triton_segments.py). Of short
 sequences there are enough to leave all to `read_through`, one launch that walks along time with everything on chip.
 Values, U and states are handed on in units of `largest`, the largest value (see `unit_scale`).

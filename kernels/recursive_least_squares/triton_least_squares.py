@@ -311,16 +311,14 @@ def recursive_least_squares_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
-    precision: str | None = None,
 ) -> tuple[Tensor, InverseState | None]:
     """`recursive_least_squares` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
 
-    `precision` is that of the products by which nothing is handed from chunk to chunk: "tf32x3", or "tf32" where 11
-    bits are enough, also of u. By default that is the case for bfloat16.
+    Products by which nothing is handed from chunk to chunk are of TF32 numbers for bfloat16, of which 11 bits are
+    enough, also of u, and else of three for each.
     """
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(u.device)
-    if precision is None:
-        precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
+    precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
     A, steps = (None, None) if initial_state is None else initial_state
     seen, final_steps = count_steps(count, steps, cu_seqlens)
     added = refresh_due(seen, count, refresh_period, refresh, torch.float32) if refresh_period else None
