@@ -34,10 +34,14 @@ LEARNING_RATE = 1e-3
 SMOOTH = 10  # updates whose losses are averaged before two curves are compared
 
 
-def has_kernels(name: str) -> bool:
-    """Whether every operation of a mixer has a Triton form that takes these sizes."""
-    operations = mixers.get(name).operations
-    return bool(operations) and all(explain(op, device="cuda").get("triton") == [] for op in operations)
+def operations_with_kernels(name: str) -> list[str]:
+    """Those operations of a mixer that have a Triton form."""
+    return [op for op in mixers.get(name).operations if explain(op, device="cuda").get("triton") == []]
+
+
+def backend_with_kernels(name: str) -> str:
+    """The backend that runs them: where another operation has none, the preferred one of each."""
+    return "triton" if len(operations_with_kernels(name)) == len(mixers.get(name).operations) else "auto"
 
 
 def curve(name: str, backend: str, bfloat16: bool, text: Tensor, updates: int, device: torch.device) -> Tensor:
@@ -58,7 +62,7 @@ def compare(name: str, folder: str, updates: int, index: int) -> tuple[dict[str,
     text, _, _ = read_text(folder)
     full = curve(name, "torch", False, text, updates, device)
     plain = curve(name, "torch", True, text, updates, device)
-    ours = curve(name, "triton", True, text, updates, device)
+    ours = curve(name, backend_with_kernels(name), True, text, updates, device)
     row = {
         "mixer": name,
         "last_loss_torch_float32": round(full[-1].item(), 4),
@@ -97,7 +101,7 @@ def main() -> None:
     updates = int(sys.argv[2]) if len(sys.argv) > 2 else UPDATES
     jobs = int(sys.argv[3]) if len(sys.argv) > 3 else torch.cuda.device_count()
     _, _, files = read_text(sys.argv[1])
-    names = sorted(filter(has_kernels, mixers.mixer_names()), key=lambda name: name not in LOOPED)
+    names = sorted(filter(operations_with_kernels, mixers.mixer_names()), key=lambda name: name not in LOOPED)
     rows: list[dict[str, Any]] = []
     curves: dict[str, dict[str, list[float]]] = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

@@ -923,7 +923,8 @@ def variational_linear_attention_from(S, A, z, **arguments):
 
 
 VARIATIONAL = (variational_linear_attention, variational_linear_attention_from)
-HALF_PRODUCTS = (delta_rule, linear_attention, slot_attention, slot_attention_from, *VARIATIONAL)
+SLOTS = (slot_attention, slot_attention_from)
+HALF_PRODUCTS = (delta_rule, linear_attention, *SLOTS, *VARIATIONAL)
 
 
 def mean_error(actual, expected):
@@ -946,6 +947,10 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
         # rounded to the inputs' precision, and of float16 inputs more is lost than by rounding the results.
         plain = {name: value.to(dtype) if value.is_floating_point() else value for name, value in plain.items()}
         factor = 4 if dtype == torch.float16 else 2
+        if dtype == torch.float16 and function in SLOTS:
+            # Scores of up to 20 are exponentiated: a product's rounding becomes an error of the weight, and grows with
+            # the score. In Triton's interpreter, with exact sums, gradients are up to 5.6 times the rounded ones off.
+            factor = 8
     if error is mean_error:
         factor = 100  # one entry cut off here and not there is a difference in all that follows it
     for name, value in exact.items():

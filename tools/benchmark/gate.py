@@ -17,6 +17,8 @@ from longseq.tools.benchmark.work import Work
 
 # Of the torch form's own error in the same precision; of float16 inputs more is lost than by rounding results.
 OWN_FACTOR = {torch.float32: 2, torch.bfloat16: 2, torch.float16: 4}
+# The scores of slots are exponentiated: what rounding their products costs grows with their size.
+OWN_FACTORS = {("slot_attention", torch.float16): 8}
 # Peers round what lies between two products. Their gate is to tell another operation from another rounding.
 PEER_FACTOR = 32
 # The hardware's exp and sigmoid count in float32 alone.
@@ -36,7 +38,7 @@ class Gate:
     """What float64 says about a call, and the error of the torch form, which sets the bar."""
 
     def __init__(self, work: Work, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
+        self.op, self.dtype = work.op, dtype
         self.inputs = work.reduce().make(dtype, device)
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
@@ -49,7 +51,7 @@ class Gate:
 
     def judge_backend(self, backend: str) -> Verdict:
         """Compare one of our backends."""
-        factor = OWN_FACTOR[self.dtype]
+        factor = OWN_FACTORS.get((self.op, self.dtype), OWN_FACTOR[self.dtype])
         if is_emulated() and self.dtype != torch.float32:
             factor *= 2  # Triton's interpreter cuts off what a GPU rounds
         return self._judge(call_op(self.inputs, self.options, backend), factor)
