@@ -55,7 +55,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
         "differentiate_inputs": Launch(64, 64, 4, 1, 128),
-        "differentiate_gated": Launch(64, 64, 8, 1),
+        "differentiate_gated": Launch(64, 64, 4, 1, 168),
     },
     (2, 128): {
         "prepare": Launch(128, 0, 4, 1, 168),
