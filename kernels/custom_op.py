@@ -41,23 +41,34 @@ class CustomOp:
             setup_context(ctx, args, output)
             return output
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+        refused = once_differentiable(backward)
+
+        def differentiate(ctx: Any, *gradients: Any) -> Any:
+            return refused(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:
         # The first condition alone is traced by torch.compile.
-        if torch.compiler.is_compiling() or _is_watched(args):
+        if torch.compiler.is_compiling() or is_watched():
             return self.registered(*args)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        differentiated = False
+        for x in args:
+            if isinstance(x, Tensor):
+                if type(x) is not Tensor and type(x) is not nn.Parameter:
+                    return self.registered(*args)
+                differentiated = differentiated or x.requires_grad
+        if differentiated and torch.is_grad_enabled():
             # Without a gradient of its own, the operation says so in the backward pass.
             return self.registered(*args) if self.differentiable is None else self.differentiable.apply(*args)
         return self.function(*args)
 
 
-def _is_watched(args: tuple[Any, ...]) -> bool:
-    """Whether anything but autograd must see the operation: a mode, a transform, a profiler, a kind of tensor."""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
-        return True
-    if torch._C._autograd._profiler_enabled():
-        return True
-    return any(isinstance(x, Tensor) and type(x) is not Tensor and type(x) is not nn.Parameter for x in args)
+def is_watched() -> bool:
+    """Whether anything but autograd must see operations: a mode, a transform, a profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    )

@@ -41,3 +41,11 @@ def channels_adjacent(tensor: Tensor) -> Tensor:
 def as_rows(tensor: Tensor) -> Tensor:
     """The tensor as [rows, channels] with adjacent channels: a view, where its strides allow one."""
     return channels_adjacent(tensor).reshape(-1, tensor.shape[-1])
+
+
+def rows_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor whose memory holds the rows of this one with adjacent channels, and how far they are apart."""
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
+    rows = as_rows(tensor)
+    return rows, rows.stride(0)

@@ -220,6 +220,11 @@ def is_tested(device_type: str) -> bool:
     return device_type == "cuda"
 
 
+def is_testing() -> bool:
+    """Whether this thread's calls are those of a self-test."""
+    return getattr(_THREAD, "is_testing", False)
+
+
 def _round_up(size: int) -> int:
     """The next power of two, found by comparisons alone: torch.compile may hold a size as a symbol."""
     power = 1
@@ -247,7 +252,7 @@ def longseq_self_test_verdict(
     key = (op, dtype, device, reverse, mixed, kind, *widths)
     if key in _VERDICTS:
         return _VERDICTS[key]
-    if getattr(_THREAD, "is_testing", False):
+    if is_testing():
         return None  # the call under test
     # A backward pass must not wait for the test of another thread, whose own backward pass may wait for this one.
     if not _LOCK.acquire(blocking=not _is_inside_backward()):

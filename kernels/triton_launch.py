@@ -1,6 +1,6 @@
 """What the launches of Triton kernels share: entries of their tables, block widths, strides, packed sequences."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -10,6 +10,8 @@ from longseq.kernels.launch_file import LAUNCHES_VARIABLE, file_of_launches, rea
 
 # By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
 ROW = {2: 64, 4: 32}
+# Of each kernel, as many launches are remembered.
+PREPARED = 1024
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -32,6 +34,47 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, int | None]:
         """What Triton itself is told."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+class Prepared:
+    """A kernel's launch whose arguments are known but for its first ones, the tensors.
+
+    Triton looks through all arguments of each launch for what it compiled the kernel for, which takes the host longer
+    than many a kernel runs. Of a launch that is prepared, types and alignment of the tensors are all that may change.
+    Operations remember what they prepared by everything that the other arguments follow from.
+    """
+
+    def __init__(
+        self, kernel: Any, device: torch.device, programs: int, numbers: tuple[float, ...], **constants: Any
+    ) -> None:
+        self.kernel = kernel
+        self.device = device
+        self.grid = (programs, 1, 1)
+        self.numbers = numbers
+        self.constants = constants
+        self.compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        index = self.device.index
+        if index is None or index == torch.cuda.current_device():
+            self._launch(tensors)
+        else:
+            with torch.cuda.device(index):  # Triton launches on the current device
+                self._launch(tensors)
+
+    def _launch(self, tensors: tuple[Tensor | None, ...]) -> None:
+        key = tuple([None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors])
+        found = self.compiled.get(key)
+        if found is not None:
+            launch, rest = found
+            launch(*tensors, *rest)
+        elif self.grid[0]:
+            kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+            if kernel is not None:  # neither emulated nor left out to be compiled ahead
+                # A compiled kernel takes all arguments by their place.
+                names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+                rest = (*self.numbers, *(self.constants[name] for name in names))
+                self.compiled[key] = kernel[self.grid], rest
 
 
 def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) -> None:

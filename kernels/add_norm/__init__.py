@@ -1,5 +1,6 @@
 """A branch added to the residual, and the norm of the sum."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from longseq.kernels.add_norm.norm import add_norm_torch
 from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
 from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["add_norm"]
@@ -58,11 +59,19 @@ def add_norm(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them.
     """
+    if dtype is None:
+        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    run = _choose(x, weight, bias, branch, dtype, backend)
+    return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
+
+
+@remembered("add_norm")
+def _choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None, dtype: torch.dtype, backend: str
+) -> Callable[..., Any]:
     # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
     if not is_exporting():
         _check(x, weight, bias, branch)
-    if dtype is None:
-        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     call = Call(
         x.device,
         call_dtype(x, branch, weight),
@@ -71,8 +80,7 @@ def add_norm(
         mixed=is_mixed(x, weight),
         kind="narrow" if x.dtype == torch.float32 and dtype.itemsize == 2 else "",
     )
-    run = select("add_norm", backend, call)
-    return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
+    return select("add_norm", backend, call)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None) -> None:

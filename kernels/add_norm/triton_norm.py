@@ -1,13 +1,15 @@
 """The sum of a residual and a branch with its norm in one kernel, and their gradients in another."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import as_rows
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.devices import rows_of
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block, and of a warp's; programs of the gradient at most, each of which
 # walks through blocks a whole grid apart and adds up the gradients of weight and bias.
@@ -74,13 +76,13 @@ def _pull_back(d_unit, unit, factor, D: tl.constexpr, CENTRED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "blocks", "eps"])
 def differentiate_norm(
-    total, weight, d_total, dy, dx, d_branch, d_weight, d_bias, rows, blocks, total_row, eps,
+    total, weight, d_total, dy, dx, d_branch, sums, rows, blocks, total_row, eps,
     D: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
     PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the summands, and this program's part of those of weight and bias.
 
-    If PAIRED, those of the rows behind all others, and in d_bias the part of their weight's.
+    If PAIRED, those of the rows behind all others, and in place of the bias's the part of their weight's.
     """
     column = tl.arange(0, BLOCK_D)
     scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
@@ -110,16 +112,30 @@ def differentiate_norm(
         if HAS_BRANCH:
             _store(d_branch, row, D, inside, gradient, BLOCK_D)
     place = tl.program_id(0) * D + column
-    tl.store(d_weight + place, tl.sum(weighed, 0), mask=column < D)
+    tl.store(sums + place, tl.sum(weighed, 0), mask=column < D)
     if HAS_BIAS or PAIRED:
-        tl.store(d_bias + place, tl.sum(added, 0), mask=column < D)
+        tl.store(sums + tl.num_programs(0) * D + place, tl.sum(added, 0), mask=column < D)
 
 
-def _blocks(width: int, readings: int) -> dict[str, int]:
+def _blocks(width: int, readings: int, numbers: tuple[int, int]) -> dict[str, int]:
     """Rows and columns of a program's block, of so many readings at a time, and its warps."""
+    block, warp = numbers
     columns = next_power_of_2(width)
-    rows = max(1, BLOCK // (columns * readings))
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
+    rows = max(1, block // (columns * readings))
+    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // warp, 1), 8)}
+
+
+@lru_cache(PREPARED)
+def _prepare(
+    device: torch.device, rows: int, width: int, x_row: int, branch_row: int, eps: float, has_bias: bool, centred: bool,
+    readings: int, numbers: tuple[int, int],
+) -> Prepared:  # fmt: skip
+    """The launch of `normalise`; `branch_row` is 0 without a branch."""
+    blocks = _blocks(width, readings, numbers)
+    return Prepared(
+        normalise, device, cdiv(rows, blocks["BLOCK_R"]), (rows, x_row, branch_row, eps),
+        D=width, HAS_BRANCH=branch_row > 0, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **blocks,
+    )  # fmt: skip
 
 
 @custom_op("add_norm")
@@ -131,18 +147,15 @@ def add_norm(
     Of a weight [2, D], the sum of the norms of both halves of x.
     """
     total, y = _allocate(x, branch, weight, dtype)
-    rows, branches = as_rows(x), None if branch is None else as_rows(branch)
-    readings = weight.dim()
-    blocks = _blocks(rows.shape[1], readings)
-    count = rows.shape[0] // readings
-    if y.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            normalise[(cdiv(count, blocks["BLOCK_R"]),)](
-                rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y,
-                count, rows.stride(0), 0 if branches is None else branches.stride(0), eps,
-                D=rows.shape[1], HAS_BRANCH=branch is not None, HAS_BIAS=bias is not None, CENTRED=centred,
-                PAIRED=readings == 2, **blocks,
-            )  # fmt: skip
+    rows, x_row = rows_of(x)
+    branches, branch_row = (None, 0) if branch is None else rows_of(branch)
+    width = x.shape[-1]
+    if width:
+        launch = _prepare(
+            x.device, y.numel() // width, width, x_row, branch_row, eps, bias is not None, centred, weight.dim(),
+            (BLOCK, WARP),
+        )  # fmt: skip
+        launch(rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y)
     return total, y
 
 
@@ -151,11 +164,15 @@ def _(x, branch, weight, bias, eps, centred, dtype):
     return _allocate(x, branch, weight, dtype)
 
 
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def _allocate(x: Tensor, branch: Tensor | None, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y = x.new_empty((x.shape[0] // 2, *x.shape[1:]) if weight.dim() == 2 else x.shape, dtype=dtype)
+    y = x.new_empty((x.shape[0] // 2, *x.shape[1:]), dtype=dtype) if weight.dim() == 2 else _like(x, dtype)
     if branch is None:
         return x.new_empty((0,)), y
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, branch.dtype)), y
+    return _like(x, torch.promote_types(x.dtype, branch.dtype)), y
 
 
 @custom_op("add_norm_backward")
@@ -171,32 +188,43 @@ def add_norm_backward(
     branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x in `dtype`, of a branch of another type (else empty), and of weight (both) and bias."""
-    rows, gradients = as_rows(total), None if d_total is None else d_total.contiguous()
-    dx = total.new_empty(total.shape, dtype=dtype)
-    d_branch = total.new_empty((0,) if branch_dtype is None else total.shape, dtype=branch_dtype)
-    readings = weight.dim()
-    shape = _blocks(rows.shape[1], readings)
-    count = rows.shape[0] // readings
-    blocks = cdiv(count, shape["BLOCK_R"])
-    parts = total.new_empty(
-        (1 + (has_bias or readings == 2), min(blocks, PROGRAMS), rows.shape[1]), dtype=torch.float32
-    )
-    if dx.numel():
-        with torch.cuda.device_of(total):
-            differentiate_norm[(parts.shape[1],)](
-                rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts[0], parts[-1],
-                count, blocks, rows.stride(0), eps,
-                D=rows.shape[1], HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None,
-                HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **shape,
-            )  # fmt: skip
+    rows, row = rows_of(total)
+    gradients = None if d_total is None else d_total.contiguous()
+    dx = _like(total, dtype)
+    d_branch = total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype)
+    readings, width = weight.dim(), total.shape[-1]
+    count = total.numel() // (width * readings) if width else 0
+    launch, programs = _prepare_backward(
+        total.device, count, width, row, eps, d_total is not None, branch_dtype is not None, has_bias, centred,
+        readings, (BLOCK, WARP), PROGRAMS,
+    )  # fmt: skip
+    parts = total.new_empty((1 + (has_bias or readings == 2), programs, width), dtype=torch.float32)
+    launch(rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts)
     return dx, d_branch, parts.sum(1).to(weight.dtype)
+
+
+@lru_cache(PREPARED)
+def _prepare_backward(
+    device: torch.device, rows: int, width: int, row: int, eps: float, has_total: bool, has_branch: bool,
+    has_bias: bool, centred: bool, readings: int, numbers: tuple[int, int], most: int,
+) -> tuple[Prepared, int]:  # fmt: skip
+    """The launch of `differentiate_norm`, and its programs."""
+    shape = _blocks(width, readings, numbers)
+    blocks = cdiv(rows, shape["BLOCK_R"])
+    programs = min(blocks, most)
+    launch = Prepared(
+        differentiate_norm, device, programs, (rows, blocks, row, eps),
+        D=width, HAS_TOTAL=has_total, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2,
+        **shape,
+    )  # fmt: skip
+    return launch, programs
 
 
 @add_norm_backward.register_fake
 def _(total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype):
     return (
-        total.new_empty(total.shape, dtype=dtype),
-        total.new_empty((0,) if branch_dtype is None else total.shape, dtype=branch_dtype),
+        _like(total, dtype),
+        total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype),
         weight.new_empty((1 + (has_bias or weight.dim() == 2), weight.shape[-1])),
     )
 
@@ -220,8 +248,8 @@ def _differentiate(ctx, d_total, dy):
     )
     if ctx.branch_dtype is None:
         d_branch = dx
-    d_weight = sums[0] if weight.dim() == 1 else sums
-    return dx, d_branch if ctx.has_branch else None, d_weight, sums[1] if ctx.has_bias else None, None, None, None
+    d_weight, d_bias = (sums, None) if weight.dim() == 2 else sums.unbind() if ctx.has_bias else (sums[0], None)
+    return dx, d_branch if ctx.has_branch else None, d_weight, d_bias, None, None, None
 
 
 add_norm.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,5 +1,6 @@
 """The delta rule with a read key, a write key and an optional decay."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from longseq.kernels.dispatch import (
     is_exporting,
     loop_reasons,
     register,
+    remembered,
     select,
     unpacking_reasons,
 )
@@ -94,6 +96,29 @@ def delta_rule(
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     the decay is that of Yang et al. 2024, "Gated Delta Networks", eq. 10.
     """
+    run = _choose(q, k, v, beta, write_key, g, initial_state, cu_seqlens, chunk_size, reverse, backend)
+    return run(
+        q,
+        k,
+        v,
+        beta,
+        write_key=write_key,
+        g=g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        reverse=reverse,
+        recompute=recompute,
+    )
+
+
+@remembered("delta_rule")
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int, reverse: Reverse, backend: str,
+) -> Callable[..., Any]:  # fmt: skip
     check_chunk_size("delta_rule", chunk_size, power_of_two=True)
     sizes = check_tensors(
         "delta_rule",
@@ -114,22 +139,7 @@ def delta_rule(
     kind = "" if g is None else "gated"
     packed = cu_seqlens is not None
     call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
-    run = select("delta_rule", backend, call)
-    return run(
-        q,
-        k,
-        v,
-        beta,
-        write_key=write_key,
-        g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-        recompute=recompute,
-    )
+    return select("delta_rule", backend, call)
 
 
 def delta_rule_step(

@@ -12,6 +12,7 @@ tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, U and the states before each
 keeps its inputs alone, and the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,11 @@ from longseq.kernels.delta_rule.triton_segments import connect, summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
+    PREPARED,
     ROW,
     TRITON_DTYPES,
     Launch,
+    Prepared,
     block_width,
     cdiv,
     count_sequences,
@@ -114,6 +117,7 @@ PROGRAMS = {(2, 64): 264, (2, 128): 132, (2, 256): 100, (4, 64): 132, (4, 128): 
 FEWEST_SEGMENTS = 3  # fewer do not win back that most of the walk is walked twice
 FEWEST_CHUNKS = 32  # of a sequence that is cut: the launches of two more kernels take as long as walking through fewer
 SHORTEST_SEGMENT = 4  # chunks
+ALIGNMENT = 64  # numbers
 
 
 class _Plan(NamedTuple):
@@ -127,8 +131,12 @@ class _Plan(NamedTuple):
     span: int  # chunks of a segment of time; 0: sequences are not cut
     walks: int  # sequences, or segments of all of them, at most
     narrowest: int  # block of columns
-    launches: dict[str, Launch]
+    key: tuple[int, int]  # of the table
     advance: str = "advance"  # the table's name for the kernel `advance`
+
+    @property
+    def launches(self) -> dict[str, Launch]:
+        return LAUNCHES[self.key]
 
     @property
     def along(self) -> bool:
@@ -176,7 +184,7 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
     narrowest = ROW[2] if half and not short else 16
-    plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, launches)
+    plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, key)
     if short:
         return plan
     widest = "advance_wide" if "advance_wide" in launches else "advance"
@@ -205,12 +213,12 @@ def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: in
     return max(span, cdiv(chunks, most))
 
 
-def _constants(plan: _Plan, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, object]:
+def _constants(plan: _Plan, key_dim: int, value_dim: int, packed: bool) -> dict[str, object]:
     """The compile-time arguments that every kernel takes."""
     return {
-        "K": k.shape[3],
-        "V": v.shape[3],
-        "PACKED": cu_seqlens is not None,
+        "K": key_dim,
+        "V": value_dim,
+        "PACKED": packed,
         "SCALED": plan.dtype == torch.float16,
         "PRECISION": plan.precision,
         "CHUNK": plan.chunk,
@@ -266,32 +274,32 @@ def delta_rule(
     plan = _plan(k, v, cu_seqlens, half)
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
-    constants = _constants(plan, k, v, cu_seqlens)
+    output, final, buffers = _allocate(plan, k, v, g, save)
+    kept = _find_kept(plan, heads, key_dim, value_dim, save, buffers)
+    score_dtype = _score_dtype(plan, q, k, write)
+    largest = _find_largest(plan, v, initial_state)
+    if plan.short:
+        launch = _prepare_read_through(
+            plan, plan.launches["read_through_saving" if save else "read_through"], q.device, tokens, heads, key_dim,
+            value_dim, score_dtype, scale, reverse, g is not None, cu_seqlens is not None, initial_state is not None,
+            save, write_key is not None,
+            (*strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g)),
+        )  # fmt: skip
+        launch(
+            q, k, v, beta, write, g, initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes,
+            kept.erased, kept.written, kept.decays, kept.states, output, final,
+        )  # fmt: skip
+        return output, final, [*buffers, largest] if save else []
+    constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    output, final, kept = _allocate(plan, k, v, g, save)
-    score_dtype = TRITON_DTYPES[_score_dtype(plan, q, k, write)]
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        largest = _find_largest(plan, v, initial_state)
-        if plan.short:
-            name = "read_through_saving" if save else "read_through"  # one kernel, other registers
-            read_through[(plan.sequences * heads,)](
-                q, k, v, beta, write, g, initial_state, largest, cu_seqlens, *kept[:-1], output, final,
-                scale, tokens, heads,
-                *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-                GATED=g is not None, REVERSE=reverse, HAS_INITIAL=initial_state is not None, SAVE=save,
-                OWN_WRITE_KEY=write_key is not None,
-                SCORES=score_dtype, DTYPE=TRITON_DTYPES[plan.dtype],
-                BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
-                **constants, **plan.options(name),
-            )  # fmt: skip
-            return output, final, [*kept, largest] if save else []
         name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
         prepare[(plan.slots * heads,)](
             q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
             kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
             scale, tokens, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, SCORES=score_dtype,
+            GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, SCORES=TRITON_DTYPES[score_dtype],
             DTYPE=TRITON_DTYPES[plan.dtype], OWN_WRITE_KEY=write_key is not None,
             BLOCK=plan.block(name, max(key_dim, value_dim)),
             **constants, **plan.options(name),
@@ -327,46 +335,77 @@ def delta_rule(
                 BLOCK=block, STEP=plan.step("read_out", key_dim),
                 **constants, **plan.options("read_out"),
             )  # fmt: skip
-    return output, final, [*kept, largest] if save else []
+    return output, final, [*buffers, largest] if save else []
+
+
+@lru_cache(PREPARED)
+def _prepare_read_through(
+    plan: _Plan, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
+    scores: torch.dtype, scale: float, reverse: int, gated: bool, packed: bool, has_initial: bool, save: bool,
+    own_write_key: bool, strides: tuple[int, ...],
+) -> Prepared:  # fmt: skip
+    return Prepared(
+        read_through, device, plan.sequences * heads, (scale, tokens, heads, *strides),
+        GATED=gated, REVERSE=reverse, HAS_INITIAL=has_initial, SAVE=save, OWN_WRITE_KEY=own_write_key,
+        SCORES=TRITON_DTYPES[scores], DTYPE=TRITON_DTYPES[plan.dtype],
+        BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
+        **_constants(plan, key_dim, value_dim, packed), **entry.options,
+    )  # fmt: skip
 
 
 @delta_rule.register_fake
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
     plan = _plan(k, v, cu_seqlens, half)
-    output, final, kept = _allocate(plan, k, v, g, save)
-    return output, final, [*kept, _allocate_largest(plan, v)] if save else []
+    output, final, buffers = _allocate(plan, k, v, g, save)
+    return output, final, [*buffers, _allocate_largest(plan, v)] if save else []
 
 
 class _Kept(NamedTuple):
-    """What `prepare` and `advance`, or `read_through`, leave by slot and head."""
+    """What `prepare` and `advance`, or `read_through`, leave by slot and head, in one buffer but for the decays."""
 
     squares: Tensor  # X and tril(Q Wᵀ ⊙ D)
     queries: Tensor  # e^b Q
     writes: Tensor  # e^{b_C - b} W
     erased: Tensor  # -X e^b R
     written: Tensor  # (X V)ᵀ, then Uᵀ
-    decays: Tensor  # e^{b_C}, empty without gates
     states: Tensor  # Sᵀ before each chunk
     transitions: Tensor  # of each segment of time from no other than the second to the last but one
+    decays: Tensor  # e^{b_C}, empty without gates
 
 
-def _allocate(plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool) -> tuple[Tensor, Tensor, _Kept]:
-    """The output, the final state and the rest, not yet written."""
+def _kept_sizes(plan: _Plan, heads: int, key_dim: int, value_dim: int, save: bool) -> list[int]:
+    """Numbers of the parts of `_Kept` but for the decays. Each part begins where whole vectors can be loaded."""
+    tiles = heads * (plan.slots if save or not plan.short else 0)
+    keys = tiles * plan.chunk * key_dim
+    sizes = [
+        2 * tiles * plan.chunk**2,
+        keys if save or plan.along else 0,
+        keys,
+        keys,
+        tiles * plan.chunk * value_dim,
+        0 if plan.along and not save else tiles * key_dim * value_dim,
+        plan.walks * heads * key_dim**2 if plan.span else 0,
+    ]
+    return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
+
+
+def _find_kept(
+    plan: _Plan, heads: int, key_dim: int, value_dim: int, save: bool, buffers: tuple[Tensor, ...] | list[Tensor]
+) -> _Kept:
+    tiles, decays = buffers
+    return _Kept(*tiles.split(_kept_sizes(plan, heads, key_dim, value_dim, save)), decays)
+
+
+def _allocate(
+    plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The output, the final state and the buffers of the rest, not yet written."""
     heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
     slots = plan.slots if save or not plan.short else 0
-
-    def tiles(slots: int, *shape: int) -> Tensor:
-        return v.new_empty((slots, heads, *shape), dtype=plan.dtype)
-
-    squares = tiles(slots, 2, plan.chunk, plan.chunk)
-    queries = tiles(slots if save or plan.along else 0, plan.chunk, key_dim)
-    keys = tiles(slots, plan.chunk, key_dim), tiles(slots, plan.chunk, key_dim)
-    decays = v.new_empty((0 if g is None else slots, heads), dtype=torch.float32)
-    written = tiles(slots, value_dim, plan.chunk)
-    states = tiles(0 if plan.along and not save else slots, value_dim, key_dim)
-    transitions = v.new_empty((plan.walks if plan.span else 0, heads, key_dim, key_dim), dtype=plan.dtype)
+    tiles = v.new_empty((sum(_kept_sizes(plan, heads, key_dim, value_dim, save)),), dtype=plan.dtype)
+    decays = v.new_empty((0 if g is None else slots * heads,), dtype=torch.float32)
     final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    return v.new_empty(v.shape), final, _Kept(squares, queries, *keys, written, decays, states, transitions)
+    return v.new_empty(v.shape), final, (tiles, decays)
 
 
 def _connect(
@@ -417,40 +456,38 @@ def delta_rule_backward(
     plan = _plan(k, d_output, cu_seqlens, half)
     batch, tokens, heads, key_dim = k.shape
     value_dim = d_output.shape[3]
-    constants = _constants(plan, k, d_output, cu_seqlens)
+    sizes = tokens, heads, key_dim, value_dim
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    ours, largest = _Kept(*kept[:-1]), kept[-1]
+    *buffers, largest = kept
+    ours = _find_kept(plan, heads, key_dim, value_dim, True, buffers)
 
-    d_states, d_written = torch.empty_like(ours.states), torch.empty_like(ours.written)
-    squares = ours.squares[:, :, 0].shape
-    d_attention, d_lower = ours.squares.new_empty(squares), ours.squares.new_empty(squares)
+    lengths = [len(ours.states), len(ours.written), len(ours.squares) // 2, len(ours.squares) // 2]
+    d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_v = _gradient(q, d_output), _gradient(k, d_output), d_output.new_empty(d_output.shape)
     d_write_key = k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output)
     differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
-    block_k = plan.block(differentiate, key_dim)
-    parts = cdiv(key_dim, block_k)
+    parts = cdiv(key_dim, plan.block(differentiate, key_dim))
     d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
     walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
+    options = scale, reverse, g is not None, cu_seqlens is not None
     with torch.cuda.device_of(q):
         d_largest = _find_largest(plan, d_output, d_final)
         for walk in walks:
-            block = plan.block(walk, value_dim)
-            assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
-            retreat[(plan.walks * heads * cdiv(value_dim, block),)](
+            launch = _prepare_retreat(
+                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None,
+                (*strides(g), *strides(d_output)),
+            )  # fmt: skip
+            launch(
                 g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
                 ours.decays, d_output, d_final,
                 d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
-                scale, plan.sequences, plan.span, tokens, heads, *strides(g), *strides(d_output),
-                GATED=g is not None, REVERSE=reverse, HAS_FINAL=d_final is not None, SHORT=plan.short,
-                SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
-                DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=block, STEP=plan.step(walk, key_dim),
-                **constants, **plan.options(walk),
             )  # fmt: skip
             if d_offsets is not None and walk == "retreat_summary":
                 _connect(plan, cu_seqlens, d_offsets, ours.transitions, tokens, back=True)
         if not plan.short:
+            constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
             differentiate_scores[(plan.slots * heads,)](
                 g, d_largest, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
                 d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
@@ -458,16 +495,48 @@ def delta_rule_backward(
                 **{name: value for name, value in constants.items() if name != "K"},
                 **plan.options("differentiate_scores"),
             )  # fmt: skip
-        differentiate_inputs[(plan.slots * heads * parts,)](
+        launch = _prepare_inputs(
+            plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options, write_key is not None,
+            (*strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
+        )  # fmt: skip
+        launch(
             q, k, beta, write, g, largest, d_largest, cu_seqlens, sequence_of, ours.written, ours.states,
             d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
-            scale, tokens, heads, batch * tokens,
-            *strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output),
-            GATED=g is not None, REVERSE=reverse, SHORT=plan.short, OWN_WRITE_KEY=write_key is not None,
-            BLOCK=block_k, STEP=plan.step(differentiate, value_dim),
-            **constants, **plan.options(differentiate),
         )  # fmt: skip
     return d_q, d_k, d_v, _add_up(d_beta, beta), d_write_key, _add_up(d_g, g), d_initial
+
+
+@lru_cache(PREPARED)
+def _prepare_retreat(
+    plan: _Plan, walk: str, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
+    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, strides: tuple[int, ...],
+) -> Prepared:  # fmt: skip
+    block = plan.block(walk, value_dim)
+    assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
+    return Prepared(
+        retreat, device, plan.walks * heads * cdiv(value_dim, block),
+        (scale, plan.sequences, plan.span, tokens, heads, *strides),
+        GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
+        SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
+        DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=block, STEP=plan.step(walk, key_dim),
+        **_constants(plan, key_dim, value_dim, packed), **entry.options,
+    )  # fmt: skip
+
+
+@lru_cache(PREPARED)
+def _prepare_inputs(
+    plan: _Plan, name: str, entry: Launch, device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
+    value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, own_write_key: bool,
+    strides: tuple[int, ...],
+) -> Prepared:  # fmt: skip
+    block = plan.block(name, key_dim)
+    return Prepared(
+        differentiate_inputs, device, plan.slots * heads * cdiv(key_dim, block),
+        (scale, tokens, heads, batch * tokens, *strides),
+        GATED=gated, REVERSE=reverse, SHORT=plan.short, OWN_WRITE_KEY=own_write_key,
+        BLOCK=block, STEP=plan.step(name, value_dim),
+        **_constants(plan, key_dim, value_dim, packed), **entry.options,
+    )  # fmt: skip
 
 
 @delta_rule_backward.register_fake
@@ -490,14 +559,14 @@ def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
 
 
 def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:
-    """A gradient [B, T, H] in as many parts as programs share it: in float32 until they are added up."""
+    """A gradient [B, T, H], or as many parts of it as programs share it: in float32 until they are added up."""
     if like is None:
-        return beta.new_empty((1, 0))
-    return like.new_empty((parts, *like.shape), dtype=like.dtype if parts == 1 else torch.float32)
+        return beta.new_empty((0,))
+    return like.new_empty(like.shape) if parts == 1 else like.new_empty((parts, *like.shape), dtype=torch.float32)
 
 
 def _add_up(parts: Tensor, like: Tensor | None) -> Tensor:
-    return parts[0] if like is None or parts.shape[0] == 1 else parts.sum(0).to(like.dtype)
+    return parts if like is None or parts.dim() == like.dim() else parts.sum(0).to(like.dtype)
 
 
 def _setup_context(ctx, inputs, output):

@@ -1,11 +1,12 @@
 """Features of queries, keys and values: a feature map and unit norm for each head."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
 from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, head_features_torch
 
 __all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
@@ -60,6 +61,14 @@ def head_features(
 
     Raises ValueError for channels that do not fit the heads and for a backend that cannot run.
     """
+    run = _choose(x, num_heads, key_dim, feature_map, key_norm, backend)
+    return run(x, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)
+
+
+@remembered("head_features")
+def _choose(
+    x: Tensor, num_heads: int, key_dim: int, feature_map: str, key_norm: str, backend: str
+) -> Callable[..., Any]:
     check_features(feature_map, key_norm)
     channels = x.shape[-1]
     values = channels - 2 * num_heads * key_dim
@@ -70,5 +79,4 @@ def head_features(
         )
     sizes = {"H": num_heads, "K": key_dim, "V": values // num_heads}
     call = Call(x.device, x.dtype, exporting=is_exporting(), sizes=sizes)
-    run = select("head_features", backend, call)
-    return run(x, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)
+    return select("head_features", backend, call)

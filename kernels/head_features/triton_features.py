@@ -1,14 +1,16 @@
 """Features of queries, keys and values in one kernel, and their gradient in another."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import as_rows
+from longseq.kernels.devices import rows_of
 from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block of one head, and of a warp's.
 BLOCK = 1024
@@ -135,28 +137,41 @@ def differentiate_features(
     store_rows(dx, row, width, 2 * H * K + head * V, there, d_value * gate * (1.0 + value * (1.0 - gate)), V, BLOCK_V)
 
 
-def _launch(kernel, tensors, x: Tensor, heads: int, key_dim: int, feature_map: str, l1: bool) -> None:
-    rows = as_rows(x)
-    value_dim = rows.shape[1] // heads - 2 * key_dim
+@lru_cache(PREPARED)
+def _prepare(
+    backward: bool, device: torch.device, rows: int, row: int, heads: int, key_dim: int, value_dim: int, feature_map: str,
+    l1: bool, numbers: tuple[int, int],
+) -> Prepared:  # fmt: skip
+    """The launch of a kernel for so many rows of x that are `row` apart."""
+    size, warp = numbers
     block_k, block_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
     widest = max(block_k, block_v)
-    block = max(1, BLOCK // widest)
-    if not rows.numel():
-        return
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        kernel[(cdiv(rows.shape[0], block) * heads,)](
-            rows, *tensors, rows.shape[0], rows.stride(0),
-            H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=KINDS[feature_map], L1=l1,
-            BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v,
-            num_warps=min(max(block * widest // WARP, 1), 8),
-        )  # fmt: skip
+    block = max(1, size // widest)
+    return Prepared(
+        differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads, (rows, row),
+        H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=KINDS[feature_map], L1=l1,
+        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v,
+        num_warps=min(max(block * widest // warp, 1), 8),
+    )  # fmt: skip
+
+
+def _launch(
+    backward: bool, x: Tensor, heads: int, key_dim: int, feature_map: str, l1: bool, *tensors: Tensor
+) -> None:
+    channels = x.shape[-1]
+    rows, row = rows_of(x)
+    launch = _prepare(
+        backward, x.device, x.numel() // channels, row, heads, key_dim, channels // heads - 2 * key_dim, feature_map, l1,
+        (BLOCK, WARP),
+    )  # fmt: skip
+    launch(rows, *tensors)
 
 
 @custom_op("head_features")
 def head_features(x: Tensor, num_heads: int, key_dim: int, feature_map: str, l1: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's dtype."""
     q, k, v = _allocate(x, num_heads, key_dim)
-    _launch(unit_features, (q, k, v), x, num_heads, key_dim, feature_map, l1)
+    _launch(False, x, num_heads, key_dim, feature_map, l1, q, k, v)
     return q, k, v
 
 
@@ -174,8 +189,10 @@ def _allocate(x: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tens
 def head_features_backward(x: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, feature_map: str, l1: bool) -> Tensor:
     """The gradient of x."""
     dx = x.new_empty(x.shape)
-    gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous(), dx)
-    _launch(differentiate_features, gradients, x, dq.shape[-2], dq.shape[-1], feature_map, l1)
+    _launch(
+        True, x, *dq.shape[-2:], feature_map, l1,
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), dx,
+    )  # fmt: skip
     return dx
 
 

@@ -1,5 +1,6 @@
 """The short causal convolution in front of a recurrent mixer."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from longseq.kernels.dispatch import (
     is_exporting,
     loop_reasons,
     register,
+    remembered,
     select,
     unpacking_reasons,
 )
@@ -83,6 +85,25 @@ def short_convolution(
 
     Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
     """
+    run = _choose(x, weight, bias, initial_state, cu_seqlens, mask, activation, reverse, backend)
+    return run(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        reverse=reverse,
+    )
+
+
+@remembered("short_convolution")
+def _choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    mask: Tensor | None, activation: str | None, reverse: Reverse, backend: str,
+) -> Callable[..., Any]:  # fmt: skip
     _check_activation("short_convolution", activation)
     if mask is not None and cu_seqlens is not None:
         raise ValueError("short_convolution: mask and cu_seqlens are both given; packed sequences have no padding")
@@ -104,18 +125,7 @@ def short_convolution(
     dtype = call_dtype(x, initial_state)
     mixed = is_mixed(x, weight)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    run = select("short_convolution", backend, call)
-    return run(
-        x,
-        weight,
-        bias,
-        activation=activation,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-    )
+    return select("short_convolution", backend, call)
 
 
 def short_convolution_step(

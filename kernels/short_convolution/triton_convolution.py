@@ -10,6 +10,8 @@ known by the number of the segment of each token, found without waiting for the 
 for the weights and the bias, and torch adds them in a fixed order: the result is the same in every run.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -21,11 +23,7 @@ from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
-from longseq.kernels.triton_launch import (
-    Launch,
-    cdiv,
-    next_power_of_2,
-)
+from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, next_power_of_2
 from longseq.kernels.triton_tiles import direction, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those of two bytes were
@@ -394,17 +392,12 @@ def causal_convolution(
     x, weight, bias = channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
     y = _allocate_output(x, weight)
-    launch, block, stretch, tiles = _split(x, weight, "forward")
-    if y.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            _forward[(tiles * cdiv(x.shape[2], block),)](
-                x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), y,
-                *x.shape, x.stride(0), x.stride(1), stretch,
-                WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state),
-                PACKED=cu_seqlens is not None, REVERSE=reverse, SHARED=weight.dim() == 3,
-                SILU=silu, UNROLL=launch.step, BLOCK_D=block,
-                **launch.options,
-            )  # fmt: skip
+    launch = _prepare(
+        "forward", x.device, x.shape, x.stride()[:2], WALKS[x.element_size()]["forward"], PROGRAMS["forward"],
+        WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state), PACKED=cu_seqlens is not None,
+        REVERSE=reverse, SHARED=weight.dim() == 3, SILU=silu,
+    )[0]  # fmt: skip
+    launch(x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), y)
     return y
 
 
@@ -433,28 +426,28 @@ def causal_convolution_backward(
     bias = None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
     channels, width = weight.shape[-2:]
-    launch, block, stretch, tiles = _split(x, weight, "backward")
+    table = WALKS[x.element_size()]["backward"]
+    constants = {
+        "WIDTH": width, "HAS_BIAS": bias is not None, "PACKED": cu_seqlens is not None, "REVERSE": reverse,
+        "SHARED": weight.dim() == 3, "SILU": silu,
+    }  # fmt: skip
+    launch, block, tiles = _prepare(
+        "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2]), table, PROGRAMS["backward"],
+        HAS_STATE=_has(state), **constants,
+    )  # fmt: skip
     dx = x.new_empty(x.shape)
     sums = x.new_empty((*weight.shape[:-2], tiles, width + (bias is not None), channels), dtype=torch.float32)
     dstate = x.new_empty((0,)) if state is None else state.new_empty(state.shape)
-    shape = (*x.shape, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1))
-    constants = {
-        "WIDTH": width, "HAS_BIAS": bias is not None, "PACKED": cu_seqlens is not None, "REVERSE": reverse,
-        "SHARED": weight.dim() == 3, "SILU": silu, "BLOCK_D": block, **launch.options,
-    }  # fmt: skip
-    with torch.cuda.device_of(x):
-        if dx.numel():
-            _backward[(tiles * cdiv(channels, block),)](
-                x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), dy, dx, sums,
-                *shape, stretch, HAS_STATE=_has(state), UNROLL=launch.step, **constants,
-            )  # fmt: skip
-        if state is not None and state.numel():
+    launch(x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), dy, dx, sums)
+    if state is not None and state.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device
             _backward_state[(state.shape[0] * cdiv(channels, block),)](
-                x, weight, bias, state, cu_seqlens, dy, dstate, *shape, **constants,
+                x, weight, bias, state, cu_seqlens, dy, dstate, *x.shape, *x.stride()[:2], *dy.stride()[:2],
+                BLOCK_D=block, **constants, **table.options,
             )  # fmt: skip
     total = sums.sum(-3)
-    dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
-    dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
+    dweight = total[..., :width, :].mT.to(weight.dtype).contiguous()
+    dbias = x.new_empty((0,)) if bias is None else total[..., width, :].to(bias.dtype).contiguous()
     return dx, dweight, dbias, dstate
 
 
@@ -571,15 +564,26 @@ def _has(state: Tensor | None) -> bool:
     return state is not None and state.numel() > 0
 
 
-def _split(x: Tensor, weight: Tensor, kernel: str) -> tuple[Launch, int, int, int]:
-    """How the work is cut: the launch, channels and tokens of a program, and stretches of tokens over all rows."""
-    channels, width = weight.shape[-2:]
-    launch = WALKS[x.element_size()][kernel]
+@lru_cache(PREPARED)
+def _prepare(
+    kernel: str, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], table: Launch, programs: int,
+    **constants: int,
+) -> tuple[Prepared, int, int]:  # fmt: skip
+    """The launch of a kernel for inputs of a shape, the channels of a program, and stretches of tokens over all rows.
+
+    Strides are those of batch and time, of all sequences that it reads.
+    """
+    batch, tokens, channels = shape
+    width = constants["WIDTH"]
     # A thread holds a few numbers for each tap of each of its channels.
-    block = min(launch.block // next_power_of_2(cdiv(width, 4)), next_power_of_2(channels))
-    block = max(block, 32 * launch.warps)
-    batch, tokens, _ = x.shape
-    stretches = cdiv(PROGRAMS[kernel], max(batch * cdiv(channels, block), 1))
+    block = min(table.block // next_power_of_2(cdiv(width, 4)), next_power_of_2(channels))
+    block = max(block, 32 * table.warps)
+    stretches = cdiv(programs, max(batch * cdiv(channels, block), 1))
     stretch = max(cdiv(tokens, stretches), 8 * width)
-    stretch = cdiv(stretch, launch.step) * launch.step
-    return launch, block, stretch, batch * cdiv(tokens, stretch)
+    stretch = cdiv(stretch, table.step) * table.step
+    tiles = batch * cdiv(tokens, stretch)
+    launch = Prepared(
+        _forward if kernel == "forward" else _backward, device, tiles * cdiv(channels, block),
+        (*shape, *strides, stretch), UNROLL=table.step, BLOCK_D=block, **constants, **table.options,
+    )  # fmt: skip
+    return launch, block, tiles
