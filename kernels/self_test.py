@@ -91,7 +91,12 @@ TRIALS: dict[str, Trial] = {
         mixed=("beta", "g"),
     ),
     "head_features": Trial(
-        {"H": 2, "K": 64, "V": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1"))
+        {"H": 2, "K": 64, "V": 64},
+        (
+            *(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1")),
+            *(Case(variant, 70, kind="logits") for variant in ("logits", "logits_pair")),
+        ),
+        mixed=("logits",),
     ),
     "linear_attention": Trial(
         {"K": 64, "V": 64},

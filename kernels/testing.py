@@ -456,12 +456,15 @@ def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
     )
 
 
-@_maker("head_features", "silu", "relu", "elu_plus_one", "identity", "l1")
+@_maker("head_features", "silu", "relu", "elu_plus_one", "identity", "l1", "logits", "logits_pair")
 def _head_features(draw: Draw, variant: str) -> Inputs:
     heads, key_dim, value_dim = draw.size(H=2, K=5, V=3)
-    x = draw.normal(draw.batch, draw.tokens, heads * (2 * key_dim + value_dim))
+    rows = 2 * draw.batch if variant == "logits_pair" else draw.batch
+    sequences = {"x": draw.normal(rows, draw.tokens, heads * (2 * key_dim + value_dim))}
     features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {"feature_map": variant}
-    return Inputs("head_features", {"x": x}, (), options={"num_heads": heads, "key_dim": key_dim, **features})
+    if variant.startswith("logits"):
+        sequences["logits"], features = 3 * draw.normal(draw.batch, draw.tokens, heads), {}
+    return Inputs("head_features", sequences, (), options={"num_heads": heads, "key_dim": key_dim, **features})
 
 
 @_maker("map_features", "silu", "relu", "elu_plus_one", "l1", "l2")

@@ -1,4 +1,4 @@
-"""Features of queries, keys and values: a feature map and unit norm for each head."""
+"""Features of queries, keys and values: a feature map and unit norm for each head; and how strongly to write."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
-from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, head_features_torch
+from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, are_read_twice, head_features_torch
+from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
 
@@ -20,7 +21,7 @@ def _triton_reasons(call: Call) -> list[str]:
 
 # Imported in the call, because importing this package must not import Triton; an import statement, because
 # torch.compile follows one.
-def _head_features_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _head_features_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     from longseq.kernels.head_features.triton_features import head_features_triton
 
     return head_features_triton(*args, **kwargs)
@@ -44,39 +45,57 @@ def check_features(feature_map: str, key_norm: str) -> None:
 def head_features(
     x: Tensor,
     *,
+    logits: Tensor | None = None,
     num_heads: int,
     key_dim: int,
     feature_map: str = "silu",
     key_norm: str = "l2",
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of norm one for each head, and values, from projected channels.
+) -> tuple[Tensor, ...]:
+    """Queries and keys of norm one for each head, and values, from projected channels; write strengths from logits.
 
-        q, k, v = x;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v)
+        q, k, v = x;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v);   β = sigmoid(logits)
 
     φ is `feature_map`: silu, relu, elu_plus_one or identity. `key_norm` is l2 or l1; a norm below 1e-12 counts as that.
 
-    Shapes: x [..., H K + H K + H V] with H = `num_heads` and K = `key_dim`; q, k [..., H, K]; v [..., H, V]. Arithmetic
-    is float32, or float64 for float64 inputs; q, k and v have x's dtype.
+    Shapes: x [..., H K + H K + H V] with H = `num_heads` and K = `key_dim`; q, k [..., H, K]; v [..., H, V]; logits and
+    β [..., H]. x may be two readings [2 B, ...] of the batch that logits [B, ...] belong to: β then has 2 B rows.
+    Arithmetic is float32, or float64 for float64 inputs; q, k and v have x's dtype, β that of the arithmetic. Returns
+    (q, k, v), with logits (q, k, v, β).
 
-    Raises ValueError for channels that do not fit the heads and for a backend that cannot run.
+    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
-    run = _choose(x, num_heads, key_dim, feature_map, key_norm, backend)
-    return run(x, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)
+    run = _choose(x, logits, num_heads, key_dim, feature_map, key_norm, backend)
+    return run(x, logits=logits, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)
 
 
 @remembered("head_features")
 def _choose(
-    x: Tensor, num_heads: int, key_dim: int, feature_map: str, key_norm: str, backend: str
+    x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, key_norm: str, backend: str
 ) -> Callable[..., Any]:
     check_features(feature_map, key_norm)
     channels = x.shape[-1]
     values = channels - 2 * num_heads * key_dim
-    if not is_exporting() and (min(num_heads, key_dim) < 1 or values < num_heads or values % num_heads):
-        raise ValueError(
-            f"head_features: x has {channels} channels, which num_heads={num_heads} with key_dim={key_dim} do not "
-            "share out: give 2 H K and a multiple of H"
-        )
+    if not is_exporting():
+        if min(num_heads, key_dim) < 1 or values < num_heads or values % num_heads:
+            raise ValueError(
+                f"head_features: x has {channels} channels, which num_heads={num_heads} with key_dim={key_dim} do not "
+                "share out: give 2 H K and a multiple of H"
+            )
+        if logits is not None:
+            _check_logits(x, logits, num_heads)
     sizes = {"H": num_heads, "K": key_dim, "V": values // num_heads}
-    call = Call(x.device, x.dtype, exporting=is_exporting(), sizes=sizes)
-    return select("head_features", backend, call)
+    kind = "" if logits is None else "logits"
+    dtype, mixed = call_dtype(x, logits), is_mixed(x, logits)
+    return select(
+        "head_features", backend, Call(x.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed, kind=kind)
+    )
+
+
+def _check_logits(x: Tensor, logits: Tensor, num_heads: int) -> None:
+    rows = 2 * logits.shape[0] if are_read_twice(x, logits) else logits.shape[0]
+    if (rows, *logits.shape[1:]) != (*x.shape[:-1], num_heads):
+        raise ValueError(
+            f"head_features: x has shape {tuple(x.shape)} and logits {tuple(logits.shape)}, which must have the rows "
+            f"of x, or half of its batch, and H = {num_heads}"
+        )

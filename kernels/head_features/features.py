@@ -1,5 +1,6 @@
 """What becomes of the channels of queries, keys and values before the delta rule reads them, in torch."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,17 +17,27 @@ EPS = 1e-12  # the least norm that a head is divided by
 
 
 def head_features_torch(
-    x: Tensor, *, num_heads: int, key_dim: int, feature_map: str, key_norm: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, *, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, key_norm: str
+) -> tuple[Tensor, ...]:
     """`head_features` by torch's own functions."""
     keys = num_heads * key_dim
     with without_autocast(x):
-        wide = x.to(compute_dtype(x))
+        dtype = compute_dtype(x, logits)
         q, k, v = (
-            part.unflatten(-1, (num_heads, -1)) for part in wide.split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
+            part.unflatten(-1, (num_heads, -1))
+            for part in x.to(dtype).split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
         )
         q, k = (
             functional.normalize(FEATURE_MAPS[feature_map](part), p=KEY_NORMS[key_norm], dim=-1, eps=EPS)
             for part in (q, k)
         )
-        return q.to(x.dtype), k.to(x.dtype), functional.silu(v).to(x.dtype)
+        features = q.to(x.dtype), k.to(x.dtype), functional.silu(v).to(x.dtype)
+        if logits is None:
+            return features
+        beta = logits.to(dtype).sigmoid()
+        return *features, torch.cat((beta, beta)) if are_read_twice(x, logits) else beta
+
+
+def are_read_twice(x: Tensor, logits: Tensor) -> bool:
+    """Whether x are two readings of the batch that the logits belong to."""
+    return x.shape[0] != logits.shape[0]

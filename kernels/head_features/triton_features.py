@@ -1,4 +1,4 @@
-"""Features of queries, keys and values in one kernel, and their gradient in another."""
+"""Features of queries, keys and values and write strengths in one kernel, and their gradients in another."""
 
 from functools import lru_cache
 
@@ -100,11 +100,11 @@ def place_rows(rows, H, BLOCK_R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def unit_features(
-    x, q, k, v, rows, x_row,
+    x, logits, q, k, v, beta, rows, x_row, logits_row,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v of one head and some rows."""
+    """q, k, v and beta of one head and some rows; of so many READINGS (0: no beta) each has the same logits."""
     head, row, there = place_rows(rows, H, BLOCK_R)
     query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
     key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
@@ -112,15 +112,18 @@ def unit_features(
     store_rows(q, row, H * K, head * K, there, unit_rows(query, EPS, K, BLOCK_K, KIND, L1), K, BLOCK_K)
     store_rows(k, row, H * K, head * K, there, unit_rows(key, EPS, K, BLOCK_K, KIND, L1), K, BLOCK_K)
     store_rows(v, row, H * V, head * V, there, value * tl.sigmoid(value), V, BLOCK_V)
+    if READINGS > 0:
+        logit = tl.load(logits + row % (rows // READINGS) * logits_row + head, mask=there, other=0.0).to(tl.float32)
+        tl.store(beta + row * H + head, tl.sigmoid(logit), mask=there)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def differentiate_features(
-    x, dq, dk, dv, dx, rows, x_row,
+    x, logits, dq, dk, dv, d_beta, dx, d_logits, rows, x_row, logits_row,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, of the channels of one head and some rows."""
+    """The gradients of x and of the logits, of the channels of one head and some rows."""
     head, row, there = place_rows(rows, H, BLOCK_R)
     width: tl.constexpr = 2 * H * K + H * V
     query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
@@ -135,12 +138,20 @@ def differentiate_features(
     d_value = load_rows(dv, row, H * V, head * V, there, V, BLOCK_V)
     gate = tl.sigmoid(value)
     store_rows(dx, row, width, 2 * H * K + head * V, there, d_value * gate * (1.0 + value * (1.0 - gate)), V, BLOCK_V)
+    if READINGS > 0:
+        own = rows // READINGS
+        there = row < own
+        d_logit = tl.load(d_beta + row * H + head, mask=there, other=0.0)
+        for reading in tl.static_range(1, READINGS):
+            d_logit += tl.load(d_beta + (row + reading * own) * H + head, mask=there, other=0.0)
+        strength = tl.sigmoid(tl.load(logits + row * logits_row + head, mask=there, other=0.0).to(tl.float32))
+        tl.store(d_logits + row * H + head, d_logit * strength * (1.0 - strength), mask=there)
 
 
 @lru_cache(PREPARED)
 def _prepare(
-    backward: bool, device: torch.device, rows: int, row: int, heads: int, key_dim: int, value_dim: int, feature_map: str,
-    l1: bool, numbers: tuple[int, int],
+    backward: bool, device: torch.device, rows: int, row: int, logits_row: int, readings: int, heads: int, key_dim: int,
+    value_dim: int, kind: int, l1: bool, numbers: tuple[int, int],
 ) -> Prepared:  # fmt: skip
     """The launch of a kernel for so many rows of x that are `row` apart."""
     size, warp = numbers
@@ -148,74 +159,91 @@ def _prepare(
     widest = max(block_k, block_v)
     block = max(1, size // widest)
     return Prepared(
-        differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads, (rows, row),
-        H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=KINDS[feature_map], L1=l1,
-        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v,
-        num_warps=min(max(block * widest // warp, 1), 8),
+        differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads,
+        (rows, row, logits_row),
+        H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=kind, L1=l1, READINGS=readings,
+        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=min(max(block * widest // warp, 1), 8),
     )  # fmt: skip
 
 
 def _launch(
-    backward: bool, x: Tensor, heads: int, key_dim: int, feature_map: str, l1: bool, *tensors: Tensor
-) -> None:
+    backward: bool, x: Tensor, logits: Tensor | None, heads: int, key_dim: int, feature_map: str, l1: bool,
+    *tensors: Tensor,
+) -> None:  # fmt: skip
     channels = x.shape[-1]
-    rows, row = rows_of(x)
+    count, (rows, row) = x.numel() // channels, rows_of(x)
+    logits_row, readings = 0, 0
+    if logits is not None and count:
+        readings = count * heads // logits.numel()
+        logits, logits_row = rows_of(logits)
+    value_dim, kind = channels // heads - 2 * key_dim, KINDS[feature_map]
     launch = _prepare(
-        backward, x.device, x.numel() // channels, row, heads, key_dim, channels // heads - 2 * key_dim, feature_map, l1,
-        (BLOCK, WARP),
-    )  # fmt: skip
-    launch(rows, *tensors)
+        backward, x.device, count, row, logits_row, readings, heads, key_dim, value_dim, kind, l1, (BLOCK, WARP)
+    )
+    launch(rows, logits, *tensors)
 
 
 @custom_op("head_features")
-def head_features(x: Tensor, num_heads: int, key_dim: int, feature_map: str, l1: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's dtype."""
-    q, k, v = _allocate(x, num_heads, key_dim)
-    _launch(False, x, num_heads, key_dim, feature_map, l1, q, k, v)
-    return q, k, v
+def head_features(
+    x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, l1: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's dtype; beta [..., H], empty without logits."""
+    q, k, v, beta = _allocate(x, logits, num_heads, key_dim)
+    _launch(False, x, logits, num_heads, key_dim, feature_map, l1, q, k, v, beta)
+    return q, k, v, beta
 
 
 @head_features.register_fake
-def _(x, num_heads, key_dim, feature_map, l1):
-    return _allocate(x, num_heads, key_dim)
+def _(x, logits, num_heads, key_dim, feature_map, l1):
+    return _allocate(x, logits, num_heads, key_dim)
 
 
-def _allocate(x: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate(x: Tensor, logits: Tensor | None, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys = (*x.shape[:-1], heads, key_dim)
-    return x.new_empty(keys), x.new_empty(keys), x.new_empty((*keys[:-1], x.shape[-1] // heads - 2 * key_dim))
+    values = (*keys[:-1], x.shape[-1] // heads - 2 * key_dim)
+    beta = x.new_empty((0,) if logits is None else keys[:-1], dtype=torch.float32)
+    return x.new_empty(keys), x.new_empty(keys), x.new_empty(values), beta
 
 
 @custom_op("head_features_backward")
-def head_features_backward(x: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, feature_map: str, l1: bool) -> Tensor:
-    """The gradient of x."""
-    dx = x.new_empty(x.shape)
+def head_features_backward(
+    x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, feature_map: str, l1: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the logits, empty without them."""
+    dx, d_logits = _allocate_gradients(x, logits)
     _launch(
-        True, x, *dq.shape[-2:], feature_map, l1,
-        dq.contiguous(), dk.contiguous(), dv.contiguous(), dx,
+        True, x, logits, *dq.shape[-2:], feature_map, l1,
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx, d_logits,
     )  # fmt: skip
-    return dx
+    return dx, d_logits
 
 
 @head_features_backward.register_fake
-def _(x, dq, dk, dv, feature_map, l1):
-    return x.new_empty(x.shape)
+def _(x, logits, dq, dk, dv, d_beta, feature_map, l1):
+    return _allocate_gradients(x, logits)
+
+
+def _allocate_gradients(x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((0,)) if logits is None else logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    x, _, _, ctx.feature_map, ctx.l1 = inputs
-    ctx.save_for_backward(x)
+    x, logits, _, _, ctx.feature_map, ctx.l1 = inputs
+    ctx.save_for_backward(x, logits)
 
 
-def _differentiate(ctx, dq, dk, dv):
-    dx = head_features_backward(*ctx.saved_tensors, dq, dk, dv, ctx.feature_map, ctx.l1)
-    return dx, None, None, None, None
+def _differentiate(ctx, dq, dk, dv, d_beta):
+    x, logits = ctx.saved_tensors
+    dx, d_logits = head_features_backward(x, logits, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1)
+    return dx, None if logits is None else d_logits, None, None, None, None
 
 
 head_features.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def head_features_triton(
-    x: Tensor, *, num_heads: int, key_dim: int, feature_map: str, key_norm: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, *, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, key_norm: str
+) -> tuple[Tensor, ...]:
     """`head_features` as one kernel, whose gradient is one kernel, too."""
-    return head_features(x, num_heads, key_dim, feature_map, key_norm == "l1")
+    q, k, v, beta = head_features(x, logits, num_heads, key_dim, feature_map, key_norm == "l1")
+    return (q, k, v) if logits is None else (q, k, v, beta)

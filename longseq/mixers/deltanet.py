@@ -87,27 +87,27 @@ class DeltaNet(Mixer):
         reverse: Reverse = False,
     ) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = (None, None) if state is None else state
-        mixed, beta = self._split(projected)
+        mixed, logits = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        o, memory = self._recur(mixed, beta, memory, cu_seqlens, mask, reverse)
+        o, memory = self._recur(mixed, logits, memory, cu_seqlens, mask, reverse)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        mixed, beta = self._split(projected)
+        mixed, logits = self._split(projected)
         if self.convolution is None:
             mixed = twice(mixed)
         else:
             mixed = self.convolution.convolve_pair(backward.convolution, mixed, mask)
-        o, _ = self._recur(mixed, twice(beta), None, None, None if mask is None else twice(mask), "second_half")
+        o, _ = self._recur(mixed, logits, None, None, None if mask is None else twice(mask), "second_half")
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(
-        self, mixed: Tensor, beta: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        self, mixed: Tensor, logits: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
         reverse: Reverse,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The recurrence over convolved tokens: `[B, T, H, K]` and the last memory."""
-        q, k, v = self._features(mixed)
+        q, k, v, beta = self._features(mixed, logits)
         self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         o, memory = delta_rule(
@@ -127,10 +127,10 @@ class DeltaNet(Mixer):
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = state
-        mixed, beta = self._split(projected)
+        mixed, logits = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
-        o, memory = delta_rule_step(*self._features(mixed), beta, memory, backend=self.step_backend)
+        o, memory = delta_rule_step(*self._features(mixed, logits), memory, backend=self.step_backend)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:
@@ -140,19 +140,21 @@ class DeltaNet(Mixer):
         return DeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, beta = projected.split([3 * self.d_model, self.num_heads], dim=-1)
-        beta = at_least_float32(beta).sigmoid()
-        return mixed, 2 * beta if self.negative_eigenvalues else beta
+        """Inputs of the convolution `[..., 3 d_model]` and W_β x `[..., H]`."""
+        mixed, logits = projected.split([3 * self.d_model, self.num_heads], dim=-1)
+        return mixed, logits
 
-    def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return head_features(
+    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, beta = head_features(
             mixed,
+            logits=logits,
             num_heads=self.num_heads,
             key_dim=self.head_dim,
             feature_map=self.feature_map,
             key_norm=self.key_norm,
             backend=self.local_backend,
         )
+        return q, k, v, 2 * beta if self.negative_eigenvalues else beta
 
     def scan_flops(self, tokens: int) -> int:
         # Reading at the key, writing there and reading at the query take 2 K V each.

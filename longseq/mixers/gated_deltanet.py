@@ -121,31 +121,31 @@ class GatedDeltaNet(Mixer):
         reverse: Reverse = False,
     ) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = (None, None) if state is None else state
-        mixed, beta, rate, gate = self._split(projected)
+        mixed, logits, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
-        self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
         if self.convolution is not None:
             mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        o, memory = self._recur(mixed, beta, g, memory, cu_seqlens, mask, reverse)
+        o, memory = self._recur(mixed, logits, g, memory, cu_seqlens, mask, reverse)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        mixed, beta, rate, gate = self._split(projected)
+        mixed, logits, rate, gate = self._split(projected)
         A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
         g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
         if self.convolution is None:
             mixed = twice(mixed)
         else:
             mixed = self.convolution.convolve_pair(backward.convolution, mixed, mask)
-        o, _ = self._recur(mixed, twice(beta), g, None, None, None if mask is None else twice(mask), "second_half")
+        o, _ = self._recur(mixed, logits, g, None, None, None if mask is None else twice(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(
-        self, mixed: Tensor, beta: Tensor, g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        self, mixed: Tensor, logits: Tensor, g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None, reverse: Reverse,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The recurrence over convolved tokens: `[B, T, H, V]` and the last memory."""
-        q, k, v = self._features(mixed)
+        q, k, v, beta = self._features(mixed, logits)
+        self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         real = None if mask is None else mask.unsqueeze(-1)
         o, memory = delta_rule(
@@ -166,11 +166,11 @@ class GatedDeltaNet(Mixer):
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = state
-        mixed, beta, rate, gate = self._split(projected)
+        mixed, logits, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
-        o, memory = delta_rule_step(*self._features(mixed), beta, memory, g=g, backend=self.step_backend)
+        o, memory = delta_rule_step(*self._features(mixed, logits), memory, g=g, backend=self.step_backend)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:
@@ -180,15 +180,16 @@ class GatedDeltaNet(Mixer):
         return GatedDeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution `[..., C]`, β and W_a x `[..., H]`, the output gate `[..., H V]`, empty without."""
+        """Inputs of the convolution `[..., C]`, W_β x and W_a x `[..., H]`, the output gate `[..., H V]` if any."""
         heads = self.num_heads
         gates = projected.shape[-1] - self.mixed_width - 2 * heads
-        mixed, beta, rate, gate = projected.split([self.mixed_width, heads, heads, gates], dim=-1)
-        return mixed, at_least_float32(beta).sigmoid(), rate, gate
+        mixed, logits, rate, gate = projected.split([self.mixed_width, heads, heads, gates], dim=-1)
+        return mixed, logits, rate, gate
 
-    def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
         return head_features(
             mixed,
+            logits=logits,
             num_heads=self.num_heads,
             key_dim=self.key_dim,
             feature_map=self.feature_map,

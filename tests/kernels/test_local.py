@@ -45,6 +45,9 @@ def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
 
     if op == "map_features":
         return (0.5 * (unit(x) if variant in ("l1", "l2") else feature(x)),)
+    if variant.startswith("logits"):
+        beta = tensors["logits"].sigmoid()
+        return *by_hand(op, "silu", x=x), torch.cat((beta, beta)) if variant == "logits_pair" else beta
     q, k, v = x[..., :10], x[..., 10:20], x[..., 20:]
     heads = (feature(part.unflatten(-1, (2, 5))) for part in (q, k))
     return *(unit(head) for head in heads), (v * v.sigmoid()).unflatten(-1, (2, 3))
@@ -82,7 +85,8 @@ def test_half_precision_is_computed_in_float32(interpreted, op, variant, backend
     inputs = make_inputs(op, variant, dtype=torch.float16)
     wide = gradients(inputs.map(Tensor.float), backend="torch")
     for name, value in gradients(inputs, backend=backend).items():
-        assert value.dtype == (torch.float32 if (op, name) == ("token_loss", "output") else torch.float16)
+        in_float32 = (op, name) in {("token_loss", "output"), ("head_features", "final_state[2]")}
+        assert value.dtype == (torch.float32 if in_float32 else torch.float16), name
         assert error(value, wide[name]) <= 2e-3, name
 
 
@@ -205,6 +209,10 @@ def test_tensors_that_do_not_fit_are_refused():
         token_loss(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"x has 13 channels, which num_heads=2 with key_dim=3 do not share out"):
         head_features(torch.zeros(1, 13), num_heads=2, key_dim=3)
+    with pytest.raises(
+        ValueError, match=r"head_features: x has shape \(6, 5, 4\) and logits \(2, 5, 1\), but must have"
+    ):
+        head_features(torch.zeros(6, 5, 4), logits=torch.zeros(2, 5, 1), num_heads=1, key_dim=1)
     with pytest.raises(ValueError, match="feature_map 'tanh' is not one of silu"):
         head_features(torch.zeros(1, 3), num_heads=1, key_dim=1, feature_map="tanh")
     with pytest.raises(ValueError, match=r"add_norm: x has shape \(2, 3\), its branch \(3, 3\) and weight \(3,\)"):
