@@ -1,5 +1,6 @@
 """What the launches of Triton kernels share: entries of their tables, block widths, strides, packed sequences."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,10 @@ class Prepared:
                 names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
                 rest = (*self.numbers, *(self.constants[name] for name in names))
                 self.compiled[key] = kernel[self.grid], rest
+
+
+# For launches whose other arguments are worked out in each call: `find_launch(kernel, device, ...)(*tensors)`.
+find_launch = lru_cache(PREPARED)(Prepared)
 
 
 def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) -> None:

@@ -1,5 +1,6 @@
 """Diagonal scans h_t = a_t h_{t-1} + b_t over a state [D, N]: Longhorn's and Mamba's."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from longseq.kernels.dispatch import (
     is_exporting,
     loop_reasons,
     register,
+    remembered,
     select,
     unpacking_reasons,
 )
@@ -114,6 +116,25 @@ def longhorn_scan(
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
+    run = _choose_longhorn_scan(x, q, k, beta, initial_state, cu_seqlens, chunk_size, reverse, backend)
+    return run(
+        x,
+        q,
+        k,
+        beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        reverse=reverse,
+    )
+
+
+@remembered("longhorn_scan")
+def _choose_longhorn_scan(
+    x: Tensor, q: Tensor, k: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    chunk_size: int | None, reverse: Reverse, backend: str,
+) -> Callable[..., Any]:  # fmt: skip
     if chunk_size is not None:
         check_chunk_size("longhorn_scan", chunk_size)
     sizes = check_tensors(
@@ -130,18 +151,7 @@ def longhorn_scan(
     check_reverse("longhorn_scan", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(x, q, k, beta, initial_state)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
-    run = select("longhorn_scan", backend, call)
-    return run(
-        x,
-        q,
-        k,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
+    return select("longhorn_scan", backend, call)
 
 
 def selective_scan(
@@ -178,6 +188,26 @@ def selective_scan(
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.
     """
+    run = _choose_selective_scan(x, delta, A, B, C, initial_state, cu_seqlens, chunk_size, reverse, backend)
+    return run(
+        x,
+        delta,
+        A,
+        B,
+        C,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        reverse=reverse,
+    )
+
+
+@remembered("selective_scan")
+def _choose_selective_scan(
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, chunk_size: int | None, reverse: Reverse, backend: str,
+) -> Callable[..., Any]:  # fmt: skip
     if chunk_size is not None:
         check_chunk_size("selective_scan", chunk_size)
     sizes = check_tensors(
@@ -198,19 +228,7 @@ def selective_scan(
     dtype = call_dtype(x, delta, A, B, C, initial_state)
     mixed = is_mixed(x, delta, A)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    run = select("selective_scan", backend, call)
-    return run(
-        x,
-        delta,
-        A,
-        B,
-        C,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
+    return select("selective_scan", backend, call)
 
 
 def longhorn_scan_step(

@@ -26,6 +26,7 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    find_launch,
     next_power_of_2,
     sequence_of_slots,
 )
@@ -116,10 +117,11 @@ def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
     row = 2 * plan.width + (4 if longhorn else 0)
     prepared = key.new_empty((batch, tokens, row), dtype=torch.float32)
     if prepared.numel():
-        prepare[(batch * cdiv(tokens, PREPARED),)](
-            key, query, prepared, tokens, entries, key.stride(0), key.stride(1), query.stride(0),
-            query.stride(1), LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, num_warps=2,
+        launch = find_launch(
+            prepare, key.device, batch * cdiv(tokens, PREPARED), (tokens, entries, *_strides(key, query)),
+            LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, num_warps=2,
         )  # fmt: skip
+        launch(key, query, prepared)
     return prepared
 
 
@@ -137,11 +139,12 @@ def _summarize(
         return None, None
     tokens, channels = x.shape[1:]
     products, ends = (x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32) for _ in range(2))
-    launch = plan.launch(FORWARD, channels)
-    summarize[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
-        x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends,
-        tokens, channels, _half(A), *_strides(x, rate), ADJOINT=adjoint, **launch,
+    constants = plan.launch(FORWARD, channels)
+    launch = find_launch(
+        summarize, x.device, plan.slots * cdiv(channels, constants["BLOCK_D"]),
+        (tokens, channels, _half(A), *_strides(x, rate)), ADJOINT=adjoint, **constants,
     )  # fmt: skip
+    launch(x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends)
     return products, ends
 
 
@@ -170,17 +173,19 @@ def diagonal_scan(
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     if final.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            plan = _plan(x, key, A, cu_seqlens, reverse)
-            prepared = _prepare(plan, key, query)
-            products, ends = _summarize(plan, x, rate, prepared, A, cu_seqlens, adjoint=False)
-            launch = plan.launch(FORWARD, channels)
-            forward[(plan.slots * cdiv(channels, launch["BLOCK_D"]),)](
-                x, rate, prepared, A, final if initial_state is None else initial_state, cu_seqlens,
-                plan.sequence_of, products, ends, output, final, checkpoints,
-                tokens, channels, _half(A), *_strides(x, rate),
-                HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT, **launch,
-            )  # fmt: skip
+        plan = _plan(x, key, A, cu_seqlens, reverse)
+        prepared = _prepare(plan, key, query)
+        products, ends = _summarize(plan, x, rate, prepared, A, cu_seqlens, adjoint=False)
+        constants = plan.launch(FORWARD, channels)
+        launch = find_launch(
+            forward, x.device, plan.slots * cdiv(channels, constants["BLOCK_D"]),
+            (tokens, channels, _half(A), *_strides(x, rate)),
+            HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT, **constants,
+        )  # fmt: skip
+        launch(
+            x, rate, prepared, A, final if initial_state is None else initial_state, cu_seqlens,
+            plan.sequence_of, products, ends, output, final, checkpoints,
+        )  # fmt: skip
     return output, final, checkpoints
 
 
@@ -214,27 +219,30 @@ def diagonal_scan_backward(
     d_initial = _allocate_states(x, key, plan.sequences)
     d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
-        with torch.cuda.device_of(x):
-            prepared = _prepare(plan, key, query)
-            products, ends = _summarize(plan, d_output, rate, prepared, A, cu_seqlens, adjoint=True)
-            walk = BACKWARD_CROWDED if plan.crowded(BACKWARD, channels) else BACKWARD
-            launch = plan.launch(walk, channels)
-            blocks = cdiv(channels, launch["BLOCK_D"])
-            d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
-            pieces = (plan.slots * blocks, CHECKPOINT // walk.tokens, plan.width, launch["BLOCK_D"])
-            scratch = x.new_empty(pieces, dtype=torch.float32)
-            backward[(plan.slots * blocks,)](
-                x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
-                d_output, checkpoints if d_final is None else d_final.contiguous(),
-                d_x, d_rate, d_prepared, d_A, d_initial,
-                tokens, channels, batch * tokens, _half(A), *_strides(x, rate),
-                HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, **launch,
+        prepared = _prepare(plan, key, query)
+        products, ends = _summarize(plan, d_output, rate, prepared, A, cu_seqlens, adjoint=True)
+        walk = BACKWARD_CROWDED if plan.crowded(BACKWARD, channels) else BACKWARD
+        constants = plan.launch(walk, channels)
+        blocks = cdiv(channels, constants["BLOCK_D"])
+        d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
+        pieces = (plan.slots * blocks, CHECKPOINT // walk.tokens, plan.width, constants["BLOCK_D"])
+        scratch = x.new_empty(pieces, dtype=torch.float32)
+        launch = find_launch(
+            backward, x.device, plan.slots * blocks,
+            (tokens, channels, batch * tokens, _half(A), *_strides(x, rate)),
+            HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, **constants,
+        )  # fmt: skip
+        launch(
+            x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
+            d_output, checkpoints if d_final is None else d_final.contiguous(),
+            d_x, d_rate, d_prepared, d_A, d_initial,
+        )  # fmt: skip
+        if d_key.numel():
+            launch = find_launch(
+                gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens),
+                N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
             )  # fmt: skip
-            if d_key.numel():
-                gather[(cdiv(batch * tokens, GATHERED),)](
-                    d_prepared, d_key, d_query, blocks, batch * tokens,
-                    N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
-                )  # fmt: skip
+            launch(d_prepared, d_key, d_query)
     if A is not None:
         d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
     return d_x, d_rate, d_key, d_query, d_A, d_initial

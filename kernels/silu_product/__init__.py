@@ -1,11 +1,12 @@
 """A product gated by SiLU."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from longseq.kernels.devices import triton_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
 from longseq.kernels.precision import call_dtype
 from longseq.kernels.silu_product.product import silu_product_torch
 
@@ -47,10 +48,17 @@ def silu_product(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
+    return _choose(x, gate, skip, skip_weight, backend)(x, gate, skip=skip, skip_weight=skip_weight)
+
+
+@remembered("silu_product")
+def _choose(
+    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, backend: str
+) -> Callable[..., Any]:
     if not is_exporting():
         _check(x, gate, skip, skip_weight)
     call = Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
-    return select("silu_product", backend, call)(x, gate, skip=skip, skip_weight=skip_weight)
+    return select("silu_product", backend, call)
 
 
 def _check(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> None:

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import as_rows
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.devices import rows_of
+from longseq.kernels.triton_launch import cdiv, find_launch, next_power_of_2
 
 # Measured on an H200, without a skip. Channels and numbers of a program's block, and numbers of a warp's; programs at
 # most of a gradient with a skip, each of which walks through blocks a whole grid apart and adds up the gradient of the
@@ -122,16 +122,16 @@ def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tens
     With skip_weight [2, D] that of the sum of both halves of x, each with its skip.
     """
     y = x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
-    values, gates, skips = as_rows(x), as_rows(gate), None if skip is None else as_rows(skip)
-    rows, channels = gates.shape
+    (values, x_row), (gates, gate_row) = rows_of(x), rows_of(gate)
+    skips, skip_row = (None, 0) if skip is None else rows_of(skip)
+    channels = gate.shape[-1]
+    rows = gate.numel() // max(channels, 1)
     shape = _blocks(channels)
-    if y.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            multiply[(cdiv(rows, shape["BLOCK_R"]) * cdiv(channels, shape["BLOCK_D"]),)](
-                values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), y, rows, channels,
-                values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0),
-                HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
-            )  # fmt: skip
+    launch = find_launch(
+        multiply, x.device, cdiv(rows, shape["BLOCK_R"]) * cdiv(channels, shape["BLOCK_D"]),
+        (rows, channels, x_row, gate_row, skip_row), HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
+    )  # fmt: skip
+    launch(values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), y)
     return y
 
 
@@ -150,23 +150,25 @@ def silu_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gate, skip and its weight, the last two empty without a skip."""
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
-    values, gates, gradients = as_rows(x), as_rows(gate), as_rows(dy)
-    skips = None if skip is None else as_rows(skip)
-    rows, channels = gates.shape
+    (values, x_row), (gates, gate_row), (gradients, dy_row) = rows_of(x), rows_of(gate), rows_of(dy)
+    skips, skip_row = (None, 0) if skip is None else rows_of(skip)
+    channels = gate.shape[-1]
+    rows = gate.numel() // max(channels, 1)
     shape = _blocks(channels)
     blocks, over_d = cdiv(rows, shape["BLOCK_R"]), cdiv(channels, shape["BLOCK_D"])
     programs = blocks if skip is None else min(blocks, max(1, PROGRAMS // over_d))
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
     weights = (0,) if skip_weight is None else skip_weight.shape[:-1]
     parts = x.new_empty((*weights, programs, channels), dtype=torch.float32)
-    if dx.numel():
-        with torch.cuda.device_of(x):
-            differentiate_product[(programs * over_d,)](
-                values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
-                dx, d_gate, d_skip, parts, rows, blocks, programs, channels,
-                values.stride(0), gates.stride(0), 0 if skips is None else skips.stride(0), gradients.stride(0),
-                HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
-            )  # fmt: skip
+    launch = find_launch(
+        differentiate_product, x.device, programs * over_d,
+        (rows, blocks, programs, channels, x_row, gate_row, skip_row, dy_row),
+        HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
+    )  # fmt: skip
+    launch(
+        values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
+        dx, d_gate, d_skip, parts,
+    )  # fmt: skip
     d_weight = x.new_empty((0,)) if skip_weight is None else parts.sum(-2).to(skip_weight.dtype)
     return dx, d_gate, d_skip, d_weight
 

@@ -17,8 +17,8 @@ ALIGNMENT = 16
 class AlignedLinear(nn.Linear):
     """`nn.Linear` that a GPU computes at a multiple of 16 outputs in half precision; its parameters keep their width.
 
-    The zeros that pad the weight cost a copy of it, which sequences are worth, and one token is not. The result is a
-    view of the wider product.
+    Widening the weight costs a copy of it, which sequences are worth, and one token is not. The result is a view of the
+    wider product.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,9 +47,14 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _align(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weights `[..., O, I]` and biases `[..., O]` with outputs of zeros up to a multiple of 16."""
+    """Weights `[..., O, I]` and biases `[..., O]` with the first output again up to a multiple of 16."""
+    # Zeros would be one more launch forward and one more backward, for which small models wait.
     missing = -weight.shape[-2] % ALIGNMENT
-    return functional.pad(weight, (0, 0, 0, missing)), None if bias is None else functional.pad(bias, (0, missing))
+    spare = weight.detach()[..., :1, :].expand(*weight.shape[:-2], missing, -1)
+    wide = torch.cat((weight, spare), -2)
+    if bias is None:
+        return wide, None
+    return wide, torch.cat((bias, bias.detach()[..., :1].expand(*bias.shape[:-1], missing)), -1)
 
 
 def gains_by_alignment(weight: Tensor) -> bool:
