@@ -72,11 +72,13 @@ class SoftmaxMixer(Mixer):
     ) -> tuple[Tensor, KeyValueState | None]:
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
-        start = None if state is None else state.length
-        positions, length = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask)
+        positions, length = None, None
+        if self.causal or self.rotary or cu_seqlens is not None:  # else nobody asks for them
+            start = None if state is None else state.length
+            positions, length = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask)
         q, k, v = self._heads(projected, positions)
         o, kept = self._attend(q, k, v, state, cu_seqlens, mask)
-        return o.flatten(-2), KeyValueState(*kept, length) if self.causal else None
+        return o.flatten(-2), KeyValueState(*kept, length) if self.causal and length is not None else None
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, KeyValueState | None]:
         if not self.causal:
@@ -96,9 +98,9 @@ class SoftmaxMixer(Mixer):
         """Attend with `q [B, T, H, D]` and `k, v [B, T, G, D]`; returns `[B, T, H, D]`, and keys and values to keep."""
         raise NotImplementedError
 
-    def _heads(self, projected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, projected: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
-        if self.rotary:
+        if self.rotary and positions is not None:
             q, k = (apply_rotary(x, positions, self.rotary_base) for x in (q, k))
         return q, k, v
