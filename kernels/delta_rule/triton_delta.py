@@ -393,7 +393,7 @@ def _find_kept(
     plan: _Plan, heads: int, key_dim: int, value_dim: int, save: bool, buffers: tuple[Tensor, ...] | list[Tensor]
 ) -> _Kept:
     tiles, decays = buffers
-    return _Kept(*tiles.split(_kept_sizes(plan, heads, key_dim, value_dim, save)), decays)
+    return _Kept(*(*tiles.split(_kept_sizes(plan, heads, key_dim, value_dim, save)), decays))
 
 
 def _allocate(

@@ -211,8 +211,9 @@ def head_features_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the logits, empty without them."""
     dx, d_logits = _allocate_gradients(x, logits)
+    heads, key_dim = dq.shape[-2:]
     _launch(
-        True, x, logits, *dq.shape[-2:], feature_map, l1,
+        True, x, logits, heads, key_dim, feature_map, l1,
         dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx, d_logits,
     )  # fmt: skip
     return dx, d_logits

@@ -186,8 +186,8 @@ class GatedDeltaNet(Mixer):
         mixed, logits, rate, gate = projected.split([self.mixed_width, heads, heads, gates], dim=-1)
         return mixed, logits, rate, gate
 
-    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        return head_features(
+    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, beta = head_features(
             mixed,
             logits=logits,
             num_heads=self.num_heads,
@@ -196,6 +196,7 @@ class GatedDeltaNet(Mixer):
             key_norm=self.key_norm,
             backend=self.local_backend,
         )
+        return q, k, v, beta
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         y = y.flatten(-2)
