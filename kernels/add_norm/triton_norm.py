@@ -127,14 +127,14 @@ def _blocks(width: int, readings: int, numbers: tuple[int, int]) -> dict[str, in
 
 @lru_cache(PREPARED)
 def _prepare(
-    device: torch.device, rows: int, width: int, x_row: int, branch_row: int, eps: float, has_bias: bool, centred: bool,
-    readings: int, numbers: tuple[int, int],
+    device: torch.device, rows: int, width: int, x_row: int, branch_row: int, eps: float, has_branch: bool,
+    has_bias: bool, centred: bool, readings: int, numbers: tuple[int, int],
 ) -> Prepared:  # fmt: skip
-    """The launch of `normalise`; `branch_row` is 0 without a branch."""
+    """The launch of `normalise`."""
     blocks = _blocks(width, readings, numbers)
     return Prepared(
         normalise, device, cdiv(rows, blocks["BLOCK_R"]), (rows, x_row, branch_row, eps),
-        D=width, HAS_BRANCH=branch_row > 0, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **blocks,
+        D=width, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **blocks,
     )  # fmt: skip
 
 
@@ -152,8 +152,8 @@ def add_norm(
     width = x.shape[-1]
     if width:
         launch = _prepare(
-            x.device, y.numel() // width, width, x_row, branch_row, eps, bias is not None, centred, weight.dim(),
-            (BLOCK, WARP),
+            x.device, y.numel() // width, width, x_row, branch_row, eps, branch is not None, bias is not None, centred,
+            weight.dim(), (BLOCK, WARP),
         )  # fmt: skip
         launch(rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y)
     return total, y

@@ -446,8 +446,8 @@ def causal_convolution_backward(
                 BLOCK_D=block, **constants, **table.options,
             )  # fmt: skip
     total = sums.sum(-3)
-    dweight = total[..., :width, :].mT.to(weight.dtype).contiguous()
-    dbias = x.new_empty((0,)) if bias is None else total[..., width, :].to(bias.dtype).contiguous()
+    dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
+    dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
     return dx, dweight, dbias, dstate
 
 

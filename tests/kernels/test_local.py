@@ -153,6 +153,13 @@ def test_a_loss_on_one_output_alone(interpreted, backend):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_one_row_may_be_the_branch_of_all(interpreted):
+    x, weight, row = torch.randn(2, 3, 8), torch.ones(8), torch.randn(8)
+    total, y = add_norm(x, weight, branch=row.expand_as(x), backend="triton")
+    torch.testing.assert_close(total, x + row)
+    torch.testing.assert_close(y, add_norm(x + row, weight, backend="torch")[1])
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_features_of_half_precision_in_float32(interpreted, backend):
     inputs = make_inputs("map_features", "l2", dtype=torch.float16)
