@@ -249,6 +249,40 @@ def weights_transposed(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C:
 
 
 @triton.jit
+def weigh(x, gate, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
+    """x ⊙ W [t, s], its diagonal times DIAGONAL."""
+    i = tl.arange(0, BLOCK_C)
+    if GATED:
+        x *= weights_of_chunk(gate, False, GATED, BLOCK_C)
+    else:
+        x = tl.where(i[:, None] >= i[None, :], x, 0.0)
+    if DIAGONAL != 1.0:
+        x = tl.where(i[:, None] == i[None, :], x * DIAGONAL, x)
+    return x
+
+
+@triton.jit
+def weigh_transposed(x, gate, strength, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
+    """x ⊙ W [s, t], its diagonal times DIAGONAL, and all times the strengths of the tokens s."""
+    i = tl.arange(0, BLOCK_C)
+    if GATED:
+        x *= weights_transposed(gate, False, GATED, BLOCK_C)
+    else:
+        x = tl.where(i[None, :] >= i[:, None], x, 0.0)
+    if DIAGONAL != 1.0:
+        x = tl.where(i[None, :] == i[:, None], x * DIAGONAL, x)
+    return x * strength[:, None]
+
+
+@triton.jit
+def squared(weights, GATED: tl.constexpr):
+    """W ⊙ W; without gates they are zeros and ones."""
+    if GATED:
+        return weights * weights
+    return weights
+
+
+@triton.jit
 def load_directions(
     v, v_token, live, found, place, D: tl.constexpr, OBJECTIVE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -277,6 +311,17 @@ def load_answers(
 
 
 @triton.jit
+def load_written(
+    k, k_token, live, column, a, M: tl.constexpr, OBJECTIVE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Kᵀ or, for "encode", Kᵀ - aᵀ [BLOCK, C] in float32."""
+    written = tl.trans(load_tokens(k, k_token, live, column, M, BLOCK_C, BLOCK)).to(tl.float32)
+    if OBJECTIVE == "encode":
+        written -= a
+    return written
+
+
+@triton.jit
 def empty(state):
     """Which slots [BLOCK, 1] of a state [BLOCK, D] have no direction and so no unit length."""
     state = state.to(tl.float32)
@@ -284,9 +329,12 @@ def empty(state):
 
 
 @triton.jit
-def squared_norms(c, a, removed, gone, onto, long, since, none, squares, PRECISION: tl.constexpr):
-    """Of N [M, C] what each token adds, and what the tokens before it leave; `squares` are W ⊙ W [s, t], strict."""
-    added = c * (2.0 * onto - long[None, :] * c + a * removed)
+def squared_norms(c, a, removed, gone, onto, since, none, squares, PRECISION: tl.constexpr):
+    """Of N [M, C] what each token adds, and what the tokens before it leave; `squares` are W ⊙ W [s, t], strict.
+
+    In `onto`, F, only half of what a token writes counts for itself.
+    """
+    added = c * (2.0 * onto + a * removed)
     own = since[None, :] * tl.where(none, 2.0 * gone, since[None, :])
     return added, product(added, squares, PRECISION) + own
 
@@ -318,9 +366,8 @@ def read_out(
     h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
     strict = weights_transposed(gate, True, GATED, BLOCK_C)
     if UNIT:
-        long = tl.sum(h_t * h_t, 0)
-        w = weights_transposed(gate, False, GATED, BLOCK_C)
-        among = product(tl.trans(h_t), h_t, PRECISION) * w * strength[:, None]
+        among = product(tl.trans(h_t), h_t, PRECISION)
+        among = weigh_transposed(among, gate, strength, 0.5, GATED, BLOCK_C)
     o = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     for e in range(0, M, BLOCK):
@@ -328,9 +375,7 @@ def read_out(
         r = slot_lengths(state, OBJECTIVE, UNIT)
         a = load_answers(found, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
         read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
-        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
-        if OBJECTIVE == "encode":
-            written -= a
+        written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
         stays = tl.zeros_like(read) + since[None, :]
         if OBJECTIVE != "ttt":
             c = written * strength[None, :] * r
@@ -340,12 +385,12 @@ def read_out(
             if UNIT:
                 onto = product(written, among, PRECISION) - a * gone
                 added, before = squared_norms(
-                    c, a, removed, gone, onto, long, since, empty(state), strict * strict, PRECISION
+                    c, a, removed, gone, onto, since, empty(state), squared(strict, GATED), PRECISION
                 )
                 read *= reciprocal_root(added + before)
         products += product(tl.trans(written), read * r, PRECISION)
         o += product(tl.trans(state), read * stays, PRECISION)
-    products *= weights_transposed(gate, False, GATED, BLOCK_C) * strength[:, None]
+    products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
     o += product(h_t, products, PRECISION)
     output += ((row * T + start) * H + head) * D
     store_tokens(output, H * D, live, 0, tl.trans(o), D, BLOCK_C, BLOCK_D)

@@ -20,13 +20,17 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     load_outside,
     load_side,
     load_slots,
+    load_written,
     log_gates,
     numbers_of_chunk,
     of_slots,
     precise_product,
     product,
     slot_lengths,
+    squared,
     squared_norms,
+    weigh,
+    weigh_transposed,
     weights_of_chunk,
     weights_transposed,
 )
@@ -43,17 +47,34 @@ from longseq.kernels.triton_tiles import (
 )
 
 
+@triton.jit
+def gates_of_decays(d_decay, BLOCK_C: tl.constexpr):
+    """Gradients of the log gates [C] from those of W's logarithms [s, t].
+
+    A gate acts on what is read after it of what was written before it.
+    """
+    i = tl.arange(0, BLOCK_C)
+    later = tl.cumsum(tl.where(i[:, None] < i[None, :], d_decay, 0.0), 1, reverse=True)
+    return tl.sum(tl.where(i[:, None] < i[None, :], later, 0.0), 0)
+
+
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_outputs(
     q, k, v, gamma, g, cu_seqlens, sequence_of, states, found, d_output,
-    d_q, d_coefficients, d_directions, d_states, from_gates, scale, T, H,
+    d_q, d_coefficients, d_directions, d_states, d_gone, d_squared, from_gates, scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, do_row, do_token, do_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradient of q, and what outputs leave for c, H, the log gates and the state."""
+    """One chunk of one head: the gradient of q, and what outputs leave for c, H, the log gates and the state.
+
+    READS: through the products that they are made of, and `d_gone` and `d_squared`, the gradients of W x and N. WRITES:
+    through these two, which a launch without READS loads, adding to what the one before it left. Both at once need too
+    many registers for chunks of 64 tokens: what they spill took longer than all else.
+    """
+    BOTH: tl.constexpr = READS and WRITES
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
@@ -70,151 +91,183 @@ def differentiate_outputs(
     gate = log_gates(g, g_token, live, GATED, BLOCK_C)
     since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-    long = tl.sum(h_t * h_t, 0)
 
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     d_pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     d_directions_t = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
-    d_long = tl.zeros((BLOCK_C,), tl.float32)
     d_since = tl.zeros((BLOCK_C,), tl.float32)
     d_gates = tl.zeros((BLOCK_C,), tl.float32)
     for e in range(0, M, BLOCK):
+        h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
         state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        none = empty(state)
         r = slot_lengths(state, OBJECTIVE, UNIT)
         a = load_answers(found, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
-        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
-        if OBJECTIVE == "encode":
-            written -= a
-        w_t = weights_transposed(gate, False, GATED, BLOCK_C)
+        written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
         c = written * strength[None, :] * r
-        removed = a * c
-        gone = tl.zeros_like(a)
-        before = gone
+        before = tl.zeros_like(a)
+        gone = before
         if OBJECTIVE != "ttt":
             strict_t = weights_transposed(gate, True, GATED, BLOCK_C)
-            before = product(removed, strict_t, PRECISION)
-            gone = before + removed
+            before = product(a * c, strict_t, PRECISION)
+            gone = before + a * c
         if UNIT:
-            none = empty(state)
-            among_t = product(tl.trans(h_t), h_t, PRECISION) * w_t * strength[:, None]
+            # Behind a barrier, tiles are loaded again, for which there are not enough registers. The cache has them.
+            tl.debug_barrier()
+            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
+            c = written * strength[None, :]
+            among_t = product(tl.trans(h_t), h_t, PRECISION)
+            among_t = weigh_transposed(among_t, gate, strength, 0.5, GATED, BLOCK_C)
             onto = product(written, among_t, PRECISION) - a * gone
-            added, norms_before = squared_norms(
-                c, a, removed, gone, onto, long, since, none, strict_t * strict_t, PRECISION
-            )
-            shorter = reciprocal_root(added + norms_before)
-            empty_after = added + norms_before <= 1e-24
+            if READS or GATED:
+                added, norms_before = squared_norms(
+                    c, a, a * c, gone, onto, since, none, squared(strict_t, GATED), PRECISION
+                )
 
-        # Behind a barrier, tiles are loaded again, for which there are not enough registers. The cache has them.
-        tl.debug_barrier()
-        do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-        h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-        w_t = weights_transposed(gate, False, GATED, BLOCK_C)
-        into_t = product(tl.trans(h_t), tl.trans(do), PRECISION) * w_t * strength[:, None]
-        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
-        if OBJECTIVE == "encode":
-            written -= a
-        d_read = product(written, into_t, PRECISION) * r
-        state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
-        into_state = product(state, tl.trans(do), PRECISION)
-        d_read += into_state * (since[None, :] - gone * r)
-        read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
-        if UNIT:
-            read *= shorter
-        d_since += tl.sum(into_state * read, 0)
-        d_gone = -into_state * r * read
-        if UNIT:
-            d_read *= shorter
-            d_squared = tl.where(empty_after, 0.0, -0.5 * d_read * read * shorter)
-        store_tokens(d_q, H * M, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
+        if READS:
+            stays = tl.zeros_like(a) + since[None, :] - gone * r
+            if UNIT:
+                norms = added + norms_before
+                shorter = reciprocal_root(norms)
+            tl.debug_barrier()
+            do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+            state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+            into_state = product(state, tl.trans(do), PRECISION)
+            read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
+            if UNIT:
+                read *= shorter
+            if GATED:
+                d_since += tl.sum(into_state * read, 0)
+            d_passed = -into_state * r * read
+            d_read = into_state * stays
+            if not BOTH:
+                if OBJECTIVE != "ttt":
+                    store_block(d_gone + place * CHUNK * M, e, 0, d_passed, M, CHUNK, BLOCK, BLOCK_C)
+                tl.debug_barrier()
+                do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            into_t = product(tl.trans(h_t), tl.trans(do), PRECISION)
+            into_t = weigh_transposed(into_t, gate, strength, 1.0, GATED, BLOCK_C)
+            written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
+            d_read += product(written, into_t, PRECISION) * r
+            if UNIT:
+                d_read *= shorter
+                d_norms = tl.where(norms <= 1e-24, 0.0, -0.5 * d_read * read * shorter)
+                if not BOTH:
+                    store_block(d_squared + place * CHUNK * M, e, 0, d_norms, M, CHUNK, BLOCK, BLOCK_C)
+            store_tokens(d_q, H * M, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
 
-        tl.debug_barrier()
-        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
-        if OBJECTIVE == "encode":
-            written -= a
-        c = written * strength[None, :] * r
-        strict = weights_of_chunk(gate, True, GATED, BLOCK_C)
-        w = weights_of_chunk(gate, False, GATED, BLOCK_C)
         d_c = tl.zeros_like(a)
         d_a = tl.zeros_like(a)
-        d_removed = tl.zeros_like(a)
-        if UNIT:
-            d_added = product(d_squared, strict * strict, PRECISION) + d_squared
+        if WRITES and OBJECTIVE != "ttt":
+            tl.debug_barrier()
+            strict = weights_of_chunk(gate, True, GATED, BLOCK_C)
+            d_removed = tl.zeros_like(a)
+            if UNIT:
+                if not BOTH:
+                    d_norms = load_block(d_squared + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+                written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
+                c = written * strength[None, :]
+                d_added = product(d_norms, squared(strict, GATED), PRECISION) + d_norms
+                if GATED:
+                    d_gates += tl.sum(2.0 * d_added * norms_before, 0)
+                d_c = d_added * (2.0 * onto + a * a * c)
+                d_norm = d_added * c
+                d_a = d_norm * (a * c - 2.0 * gone)
+                d_removed = d_norm * a
+                tl.debug_barrier()
+                h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+                among = weigh(product(tl.trans(h_t), h_t, PRECISION), gate, 0.5, GATED, BLOCK_C)
+                d_c += product(2.0 * d_norm, among, PRECISION)
+                tl.debug_barrier()
+                if not BOTH:
+                    d_norms = load_block(d_squared + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+            if not BOTH:
+                d_passed = load_block(d_gone + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+            if UNIT:
+                d_passed += tl.where(none, 2.0 * since[None, :] * d_norms, 0.0) - 2.0 * d_removed
+            d_passed += product(d_passed, strict, PRECISION)
             if GATED:
-                d_gates += tl.sum(2.0 * d_added * norms_before, 0)
-            d_c = d_added * (2.0 * onto - 2.0 * long[None, :] * c + a * a * c)
-            d_removed = d_added * c
-            d_onto = 2.0 * d_removed
-            d_long -= tl.sum(d_removed * c, 0)
-            d_gone += tl.where(none, 2.0 * since[None, :] * d_squared, 0.0) - d_onto * a
-            d_a = d_removed * a * c - d_onto * gone
-            d_removed *= a
-            d_pairs += product(tl.trans(written), d_onto, PRECISION)
-            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-            d_c += product(d_onto, product(tl.trans(h_t), h_t, PRECISION) * w, PRECISION)
-        if OBJECTIVE != "ttt":
-            d_gone += product(d_gone, strict, PRECISION)
-            if GATED:
-                d_gates += tl.sum(d_gone * before, 0)
-            d_removed += d_gone
+                d_gates += tl.sum(d_passed * before, 0)
+            d_removed += d_passed
+            tl.debug_barrier()
+            written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
+            c = written * strength[None, :] * r
             d_c += d_removed * a
             d_a += d_removed * c
+            if UNIT:
+                d_pairs += product(tl.trans(written), 2.0 * d_norm, PRECISION)
 
         tl.debug_barrier()
-        do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-        h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-        into = product(do, h_t, PRECISION) * weights_of_chunk(gate, False, GATED, BLOCK_C)
-        read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
-        if UNIT:
-            read *= shorter
-        d_c += product(read, into, PRECISION)
-        store_block(d_coefficients + place * CHUNK * M, e, 0, d_c, M, CHUNK, BLOCK, BLOCK_C)
-        if OBJECTIVE == "encode":
-            d_a -= strength[None, :] * d_c * r
-        if UNIT or OBJECTIVE == "ttt":
-            d_state = product(read * (since[None, :] - gone), do, PRECISION)
-        else:
-            d_state = product(read * since[None, :], do, PRECISION)
-            d_slots = -product(read * gone, do, PRECISION)
-        written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
-        if OBJECTIVE == "encode":
-            written -= a
-        products += product(tl.trans(written), read * r, PRECISION)
-        if OBJECTIVE != "ttt":
+        if READS:
+            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+            into = weigh(product(do, h_t, PRECISION), gate, 1.0, GATED, BLOCK_C)
+            d_c += product(read, into, PRECISION)
+            written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
+            products += product(tl.trans(written), read * r, PRECISION)
+        total = d_c
+        if not READS:
+            total += load_block(d_coefficients + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+        store_block(d_coefficients + place * CHUNK * M, e, 0, total, M, CHUNK, BLOCK, BLOCK_C)
+
+        tl.debug_barrier()
+        d_state = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+        d_slots = d_state
+        if READS:
+            do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+            if UNIT or OBJECTIVE == "ttt":
+                d_state += product(read * stays, do, PRECISION)
+            else:
+                d_state += product(read * since[None, :], do, PRECISION)
+                d_slots -= product(read * gone, do, PRECISION)
+        if WRITES and OBJECTIVE != "ttt":
+            if OBJECTIVE == "encode":
+                d_a -= strength[None, :] * total * r
+            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             from_answers = product(d_a, tl.trans(h_t), PRECISION)
             if UNIT:
                 d_state += from_answers
             else:
                 d_slots += from_answers
-                state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
-                slots = state.to(tl.float32) * r
-                along = tl.sum(slots * d_slots, 1)[:, None] + tl.sum(d_c * c, 1)[:, None]
-                d_state += (d_slots - slots * along) * r
+        if not (UNIT or OBJECTIVE == "ttt"):
+            slots = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D).to(tl.float32) * r
+            d_state += (d_slots - slots * (of_slots(slots * d_slots) + of_slots(d_c * c))) * r
+        if not READS:
+            d_state += load_block(d_states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
         store_block(d_states + place * D * M, e, 0, d_state, M, D, BLOCK, BLOCK_D)
-        if OBJECTIVE != "ttt":
+        if WRITES and OBJECTIVE != "ttt":
+            tl.debug_barrier()
             state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
             d_directions_t += product(tl.trans(state), d_a * r, PRECISION)
 
-    w_t = weights_transposed(gate, False, GATED, BLOCK_C)
-    d_directions_c = product(products * w_t * strength[:, None], do, PRECISION)
-    if UNIT:
-        d_pairs = d_pairs * w_t * strength[:, None]
-        h = tl.trans(h_t)
-        d_directions_c += product(d_pairs, h, PRECISION)
-        d_directions_t += product(h_t, d_pairs, PRECISION) + 2.0 * h_t * d_long[None, :]
+    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    d_decay = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
+    d_directions_c = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    if READS:
+        do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
+        products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
+        d_directions_c += product(products, do, PRECISION)
+        if GATED:
+            d_decay += products * product(tl.trans(h_t), tl.trans(do), PRECISION)
+    else:
+        d_directions_c += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+    if WRITES and UNIT:
+        d_pairs = weigh_transposed(d_pairs, gate, strength, 0.5, GATED, BLOCK_C)
+        d_directions_t += product(h_t, d_pairs, PRECISION)
+        d_directions_c += product(d_pairs, tl.trans(h_t), PRECISION)
+        if GATED:
+            d_decay += d_pairs * product(tl.trans(h_t), h_t, PRECISION)
+    if WRITES:
+        d_directions_c += tl.trans(d_directions_t)
+    store_block(d_directions + place * CHUNK * D, 0, 0, d_directions_c, CHUNK, D, BLOCK_C, BLOCK_D)
     if GATED:
         i = tl.arange(0, BLOCK_C)
-        # A gate acts on what is read after it of what was written before it.
-        d_decay = products * product(tl.trans(h_t), tl.trans(do), PRECISION) * w_t * strength[:, None]
-        if UNIT:
-            d_decay += d_pairs * product(tl.trans(h_t), h_t, PRECISION)
-        later = tl.cumsum(tl.where(i[:, None] < i[None, :], d_decay, 0.0), 1, reverse=True)
-        d_gates += tl.sum(tl.where(i[:, None] < i[None, :], later, 0.0), 0)
-        d_gates += tl.cumsum(d_since * since, 0, reverse=True)
+        d_gates += gates_of_decays(d_decay, BLOCK_C) + tl.cumsum(d_since * since, 0, reverse=True)
+        if not READS:
+            d_gates += tl.load(from_gates + place * CHUNK + i, mask=i < CHUNK, other=0.0)
         tl.store(from_gates + place * CHUNK + i, d_gates, mask=i < CHUNK)
-    d_directions_c += tl.trans(d_directions_t)
-    store_block(d_directions + place * CHUNK * D, 0, 0, d_directions_c, CHUNK, D, BLOCK_C, BLOCK_D)
 
 
 @triton.jit

@@ -6,8 +6,8 @@ which programs run: the result is the same in every run.
 For the backward pass the exact form keeps the state before every CHECKPOINT tokens, D M / CHECKPOINT numbers a token
 and head. It finds the others again, in D M CHECKPOINT numbers of scratch memory for each program, of which there are as
 many as SCRATCH has room for. Chunks of C tokens keep the states before them (of half precision inputs with N in
-float16) and H or a: D M / C + D or M numbers a token and head. Their backward pass needs 2 D M / C + 2 D + M more while
-it runs.
+float16) and H or a: D M / C + D or M numbers a token and head. Their backward pass needs 2 D M / C + 2 D + 3 M more
+while it runs, M of short chunks.
 """
 
 from typing import Any, NamedTuple
@@ -311,12 +311,19 @@ def _differentiate_chunks(
     d_found = torch.empty_like(found)
     d_values = _scratch(q, rows * (form.constants["OBJECTIVE"] == "ttt"), width * form.chunk)
     from_gates = _scratch(q, rows * gated, form.chunk)
-    differentiate_outputs[(rows,)](
-        q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output,
-        d_q, d_coefficients, d_directions, d_states, from_gates, scale, tokens, heads,
-        *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(d_output),
-        **form.arguments("differentiate_outputs", BLOCK=form.block("differentiate_outputs")),
-    )  # fmt: skip
+    apart, removes = form.chunk > SHORT, form.constants["OBJECTIVE"] != "ttt"
+    d_gone = _scratch(q, rows * (apart and removes), columns * form.chunk)
+    d_squared = _scratch(q, rows * (apart and form.constants["UNIT"]), columns * form.chunk)
+    launches = ((True, False), (False, True)) if apart and removes else ((True, removes),)
+    for reads, writes in launches:
+        differentiate_outputs[(rows,)](
+            q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output,
+            d_q, d_coefficients, d_directions, d_states, d_gone, d_squared, from_gates, scale, tokens, heads,
+            *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(d_output),
+            **form.arguments(
+                "differentiate_outputs", BLOCK=form.block("differentiate_outputs"), READS=reads, WRITES=writes
+            ),
+        )  # fmt: skip
     blocks, block = _slot_blocks(form, "retreat_chunks")
     retreat_chunks[(form.sequences * heads * blocks,)](
         k, v, gamma, g, initial_state, cu_seqlens, *kept, final, d_final,

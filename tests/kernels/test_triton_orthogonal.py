@@ -55,23 +55,29 @@ def test_chunks_of_many_slots(interpreted, objective, tokens):
     assert_as_accurate_as_torch(inputs, chunk_size=17)
 
 
+@pytest.mark.parametrize("variant", CHUNKED)
+def test_chunks_of_more_than_a_few_tokens(interpreted, variant):
+    inputs = make_inputs(OP, variant, batch=1, tokens=37)
+    inputs.initial_state[..., 1] = 0
+    assert_as_accurate_as_torch(inputs, chunk_size=18)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("objective", ["decode", "encode"])
-def test_more_slots_and_channels_than_a_block(interpreted, objective, dtype):
-    inputs = make_inputs(OP, "gated", batch=1, tokens=9, dtype=dtype, sizes={"H": 1, "D": 66, "M": 70})
+@pytest.mark.parametrize(("objective", "chunk_size"), [("decode", 4), ("encode", 4), ("decode", 17), ("encode", 17)])
+def test_more_slots_and_channels_than_a_block(interpreted, objective, chunk_size, dtype):
+    inputs = make_inputs(OP, "gated", batch=1, tokens=2 * chunk_size + 1, dtype=dtype, sizes={"H": 1, "D": 66, "M": 70})
     inputs = replace(inputs, options={**inputs.options, "objective": objective})
-    exact = gradients(inputs.map(torch.Tensor.double), backend="torch", chunk_size=4)
-    plain, actual = (gradients(inputs, backend=name, chunk_size=4) for name in ("torch", "triton"))
+    exact = gradients(inputs.map(torch.Tensor.double), backend="torch", chunk_size=chunk_size)
+    plain, actual = (gradients(inputs, backend=name, chunk_size=chunk_size) for name in ("torch", "triton"))
     for name, value in exact.items():
         assert_accurate(actual[name], plain[name], value, name)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3])
+@pytest.mark.parametrize("chunk_size", [1, 3, 17])
 @pytest.mark.parametrize("objective", ["encode", "similarity"])
 def test_unnormalized_slots(interpreted, short_stretches, objective, chunk_size):
-    assert_as_accurate_as_torch(
-        unnormalized(make_inputs(OP, "gated", batch=1, tokens=6), objective), chunk_size=chunk_size
-    )
+    inputs = make_inputs(OP, "gated", batch=1, tokens=max(6, 2 * chunk_size))
+    assert_as_accurate_as_torch(unnormalized(inputs, objective), chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("objective", ["encode", "ttt"])
