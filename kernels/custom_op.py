@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from longseq.kernels.once_differentiable import once_differentiable
 
 
 def custom_op(name: str) -> Callable[[Callable[..., Any]], "CustomOp"]:
@@ -41,12 +42,7 @@ class CustomOp:
             setup_context(ctx, args, output)
             return output
 
-        refused = once_differentiable(backward)
-
-        def differentiate(ctx: Any, *gradients: Any) -> Any:
-            return refused(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
-
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:
@@ -56,13 +52,18 @@ class CustomOp:
         differentiated = False
         for x in args:
             if isinstance(x, Tensor):
-                if type(x) is not Tensor and type(x) is not nn.Parameter:
+                if not is_plain(x):
                     return self.registered(*args)
                 differentiated = differentiated or x.requires_grad
         if differentiated and torch.is_grad_enabled():
             # Without a gradient of its own, the operation says so in the backward pass.
             return self.registered(*args) if self.differentiable is None else self.differentiable.apply(*args)
         return self.function(*args)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is none of a kind of its own, such as a fake one."""
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
 
 def is_watched() -> bool:

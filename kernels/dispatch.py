@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels import self_test
-from longseq.kernels.custom_op import is_watched
+from longseq.kernels.custom_op import is_plain, is_watched
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def remembered(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         @wraps(choose)
         def ask(*args: Any) -> Callable[..., Any]:
-            # The first condition alone is traced by torch.compile.
-            if torch.compiler.is_compiling() or is_watched() or is_exporting():
+            # The first condition alone is traced by torch.compile. Sizes of fake tensors may be symbols.
+            if torch.compiler.is_compiling() or is_watched() or is_exporting() or not is_plain(args[0]):
                 return choose(*args)
             key = tuple([(x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x for x in args])
             run = choices.get(key)
@@ -165,7 +165,7 @@ def remembered(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 run = choose(*args)
                 preferred = run is backends(op)[0].function and args[0].device.type in REMEMBERED
                 if preferred and not self_test.is_testing():
-                    if len(choices) == MOST_REMEMBERED:
+                    if len(choices) >= MOST_REMEMBERED:
                         choices.clear()
                     choices[key] = run
             return run

@@ -11,7 +11,7 @@ from longseq.kernels.launch_file import LAUNCHES_VARIABLE, file_of_launches, rea
 
 # By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
 ROW = {2: 64, 4: 32}
-# Of each kernel, as many launches are remembered.
+# As many launches are remembered, and calls that led to one of the delta rule's.
 PREPARED = 1024
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

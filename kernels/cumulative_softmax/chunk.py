@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from longseq.kernels.chunks import scan
 from longseq.kernels.cumulative_softmax.reference import NOTHING, nothing_yet
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 

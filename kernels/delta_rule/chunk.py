@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longseq.kernels.chunks import (
     decay_matrix,
@@ -32,6 +31,7 @@ from longseq.kernels.chunks import (
     unit_lower_inverse,
 )
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence

@@ -277,8 +277,8 @@ def delta_rule(
     output, final, buffers = _allocate(plan, k, v, g, save)
     kept = _find_kept(plan, heads, key_dim, value_dim, save, buffers)
     score_dtype = _score_dtype(plan, q, k, write)
-    largest = _find_largest(plan, v, initial_state)
     if plan.short:
+        largest = _allocate_largest(plan, v)
         launch = _prepare_read_through(
             plan, plan.launches["read_through_saving" if save else "read_through"], q.device, tokens, heads, key_dim,
             value_dim, score_dtype, scale, reverse, g is not None, cu_seqlens is not None, initial_state is not None,
@@ -293,6 +293,7 @@ def delta_rule(
     constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     with torch.cuda.device_of(q):  # Triton launches on the current device
+        largest = _find_largest(plan, v, initial_state)
         name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
         prepare[(plan.slots * heads,)](
             q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
 from longseq.kernels.diagonal_scan.reference import scan_each_way
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence

@@ -23,7 +23,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longseq.kernels.chunks import (
     balanced_chunk_size,
@@ -36,6 +35,7 @@ from longseq.kernels.chunks import (
     split_chunks,
 )
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.orthogonal_recurrence.reference import (
     column_norms,
     has_unit_columns,

@@ -26,6 +26,7 @@ from longseq.kernels.testing import (
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
 FORMS = [(op, backend) for op in list_ops() for backend in list_forms(op)]
 BACKENDS = FORMS + [(op, "reference") for op in list_ops()]
+TWICE_DIFFERENTIABLE = ("short_convolution",)  # whose torch form torch differentiates
 CHUNKED = [op for op in list_ops() if takes_chunk_size(op)]
 
 quick = settings(max_examples=10, deadline=None, derandomize=True, database=None)
@@ -69,6 +70,26 @@ def test_gradients_are_those_of_finite_differences(op, variant):
         return tuple(x for x in returned.values() if x.is_floating_point())
 
     assert torch.autograd.gradcheck(call, tuple(inputs.tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+def test_a_penalty_on_gradients_is_right_or_refused(op, backend):
+    """Never left out: the gradient that comes from a sum needs none itself."""
+
+    def penalise(backend):
+        inputs = make_inputs(op, list_variants(op)[0], batch=1, tokens=5).map(lambda x: x.requires_grad_())
+        output = results(*inputs.run(backend=backend))["output"]
+        x = next(iter(inputs.tensors.values()))
+        (gradient,) = torch.autograd.grad(output.square().sum() + output.sum(), x, create_graph=True)
+        (linear,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum() + linear.square().sum() + output.sum(), x)[0]
+
+    expected = penalise("reference")
+    if op in TWICE_DIFFERENTIABLE or backend == "reference":
+        assert_equal_up_to_rounding(penalise(backend), expected, op)
+        return
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        penalise(backend)
 
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)

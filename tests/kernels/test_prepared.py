@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from longseq.kernels import dispatch, self_test
 from longseq.kernels.dispatch import remembered
@@ -130,6 +131,16 @@ def test_a_choice_is_not_remembered_where_it_may_be_another_one(asked, monkeypat
     for rows in (1, 1, 2, 2, 1):
         choose(torch.zeros(rows), None, "auto")
     assert len(shapes) == 7
+
+
+def test_sizes_that_are_symbols_are_not_remembered(asked):
+    choose, shapes = asked
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.zeros(3, 8), symbolic_context=dynamic)
+    for _ in range(2):
+        assert choose(x, None, "auto")() == "triton"
+    assert len(shapes) == 2
 
 
 def test_a_remembered_choice_compiles_to_one_graph(asked):
