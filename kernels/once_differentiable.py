@@ -5,39 +5,24 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
-
-
-class _Refused(torch.autograd.Function):
-    """Gradients, as they are; whoever differentiates them by what they hang on is told that this cannot be done."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *_: Tensor | None) -> Any:
-        return tuple(None if x is None else x.detach() for x in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            "this operation has no second derivative: backend='reference' has one (backend='torch', for operations on "
-            "each token alone)"
-        )
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to differentiate what the backward method of an autograd.Function returns.
+    """Let the backward method of an autograd.Function refuse `create_graph=True`.
 
-    torch's decorator of this name does so only if a gradient that comes in is itself to be differentiated, and if all
-    leaves are asked for. The gradient that comes from a sum is not: a penalty on gradients would then be left out
-    without a word.
+    torch's decorator of this name refuses later, when the gradients are differentiated, and only where a gradient that
+    came in was itself to be differentiated. That of a sum is not: a penalty on gradients would be left out without a
+    word, and so it would by the tensors that the method does not keep.
     """
 
     @wraps(backward)
     def differentiate(ctx: Any, *gradients: Any) -> Any:
         # The first condition alone is traced by torch.compile, which refuses second derivatives by itself.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        with torch.no_grad():
-            results = backward(ctx, *gradients)
-        return _Refused.apply(results if isinstance(results, tuple) else (results,), *gradients, *ctx.saved_tensors)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: this operation has no second derivative; backend='reference' has one "
+                "(backend='torch', for operations on each token alone)"
+            )
+        return backward(ctx, *gradients)
 
     return differentiate

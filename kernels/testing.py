@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import longseq.kernels as kernels
 from longseq.kernels.recurrence import each
@@ -70,6 +71,10 @@ class Inputs:
         """The call on tokens start to stop, from `initial_state` if given."""
         state = self.initial_state if initial_state is None else initial_state
         return replace(self, sequences={k: x[:, start:stop] for k, x in self.sequences.items()}, initial_state=state)
+
+    def run_again(self, **options: Any) -> tuple[Tensor, Any]:
+        """`run` as a part of a layer that runs again in the backward pass."""
+        return checkpoint(self.run, use_reentrant=False, **options)
 
     def run_turned(self, cu_seqlens: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
         """What `reverse=True` stands for: time is turned round, and with it the order of packed segments."""

@@ -366,13 +366,14 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, d_output, d_final, *_):
-    *tensors, final = ctx.saved_tensors[:9]
+    saved = ctx.saved_tensors  # once: a part of a layer that runs again gives them out once
+    *tensors, final = saved[:9]
     _, _, v, _, g, threshold, initial_state, _ = tensors
     assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
     if d_output is None:
         d_output = v.new_zeros(v.shape)
     d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial = orthogonal_recurrence_backward(
-        *tensors, final, list(ctx.saved_tensors[9:]), d_output, d_final, ctx.objective, ctx.unit, ctx.scale,
+        *tensors, final, list(saved[9:]), d_output, d_final, ctx.objective, ctx.unit, ctx.scale,
         ctx.chunk_size,
     )  # fmt: skip
     return (

@@ -62,6 +62,23 @@ def test_packed_segments_are_separate(interpreted, op):
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_gradients_of_a_part_that_runs_again(interpreted, op):
+    inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32)
+    expected = gradients(inputs, backend="triton")
+    actual = gradients(inputs, run=Inputs.run_again, backend="triton")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("op", TRITON_OPS)
+def test_second_derivatives_are_refused(interpreted, op):
+    inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32).map(lambda x: x.requires_grad_())
+    output = results(*inputs.run(backend="triton"))["output"]
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(output.sum(), list(inputs.tensors.values()), create_graph=True, allow_unused=True)
+
+
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
 @pytest.mark.parametrize("bounds", [None, (0, 3, 3, 39, 40)], ids=["one_segment", "packed"])
 def test_reading_in_reverse(interpreted, op, bounds):
