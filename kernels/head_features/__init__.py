@@ -93,8 +93,9 @@ def _choose(
 
 
 def _check_logits(x: Tensor, logits: Tensor, num_heads: int) -> None:
-    rows = 2 * logits.shape[0] if are_read_twice(x, logits) else logits.shape[0]
-    if (rows, *logits.shape[1:]) != (*x.shape[:-1], num_heads):
+    alike = logits.dim() == x.dim()
+    rows = 2 * logits.shape[0] if alike and are_read_twice(x, logits) else x.shape[0]
+    if not alike or (rows, *logits.shape[1:]) != (*x.shape[:-1], num_heads):
         raise ValueError(
             f"head_features: x has shape {tuple(x.shape)} and logits {tuple(logits.shape)}, which must have the rows "
             f"of x, or half of its batch, and H = {num_heads}"

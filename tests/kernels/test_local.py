@@ -218,6 +218,8 @@ def test_tensors_that_do_not_fit_are_refused():
         head_features(torch.zeros(1, 13), num_heads=2, key_dim=3)
     with pytest.raises(ValueError, match=r"head_features: x has shape \(6, 5, 4\) and logits \(2, 5, 1\), which must"):
         head_features(torch.zeros(6, 5, 4), logits=torch.zeros(2, 5, 1), num_heads=1, key_dim=1)
+    with pytest.raises(ValueError, match=r"head_features: x has shape \(6, 5, 4\) and logits \(\), which must"):
+        head_features(torch.zeros(6, 5, 4), logits=torch.zeros(()), num_heads=1, key_dim=1)
     with pytest.raises(ValueError, match="feature_map 'tanh' is not one of silu"):
         head_features(torch.zeros(1, 3), num_heads=1, key_dim=1, feature_map="tanh")
     with pytest.raises(ValueError, match=r"add_norm: x has shape \(2, 3\), its branch \(3, 3\) and weight \(3,\)"):
