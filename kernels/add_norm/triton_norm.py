@@ -117,21 +117,20 @@ def differentiate_norm(
         tl.store(sums + tl.num_programs(0) * D + place, tl.sum(added, 0), mask=column < D)
 
 
-def _blocks(width: int, readings: int, numbers: tuple[int, int]) -> dict[str, int]:
+def _blocks(width: int, readings: int) -> dict[str, int]:
     """Rows and columns of a program's block, of so many readings at a time, and its warps."""
-    block, warp = numbers
     columns = next_power_of_2(width)
-    rows = max(1, block // (columns * readings))
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // warp, 1), 8)}
+    rows = max(1, BLOCK // (columns * readings))
+    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
 
 
 @lru_cache(PREPARED)
 def _prepare(
     device: torch.device, rows: int, width: int, x_row: int, branch_row: int, eps: float, has_branch: bool,
-    has_bias: bool, centred: bool, readings: int, numbers: tuple[int, int],
+    has_bias: bool, centred: bool, readings: int,
 ) -> Prepared:  # fmt: skip
     """The launch of `normalise`."""
-    blocks = _blocks(width, readings, numbers)
+    blocks = _blocks(width, readings)
     return Prepared(
         normalise, device, cdiv(rows, blocks["BLOCK_R"]), (rows, x_row, branch_row, eps),
         D=width, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **blocks,
@@ -153,7 +152,7 @@ def add_norm(
     if width:
         launch = _prepare(
             x.device, y.numel() // width, width, x_row, branch_row, eps, branch is not None, bias is not None, centred,
-            weight.dim(), (BLOCK, WARP),
+            weight.dim(),
         )  # fmt: skip
         launch(rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y)
     return total, y
@@ -196,7 +195,7 @@ def add_norm_backward(
     count = total.numel() // (width * readings) if width else 0
     launch, programs = _prepare_backward(
         total.device, count, width, row, eps, d_total is not None, branch_dtype is not None, has_bias, centred,
-        readings, (BLOCK, WARP), PROGRAMS,
+        readings,
     )  # fmt: skip
     parts = total.new_empty((1 + (has_bias or readings == 2), programs, width), dtype=torch.float32)
     launch(rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts)
@@ -206,12 +205,12 @@ def add_norm_backward(
 @lru_cache(PREPARED)
 def _prepare_backward(
     device: torch.device, rows: int, width: int, row: int, eps: float, has_total: bool, has_branch: bool,
-    has_bias: bool, centred: bool, readings: int, numbers: tuple[int, int], most: int,
+    has_bias: bool, centred: bool, readings: int,
 ) -> tuple[Prepared, int]:  # fmt: skip
     """The launch of `differentiate_norm`, and its programs."""
-    shape = _blocks(width, readings, numbers)
+    shape = _blocks(width, readings)
     blocks = cdiv(rows, shape["BLOCK_R"])
-    programs = min(blocks, most)
+    programs = min(blocks, PROGRAMS)
     launch = Prepared(
         differentiate_norm, device, programs, (rows, blocks, row, eps),
         D=width, HAS_TOTAL=has_total, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2,

@@ -151,18 +151,17 @@ def differentiate_features(
 @lru_cache(PREPARED)
 def _prepare(
     backward: bool, device: torch.device, rows: int, row: int, logits_row: int, readings: int, heads: int, key_dim: int,
-    value_dim: int, kind: int, l1: bool, numbers: tuple[int, int],
+    value_dim: int, kind: int, l1: bool,
 ) -> Prepared:  # fmt: skip
     """The launch of a kernel for so many rows of x that are `row` apart."""
-    size, warp = numbers
     block_k, block_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
     widest = max(block_k, block_v)
-    block = max(1, size // widest)
+    block = max(1, BLOCK // widest)
     return Prepared(
         differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads,
         (rows, row, logits_row),
         H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=kind, L1=l1, READINGS=readings,
-        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=min(max(block * widest // warp, 1), 8),
+        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=min(max(block * widest // WARP, 1), 8),
     )  # fmt: skip
 
 
@@ -177,9 +176,7 @@ def _launch(
         readings = count * heads // logits.numel()
         logits, logits_row = rows_of(logits)
     value_dim, kind = channels // heads - 2 * key_dim, KINDS[feature_map]
-    launch = _prepare(
-        backward, x.device, count, row, logits_row, readings, heads, key_dim, value_dim, kind, l1, (BLOCK, WARP)
-    )
+    launch = _prepare(backward, x.device, count, row, logits_row, readings, heads, key_dim, value_dim, kind, l1)
     launch(rows, logits, *tensors)
 
 

@@ -393,7 +393,7 @@ def causal_convolution(
     state = None if initial_state is None else initial_state.contiguous()
     y = _allocate_output(x, weight)
     launch = _prepare(
-        "forward", x.device, x.shape, x.stride()[:2], WALKS[x.element_size()]["forward"], PROGRAMS["forward"],
+        "forward", x.device, x.shape, x.stride()[:2], WALKS[x.element_size()]["forward"],
         WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state), PACKED=cu_seqlens is not None,
         REVERSE=reverse, SHARED=weight.dim() == 3, SILU=silu,
     )[0]  # fmt: skip
@@ -432,7 +432,7 @@ def causal_convolution_backward(
         "SHARED": weight.dim() == 3, "SILU": silu,
     }  # fmt: skip
     launch, block, tiles = _prepare(
-        "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2]), table, PROGRAMS["backward"],
+        "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2]), table,
         HAS_STATE=_has(state), **constants,
     )  # fmt: skip
     dx = x.new_empty(x.shape)
@@ -566,7 +566,7 @@ def _has(state: Tensor | None) -> bool:
 
 @lru_cache(PREPARED)
 def _prepare(
-    kernel: str, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], table: Launch, programs: int,
+    kernel: str, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], table: Launch,
     **constants: int,
 ) -> tuple[Prepared, int, int]:  # fmt: skip
     """The launch of a kernel for inputs of a shape, the channels of a program, and stretches of tokens over all rows.
@@ -578,7 +578,7 @@ def _prepare(
     # A thread holds a few numbers for each tap of each of its channels.
     block = min(table.block // next_power_of_2(cdiv(width, 4)), next_power_of_2(channels))
     block = max(block, 32 * table.warps)
-    stretches = cdiv(programs, max(batch * cdiv(channels, block), 1))
+    stretches = cdiv(PROGRAMS[kernel], max(batch * cdiv(channels, block), 1))
     stretch = max(cdiv(tokens, stretches), 8 * width)
     stretch = cdiv(stretch, table.step) * table.step
     tiles = batch * cdiv(tokens, stretch)

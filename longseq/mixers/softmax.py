@@ -78,7 +78,10 @@ class SoftmaxMixer(Mixer):
             positions, length = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask)
         q, k, v = self._heads(projected, positions)
         o, kept = self._attend(q, k, v, state, cu_seqlens, mask)
-        return o.flatten(-2), KeyValueState(*kept, length) if self.causal and length is not None else None
+        if not self.causal:
+            return o.flatten(-2), None
+        assert length is not None
+        return o.flatten(-2), KeyValueState(*kept, length)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, KeyValueState | None]:
         if not self.causal:
@@ -101,6 +104,7 @@ class SoftmaxMixer(Mixer):
     def _heads(self, projected: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
-        if self.rotary and positions is not None:
+        if self.rotary:
+            assert positions is not None
             q, k = (apply_rotary(x, positions, self.rotary_base) for x in (q, k))
         return q, k, v
