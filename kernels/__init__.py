@@ -7,6 +7,7 @@ around them: they read each token alone, and have no state.
 """
 
 from longseq.kernels.add_norm import add_norm
+from longseq.kernels.convolved_features import convolved_features
 from longseq.kernels.cumulative_softmax import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.delta_rule import delta_rule, delta_rule_step
 from longseq.kernels.diagonal_scan import longhorn_scan, longhorn_scan_step, selective_scan, selective_scan_step
@@ -27,6 +28,7 @@ from longseq.kernels.variational_linear_attention import (
 
 __all__ = [
     "add_norm",
+    "convolved_features",
     "cumulative_softmax",
     "cumulative_softmax_step",
     "delta_rule",

@@ -157,7 +157,7 @@ def _first_input(
 
 
 @triton.jit
-def _push(window, newest, WIDTH: tl.constexpr):
+def push(window, newest, WIDTH: tl.constexpr):
     pushed = (newest,)
     for k in tl.static_range(WIDTH - 1):
         pushed = pushed + (window[k],)
@@ -165,7 +165,7 @@ def _push(window, newest, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _convolve(window, taps, bias, WIDTH: tl.constexpr):
+def convolve(window, taps, bias, WIDTH: tl.constexpr):
     z = bias + taps[0] * window[0]
     for k in tl.static_range(1, WIDTH):
         z += taps[k] * window[k]
@@ -177,7 +177,7 @@ def _gradient(window, taps, bias, dy, WIDTH: tl.constexpr, SILU: tl.constexpr):
     """The gradient of z."""
     dz = dy.to(tl.float32)
     if SILU:
-        z = _convolve(window, taps, bias, WIDTH)
+        z = convolve(window, taps, bias, WIDTH)
         gate = 1.0 / (1.0 + tl.exp2(z * MINUS_LOG2_E))
         dz *= gate * (1.0 + z * (1.0 - gate))
     return dz
@@ -196,15 +196,15 @@ def _spread(behind, taps, dz, age, WIDTH: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _zeros(like, WIDTH: tl.constexpr):
-    zeros = (tl.zeros((like.shape[0],), tl.float32),)
+def zeros_of_taps(like, WIDTH: tl.constexpr):
+    zeros = (tl.zeros(like.shape, tl.float32),)
     for _ in tl.static_range(1, WIDTH):
-        zeros = zeros + (tl.zeros((like.shape[0],), tl.float32),)
+        zeros = zeros + (tl.zeros(like.shape, tl.float32),)
     return zeros
 
 
 @triton.jit
-def _accumulate(sums, window, dz, WIDTH: tl.constexpr):
+def accumulate(sums, window, dz, WIDTH: tl.constexpr):
     added = (sums[0] + dz * window[0],)
     for k in tl.static_range(1, WIDTH):
         added = added + (sums[k] + dz * window[k],)
@@ -232,8 +232,8 @@ def _convolve_stretch(
             if PACKED:
                 n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
                 window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
-            window = _push(window, rows[i].to(tl.float32), WIDTH)
-            z = _convolve(window, taps, offset, WIDTH)
+            window = push(window, rows[i].to(tl.float32), WIDTH)
+            z = convolve(window, taps, offset, WIDTH)
             if SILU:
                 z = z / (1.0 + tl.exp2(z * MINUS_LOG2_E))
             tl.store(y_at + i * y_step + d, z, mask=_channels(t + i < end, d, D))
@@ -281,8 +281,8 @@ def _differentiate_stretch(
     if PACKED:
         n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
     window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
-    behind = _zeros(d, WIDTH)
-    dweight = _zeros(d, WIDTH)
+    behind = zeros_of_taps(d, WIDTH)
+    dweight = zeros_of_taps(d, WIDTH)
     dbias = tl.zeros((d.shape[0],), tl.float32)
 
     for t in range(first, end + (WIDTH - 1), UNROLL):
@@ -292,10 +292,10 @@ def _differentiate_stretch(
             if PACKED:
                 n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
                 window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
-            window = _push(window, rows[i].to(tl.float32), WIDTH)
+            window = push(window, rows[i].to(tl.float32), WIDTH)
             dz = _gradient(window, taps, offset, dy_rows[i], WIDTH, SILU)
             own = tl.where(t + i < end, dz, 0.0)
-            dweight = _accumulate(dweight, window, own, WIDTH)
+            dweight = accumulate(dweight, window, own, WIDTH)
             dbias += own
             behind = _spread(behind, taps, dz, age, WIDTH, PACKED)
             done = t + i - (WIDTH - 1)
@@ -365,10 +365,10 @@ def _backward_state(
     at, step = _token(x, row, skipped, x_row, x_token, T, REVERSE)
     dy_at, dy_step = _token(dy, dy_number, skipped, dy_row, dy_token, T, REVERSE)
     window = _load_window(at, step, state, n, 0, d, D, WIDTH, True)
-    behind = _zeros(d, WIDTH)
+    behind = zeros_of_taps(d, WIDTH)
     for i in range(WIDTH - 1):
         seen = _channels(i < end - start, d, D)
-        window = _push(window, tl.load(at + i * step + d, mask=seen, other=0.0).to(tl.float32), WIDTH)
+        window = push(window, tl.load(at + i * step + d, mask=seen, other=0.0).to(tl.float32), WIDTH)
         dz = _gradient(window, taps, offset, tl.load(dy_at + i * dy_step + d, mask=seen, other=0.0), WIDTH, SILU)
         behind = _spread(behind, taps, dz, i, WIDTH, False)
         tl.store(dstate + (n * D + d) * (WIDTH - 1) + i, behind[WIDTH - 1], mask=d < D)
@@ -397,7 +397,7 @@ def causal_convolution(
         WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state), PACKED=cu_seqlens is not None,
         REVERSE=reverse, SHARED=weight.dim() == 3, SILU=silu,
     )[0]  # fmt: skip
-    launch(x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), y)
+    launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), y)
     return y
 
 
@@ -438,7 +438,7 @@ def causal_convolution_backward(
     dx = x.new_empty(x.shape)
     sums = x.new_empty((*weight.shape[:-2], tiles, width + (bias is not None), channels), dtype=torch.float32)
     dstate = x.new_empty((0,)) if state is None else state.new_empty(state.shape)
-    launch(x, weight, bias, state, cu_seqlens, _segment_of(x, cu_seqlens), dy, dx, sums)
+    launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), dy, dx, sums)
     if state is not None and state.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _backward_state[(state.shape[0] * cdiv(channels, block),)](
@@ -497,17 +497,13 @@ def short_convolution_triton(
     if mask is None:
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
         y = causal_convolution(x, weight, bias, initial_state, cu_seqlens, silu, number_of(reverse))
-        if not output_final_state:
-            return y, None
-        if cu_seqlens is None:
-            return y, _last_inputs(_ends(x, taps, reverse, weight.dim() == 3), initial_state, taps)
-        return y, _last_packed_inputs(x, initial_state, cu_seqlens, taps, reverse)
+        return y, last_states(x, weight, initial_state, cu_seqlens, reverse) if output_final_state else None
 
-    def convolve(window: Tensor) -> Tensor:
+    def convolve_window(window: Tensor) -> Tensor:
         return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, taps:].mT
 
     return convolve_windows(
-        convolve,
+        convolve_window,
         x,
         weight.shape,
         initial_state=initial_state,
@@ -516,6 +512,16 @@ def short_convolution_triton(
         mask=mask,
         reverse=reverse,
     )
+
+
+def last_states(
+    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
+) -> Tensor:
+    """The last inputs of each sequence, or of each reading of it, in float32."""
+    taps = weight.shape[-1] - 1
+    if cu_seqlens is None:
+        return _last_inputs(_ends(x, taps, reverse, weight.dim() == 3), initial_state, taps)
+    return _last_packed_inputs(x, initial_state, cu_seqlens, taps, reverse)
 
 
 def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
@@ -552,7 +558,7 @@ def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
     return torch.cat((last[:rows], first[x.shape[0] - rows :]))
 
 
-def _segment_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+def segment_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     """The packed segment that each token belongs to."""
     if cu_seqlens is None:
         return None

@@ -1,0 +1,511 @@
+"""The short convolution of queries, keys and values with their features in Triton: one launch forward, one backward.
+
+    z_t = Σ_j w_j ⊙ x_{t-j};   q, k = φ(z) / ‖φ(z)‖;   v = SiLU(z);   j = 0 ... W-1, zeros before the first token
+
+A program walks along a stretch of tokens for a few heads of the queries, of the keys or of the values, and holds the
+last W inputs in registers: x is read once. A reading from the last token to the first sees the same inputs: at each
+step its z, of taps in the other order, is that of the token W - 1 steps ago. So one walk reads both ways. Backward
+walks the same way, computes z again instead of storing it, and holds the gradients of the last W inputs, to which each
+z adds its share. Each program writes its sum for the weights, and torch adds them in a fixed order: the result is the
+same in every run.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longseq.kernels.custom_op import custom_op
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.head_features.features import EPS
+from longseq.kernels.head_features.triton_features import (
+    KINDS,
+    differentiate_map,
+    head_features_triton,
+    map_channels,
+)
+from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.short_convolution.triton_convolution import (
+    accumulate,
+    convolve,
+    last_states,
+    push,
+    segment_of_tokens,
+    short_convolution_triton,
+    zeros_of_taps,
+)
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+
+# Channels of a program's block for each warp, tokens whose loads are issued together, and the programs that rows are
+# cut into stretches for; backward writes and reads partial sums of each.
+WARP = 128
+UNROLL = {"forward": 4, "backward": 4}
+PROGRAMS = {"forward": 16384, "backward": 4096}
+LARGEST_WARPS = 8  # heads that need more are not read by one program
+STRENGTHS = 32  # tokens whose strengths are found together
+
+# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+PLAIN = ["B", "T", "stretch"]
+
+
+@triton.jit
+def _place(T, stretch, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+    """This program's stretch of tokens, numbered over all rows, its row, first token and end; its part of the channels
+    (queries, keys, values), the first of its heads, its channels [GROUP, BLOCK_K] in the part, and which there are.
+
+    Values are read in blocks as wide as keys: they need no norm.
+    """
+    groups: tl.constexpr = (H + GROUP - 1) // GROUP
+    blocks: tl.constexpr = 2 * groups + (H * V + GROUP * K - 1) // (GROUP * K)
+    tile = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    part = tl.minimum(block // groups, 2)
+    head = (block - part * groups) * GROUP
+    column = tl.arange(0, BLOCK_K)[None, :]
+    channel = (head + tl.arange(0, GROUP)[:, None]) * K + column
+    width = tl.where(part == 2, H * V, H * K)
+    there = channel < width
+    if K != BLOCK_K:
+        there = there & (column < K)
+    over_t = tl.cdiv(T, stretch)
+    first = (tile % over_t) * stretch
+    return tile.to(tl.int64), (tile // over_t).to(tl.int64), first, tl.minimum(first + stretch, T), part, head, channel, there
+
+
+@triton.jit
+def _only_if(condition, there):
+    """Which channels there are; none if the condition does not hold."""
+    return tl.where(condition, there, False)
+
+
+@triton.jit
+def _load_token(x, t, step, T, channel, there):
+    """Channels of the t-th token, zero for those that there are not."""
+    t = tl.cast(t, tl.int64)
+    return tl.load(x + t * step + channel, mask=_only_if((t >= 0) & (t < T), there), other=0.0)
+
+
+@triton.jit
+def _load_tokens(x, t, step, T, channel, there, COUNT: tl.constexpr):
+    """COUNT tokens from the t-th on."""
+    rows = (_load_token(x, t, step, T, channel, there),)
+    for i in tl.static_range(1, COUNT):
+        rows = rows + (_load_token(x, t + i, step, T, channel, there),)
+    return rows
+
+
+@triton.jit
+def _load_window(x, t, step, T, channel, there, WIDTH: tl.constexpr):
+    """The inputs before the t-th token, the last one first; the W-th is never used."""
+    window = (_load_token(x, t - 1, step, T, channel, there).to(tl.float32),)
+    for k in tl.static_range(1, WIDTH):
+        window = window + (_load_token(x, t - 1 - k, step, T, channel, there).to(tl.float32),)
+    return window
+
+
+@triton.jit
+def _load_segment(segment_of, t, T):
+    """The packed segment of the t-th token; none outside."""
+    t = tl.cast(t, tl.int64)
+    return tl.load(segment_of + t, mask=(t >= 0) & (t < T), other=-1)
+
+
+@triton.jit
+def _load_segments(segment_of, t, T, WIDTH: tl.constexpr):
+    """The packed segments of the W tokens before the t-th."""
+    segments = (_load_segment(segment_of, t - 1, T),)
+    for k in tl.static_range(1, WIDTH):
+        segments = segments + (_load_segment(segment_of, t - 1 - k, T),)
+    return segments
+
+
+@triton.jit
+def _of_segment(values, segments, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
+    """Of W values for tokens, those in the segment of the one DELAY steps ago; zeros for the others."""
+    if PACKED:
+        own = (tl.where(segments[0] == segments[DELAY], values[0], 0.0),)
+        for k in tl.static_range(1, WIDTH):
+            own = own + (tl.where(segments[k] == segments[DELAY], values[k], 0.0),)
+        values = own
+    return values
+
+
+@triton.jit
+def _tap(k, back, WIDTH: tl.constexpr):
+    """The place in the weight of the tap for the input k steps ago."""
+    return k * back + (WIDTH - 1 - k) * (1 - back)
+
+
+@triton.jit
+def _load_taps(weight, channel, there, back, WIDTH: tl.constexpr):
+    """The weights of the inputs 0 ... W-1 steps ago in float32."""
+    taps = (tl.load(weight + channel * WIDTH + _tap(0, back, WIDTH), mask=there, other=0.0).to(tl.float32),)
+    for k in tl.static_range(1, WIDTH):
+        tap = tl.load(weight + channel * WIDTH + _tap(k, back, WIDTH), mask=there, other=0.0)
+        taps = taps + (tap.to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _map(z, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
+    """Of z the feature map, or SiLU where it needs no unit norm."""
+    feature = map_channels(z, K, BLOCK_K, 0)
+    if KIND != 0:
+        feature = tl.where(unit, map_channels(z, K, BLOCK_K, KIND), feature)
+    return feature
+
+
+@triton.jit
+def _scale(feature, unit, EPS: tl.constexpr, L1: tl.constexpr):
+    """What features of each head are multiplied by, [GROUP, 1], and whether their norm is not below the least."""
+    if L1:
+        norm = tl.sum(tl.abs(feature), 1)[:, None]
+        scale = 1.0 / tl.maximum(norm, EPS)
+        large = norm >= EPS
+    else:
+        norm = tl.sum(feature * feature, 1)[:, None]
+        scale = tl.rsqrt(tl.maximum(norm, EPS * EPS))
+        large = norm >= EPS * EPS
+    return tl.where(unit, scale, 1.0), large
+
+
+@triton.jit
+def _gradient(
+    z, dy, unit, EPS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr
+):
+    """The gradient of z from that of its features."""
+    dy = dy.to(tl.float32)
+    feature = _map(z, unit, K, BLOCK_K, KIND)
+    scale, large = _scale(feature, unit, EPS, L1)
+    slope = differentiate_map(z, 0)
+    if KIND != 0:
+        slope = tl.where(unit, differentiate_map(z, KIND), slope)
+    y = feature * scale
+    along = tl.where(unit & large, tl.sum(dy * y, 1)[:, None], 0.0)
+    if L1:
+        y = tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
+    return (dy - along * y) * scale * slope
+
+
+@triton.jit
+def _place_strengths(first, end, t, head, H: tl.constexpr, GROUP: tl.constexpr, STRENGTHS: tl.constexpr):
+    """Tokens [STRENGTHS, 1] from the t-th on, heads [1, GROUP] and which of them there are."""
+    token = t + tl.arange(0, STRENGTHS)[:, None]
+    head += tl.arange(0, GROUP)[None, :]
+    return token.to(tl.int64), head, (token < end) & (head < H)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def convolve_features(
+    x, weight, segment_of, q, k, v, beta, B, T, x_row, x_token, stretch,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
+    L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
+):  # fmt: skip
+    """q, k or v of a few heads in a stretch of tokens; with q, beta."""
+    _, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
+    x += row * x_row
+    if part == 0:
+        for t in range(first, end, STRENGTHS):
+            token, heads, inside = _place_strengths(first, end, t, head, H, GROUP, STRENGTHS)
+            logit = tl.load(x + token * x_token + (2 * K + V) * H + heads, mask=inside, other=0.0).to(tl.float32)
+            for reading in tl.static_range(READINGS):
+                at = ((row + reading * B) * T + token) * H + heads
+                tl.store(beta + at, tl.sigmoid(logit), mask=inside)
+
+    unit = part < 2
+    y = v
+    width = H * V
+    if part == 0:
+        y = q
+        width = H * K
+    if part == 1:
+        y = k
+        width = H * K
+    weight += part * H * K * WIDTH
+    x += part * H * K
+    back = _is_backward(row, B, REVERSE, READINGS)
+    delay = back * (WIDTH - 1)
+    DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # where segments are packed
+    taps = _load_taps(weight, channel, there, back, WIDTH)
+    y_at = y + row * T * width
+    if READINGS == 2:
+        later_taps = _load_taps(weight + (2 * K + V) * H * WIDTH, channel, there, 1, WIDTH)
+        later_at = y + (row + B) * T * width
+    begin = first + delay
+    window = _load_window(x, begin, x_token, T, channel, there, WIDTH)
+    segments = (0,)
+    if PACKED:
+        segments = _load_segments(segment_of, begin, T, WIDTH)
+    for u in range(begin, end + (delay if READINGS == 1 else WIDTH - 1), UNROLL):
+        rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
+        for i in tl.static_range(UNROLL):
+            window = push(window, rows[i].to(tl.float32), WIDTH)
+            if PACKED:
+                segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
+            z = convolve(_of_segment(window, segments, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
+            feature = _map(z, unit, K, BLOCK_K, KIND)
+            scale, large = _scale(feature, unit, EPS, L1)
+            _store_token(y_at, u + i - delay, width, first, end, channel, there, feature * scale)
+            if READINGS == 2:
+                feature = _map(convolve(window, later_taps, 0.0, WIDTH), unit, K, BLOCK_K, KIND)
+                scale, large = _scale(feature, unit, EPS, L1)
+                _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature * scale)
+
+
+@triton.jit
+def _is_backward(row, B, REVERSE: tl.constexpr, READINGS: tl.constexpr):
+    """Whether a row's (first) reading begins at its last token: 0 or 1."""
+    back = row * 0
+    if READINGS == 1:
+        if REVERSE == 1:
+            back += 1
+        elif REVERSE == 2:
+            back = tl.where(row >= B // 2, row * 0 + 1, row * 0)
+    return back
+
+
+@triton.jit
+def _store_token(y, t, step, first, end, channel, there, values):
+    """The channels of the t-th token, if it is one of this program's."""
+    t = tl.cast(t, tl.int64)
+    tl.store(y + t * step + channel, values, mask=_only_if((t >= first) & (t < end), there))
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_convolved(
+    x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, P, stretch,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
+    L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x in a stretch of tokens, of its channels for a few heads of q, k or v, and sums for the weights.
+
+    With q, that of the logits, and zeros for the channels behind them, too.
+    """
+    C: tl.constexpr = (2 * K + V) * H
+    tile, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
+    x += row * x_row
+    dx += row * T * P
+    if part == 0:
+        for t in range(first, end, STRENGTHS):
+            token, heads, inside = _place_strengths(first, end, t, head, H, GROUP, STRENGTHS)
+            strength = tl.sigmoid(tl.load(x + token * x_token + C + heads, mask=inside, other=0.0).to(tl.float32))
+            d_strength = tl.load(d_beta + (row * T + token) * H + heads, mask=inside, other=0.0)
+            if READINGS == 2:
+                d_strength += tl.load(d_beta + ((row + B) * T + token) * H + heads, mask=inside, other=0.0)
+            tl.store(dx + token * P + C + heads, d_strength * strength * (1.0 - strength), mask=inside)
+            if head == 0:
+                for c in range(C + H, P, STRENGTHS):
+                    spare = c + tl.arange(0, STRENGTHS)[None, :]
+                    tl.store(dx + token * P + spare, 0.0, mask=(token < end) & (spare < P))
+
+    unit = part < 2
+    dy = dv
+    width = H * V
+    if part == 0:
+        dy = dq
+        width = H * K
+    if part == 1:
+        dy = dk
+        width = H * K
+    weight += part * H * K * WIDTH
+    x += part * H * K
+    dx += part * H * K
+    sums += tile * WIDTH * C + part * H * K
+    back = _is_backward(row, B, REVERSE, READINGS)
+    delay = back * (WIDTH - 1)
+    DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # where segments are packed
+    taps = _load_taps(weight, channel, there, back, WIDTH)
+    dweight = zeros_of_taps(channel, WIDTH)
+    dy_at = dy + row * T * width
+    if READINGS == 2:
+        later_taps = _load_taps(weight + C * WIDTH, channel, there, 1, WIDTH)
+        d_later = zeros_of_taps(channel, WIDTH)
+        later_at = dy + (row + B) * T * width
+    window = _load_window(x, first, x_token, T, channel, there, WIDTH)
+    behind = zeros_of_taps(channel, WIDTH)
+    segments = (0,)
+    if PACKED:
+        segments = _load_segments(segment_of, first, T, WIDTH)
+    for u in range(first, end + (WIDTH - 1), UNROLL):
+        rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
+        dy_rows = _load_tokens(dy_at, u - delay, width, T, channel, there, UNROLL)
+        if READINGS == 2:
+            later_rows = _load_tokens(later_at, u - (WIDTH - 1), width, T, channel, there, UNROLL)
+        for i in tl.static_range(UNROLL):
+            window = push(window, rows[i].to(tl.float32), WIDTH)
+            if PACKED:
+                segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
+            seen = _of_segment(window, segments, WIDTH, PACKED, DELAY)
+            dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
+            t = u + i - delay
+            dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
+            behind = push(behind, tl.zeros_like(dz), WIDTH)
+            behind = accumulate(behind, _of_segment(taps, segments, WIDTH, PACKED, DELAY), dz, WIDTH)
+            t = u + i - (WIDTH - 1)
+            if READINGS == 2:
+                dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
+                d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
+                behind = accumulate(behind, later_taps, dz, WIDTH)
+            _store_token(dx, t, P, first, end, channel, there, behind[WIDTH - 1])
+    for k in tl.static_range(WIDTH):
+        tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
+        if READINGS == 2:
+            other = sums + B * tl.cdiv(T, stretch) * WIDTH * C
+            tl.store(other + k * C + channel, d_later[k], mask=there)
+
+
+@lru_cache(PREPARED)
+def _prepare(
+    kernel: str, device: torch.device, batch: int, tokens: int, numbers: tuple[int, ...], width: int, heads: int,
+    key_dim: int, value_dim: int, **constants: int,
+) -> tuple[Prepared, int]:  # fmt: skip
+    """The launch of a kernel and the number of stretches of tokens over all rows."""
+    block_k = next_power_of_2(key_dim)
+    group = min(max(WARP // block_k, 1), next_power_of_2(heads))
+    over_c = 2 * cdiv(heads, group) + cdiv(heads * value_dim, group * key_dim)
+    stretches = cdiv(PROGRAMS[kernel], max(batch * over_c, 1))
+    # As many steps as are unrolled, with those that the walk takes beyond its stretch.
+    unroll, beyond = UNROLL[kernel], width - 1
+    stretch = cdiv(max(cdiv(tokens, stretches), 8 * width) + beyond, unroll) * unroll - beyond
+    tiles = batch * cdiv(tokens, stretch)
+    launch = Prepared(
+        convolve_features if kernel == "forward" else differentiate_convolved, device, tiles * over_c,
+        (batch, tokens, *numbers, stretch),
+        H=heads, K=key_dim, V=value_dim, WIDTH=width, EPS=EPS, **constants, GROUP=group, BLOCK_K=block_k,
+        UNROLL=unroll, STRENGTHS=STRENGTHS, num_warps=_warps(group * block_k, width),
+    )  # fmt: skip
+    return launch, tiles
+
+
+def _warps(block: int, width: int) -> int:
+    """A thread holds a few numbers for each tap of each of its channels."""
+    return max(block * next_power_of_2(cdiv(width, 4)) // WARP, 1)
+
+
+def _are_too_wide(key_dim: int, width: int) -> bool:
+    """Whether heads are too wide to be read by one program."""
+    return _warps(next_power_of_2(key_dim), width) > LARGEST_WARPS
+
+
+def _find_constants(
+    weight: Tensor, cu_seqlens: Tensor | None, feature_map: str, l1: bool, reverse: int
+) -> dict[str, int]:  # fmt: skip
+    return {
+        "KIND": KINDS[feature_map], "L1": l1, "REVERSE": reverse, "READINGS": 2 if weight.dim() == 3 else 1,
+        "PACKED": cu_seqlens is not None,
+    }  # fmt: skip
+
+
+@custom_op("convolved_features")
+def convolved_features(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, num_heads: int, key_dim: int, feature_map: str, l1: bool,
+    reverse: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k [B, T, H, K], v [B, T, H, V] in x's dtype and beta [B, T, H] of x [B, T, 2 H K + H V + H or more].
+
+    Weight [2 H K + H V, W], the current token's tap last; two such weights give 2 B rows.
+    """
+    x, weight = channels_adjacent(x), weight.contiguous()
+    q, k, v, beta = _allocate(x, weight, num_heads, key_dim)
+    batch, tokens, _ = x.shape
+    launch, _ = _prepare(
+        "forward", x.device, batch, tokens, x.stride()[:2], weight.shape[-1], num_heads, key_dim, v.shape[3],
+        **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+    )  # fmt: skip
+    launch(x, weight, segment_of_tokens(x, cu_seqlens), q, k, v, beta)
+    return q, k, v, beta
+
+
+@convolved_features.register_fake
+def _(x, weight, cu_seqlens, num_heads, key_dim, feature_map, l1, reverse):
+    return _allocate(x, weight, num_heads, key_dim)
+
+
+def _allocate(x: Tensor, weight: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = x.shape[0] * (2 if weight.dim() == 3 else 1)
+    keys = rows, x.shape[1], heads, key_dim
+    v = x.new_empty((*keys[:-1], weight.shape[-2] // heads - 2 * key_dim))
+    return x.new_empty(keys), x.new_empty(keys), v, x.new_empty(keys[:-1], dtype=torch.float32)
+
+
+@custom_op("convolved_features_backward")
+def convolved_features_backward(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor,
+    feature_map: str, l1: bool, reverse: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and of the weight."""
+    x, weight = channels_adjacent(x), weight.contiguous()
+    batch, tokens, channels = x.shape
+    heads, key_dim = dq.shape[2:]
+    launch, tiles = _prepare(
+        "backward", x.device, batch, tokens, (*x.stride()[:2], channels), weight.shape[-1], heads, key_dim,
+        dv.shape[3], **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+    )  # fmt: skip
+    dx = x.new_empty(x.shape)
+    sums = x.new_empty((*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2]), dtype=torch.float32)
+    gradients = (y.contiguous() for y in (dq, dk, dv, d_beta))
+    launch(x, weight, segment_of_tokens(x, cu_seqlens), *gradients, dx, sums)
+    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT)
+
+
+@convolved_features_backward.register_fake
+def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, cu_seqlens, _, _, ctx.feature_map, ctx.l1, ctx.reverse = inputs
+    ctx.save_for_backward(x, weight, cu_seqlens)
+
+
+def _differentiate(ctx, dq, dk, dv, d_beta):
+    x, weight, cu_seqlens = ctx.saved_tensors
+    dx, dweight = convolved_features_backward(
+        x, weight, cu_seqlens, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, ctx.reverse
+    )
+    return dx, dweight, *(None,) * 6
+
+
+convolved_features.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def convolved_features_triton(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    num_heads: int,
+    key_dim: int,
+    feature_map: str,
+    key_norm: str,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    reverse: Reverse,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`convolved_features` as one kernel, whose gradient is one kernel, too.
+
+    Padded rows, rows that continue others, and heads that are too wide for one program are convolved first.
+    """
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
+    channels, width = weight.shape[-2:]
+    mixed = x[..., :channels]
+    if mask is not None or initial_state is not None or _are_too_wide(key_dim, width):
+        y, final = short_convolution_triton(
+            mixed, weight, None, activation=None, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, mask=mask, reverse=reverse,
+        )  # fmt: skip
+        logits = x[..., channels : channels + num_heads]
+        q, k, v, beta = head_features_triton(
+            y, logits=logits, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm
+        )
+        return q, k, v, beta, final
+    q, k, v, beta = convolved_features(
+        x, weight, cu_seqlens, num_heads, key_dim, feature_map, key_norm == "l1", number_of(reverse)
+    )
+    final = last_states(mixed, weight, None, cu_seqlens, reverse) if output_final_state else None
+    return q, k, v, beta, final
