@@ -84,6 +84,11 @@ def list_ops() -> tuple[str, ...]:
     return tuple(sorted(_BACKENDS))
 
 
+def list_stepped_ops() -> tuple[str, ...]:
+    """Names of the registered operations with a form for one token, sorted."""
+    return tuple(op for op in list_ops() if f"{op}_step" in _STEPS)
+
+
 def backends(op: str) -> tuple[Backend, ...]:
     """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
     found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op)

@@ -77,6 +77,16 @@ TRIALS: dict[str, Trial] = {
         mixed=("weight", "bias"),
         narrow=("branch",),
     ),
+    "convolved_features": Trial(
+        {"H": 2, "K": 64, "V": 64, "W": 4},
+        (
+            *(Case(variant, 70, has_state=False) for variant in ("plain", "elu_plus_one", "l1", "relu")),
+            *(Case("plain", 70, way, has_state=False) for way in WAYS),
+            Case("plain", 70, BOTH_WAYS, own_parameters=True, has_state=False),
+            *(Case("plain", 70, way, kind="composed") for way in ({}, *WAYS)),
+        ),
+        mixed=("weight",),
+    ),
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
         {"K": 64, "V": 64},

@@ -92,14 +92,14 @@ class Inputs:
         A convolution then reads all of its rows both ways, the other operations half of them either way.
         """
         state = self.initial_state
-        if self.op == "short_convolution":
+        if self.op in _READ_WHOLE:
             state = each(lambda x: torch.cat((x, 2 * x)), state)
         parameters = {name: torch.stack((x, 0.5 * x)) for name, x in self.parameters.items()}
         return replace(self, parameters=parameters, initial_state=state, own_parameters=True)
 
     def run_both_ways(self, **options: Any) -> tuple[Tensor, Any]:
         """What `reverse="second_half"` stands for: half of the rows is read forward, the other one turned round."""
-        is_whole = self.own_parameters and self.op == "short_convolution"
+        is_whole = self.own_parameters and self.op in _READ_WHOLE
         results = []
         for i, run in enumerate((Inputs.run, Inputs.run_turned)):
             part = replace(
@@ -115,7 +115,7 @@ class Inputs:
     def run(self, **options: Any) -> tuple[Tensor, Any]:
         """Output and final state of the operation; without a state, the first output and a tuple of the others."""
         call = {**self.sequences, **self.parameters, **self.options, **options}
-        function = getattr(kernels, self.op)
+        function = as_recurrence(self.op)
         if isinstance(self.initial_state, tuple) and not self.initial_state:
             output = function(**call)
             return (output, ()) if isinstance(output, Tensor) else (output[0], tuple(output[1:]))
@@ -133,6 +133,21 @@ class Inputs:
             output, state = self.step(t, state, **options)
             outputs.append(output)
         return torch.stack(outputs, 1), state
+
+
+# Convolutions, which with parameters for each direction read all rows both ways.
+_READ_WHOLE = ("convolved_features", "short_convolution")
+
+
+def as_recurrence(op: str) -> Callable[..., Any]:
+    """An operation with one output beside its final state."""
+    return convolved_features if op == "convolved_features" else getattr(kernels, op)
+
+
+def convolved_features(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """q, k, v and beta of each token side by side, [B, T, 2 H K + H V + H], and the final state."""
+    *features, beta, state = kernels.convolved_features(*args, **kwargs)
+    return torch.cat([*(x.flatten(2) for x in features), beta.to(features[0].dtype)], -1), state
 
 
 def _named(name: str, state: Any) -> dict[str, Tensor]:
@@ -340,6 +355,22 @@ def _short_convolution(draw: Draw, variant: str) -> Inputs:
         draw.normal(draw.rows, channels, width - 1),
         parameters={"weight": draw.normal(channels, width)} | bias,
         options={"activation": "silu" if variant == "silu" else None},
+    )
+
+
+@_maker("convolved_features", "plain", "elu_plus_one", "l1", "one_tap", "relu")
+def _convolved_features(draw: Draw, variant: str) -> Inputs:
+    heads, key_dim, value_dim, width = draw.size(H=3, K=5, V=4, W=1 if variant == "one_tap" else 4)
+    channels = heads * (2 * key_dim + value_dim)
+    features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {}
+    if variant in ("elu_plus_one", "relu"):
+        features["feature_map"] = variant
+    return Inputs(
+        "convolved_features",
+        {"x": draw.normal(draw.batch, draw.tokens, channels + heads + 2)},  # the last two channels are ignored
+        draw.normal(draw.rows, channels, width - 1),
+        parameters={"weight": draw.normal(channels, width)},
+        options={"num_heads": heads, "key_dim": key_dim, **features},
     )
 
 

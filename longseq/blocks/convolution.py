@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longseq.kernels import short_convolution, short_convolution_step
+from longseq.kernels import convolved_features, short_convolution, short_convolution_step
 from longseq.kernels.reading import Reverse
 from longseq.kernels.steps import backend_of_step
 
@@ -87,6 +87,25 @@ class ShortConvolution(nn.Module):
             backend=self.backend,
         )
         return y
+
+    def features(self, x: Tensor, state: Tensor | None = None, **options: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        """q, k, v and β of `x [B, T, channels + H + ...]`, and the state after the last real token.
+
+        The options are those of `convolved_features`, of which a layer without activation and bias is a part.
+        """
+        assert self.activation is self.bias is None
+        *features, state = convolved_features(
+            x, self.weight, initial_state=state, output_final_state=True, backend=self.backend, **options
+        )
+        assert state is not None
+        return tuple(features), state
+
+    def features_pair(self, backward: ShortConvolution, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        """q, k, v and β of x read forward by this layer and backward by another one: 2 B rows."""
+        assert self.activation is self.bias is None
+        weight = torch.stack((self.weight, backward.weight))
+        *features, _ = convolved_features(x, weight, reverse="second_half", backend=self.backend, **options)
+        return tuple(features)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one more token `x [B, channels]`."""

@@ -18,13 +18,21 @@ class AlignedLinear(nn.Linear):
     """`nn.Linear` that a GPU computes at a multiple of 16 outputs in half precision; its parameters keep their width.
 
     Widening the weight costs a copy of it, which sequences are worth, and one token is not. The result is a view of the
-    wider product.
+    wider product, or with `whole` that product itself, with channels behind those of the layer.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
         if self.out_features % ALIGNMENT == 0 or x.ndim < 3 or not gains_by_alignment(self.weight):
             return super().forward(x)
-        return functional.linear(x, *_align(self.weight, self.bias))[..., : self.out_features]
+        y = functional.linear(x, *_align(self.weight, self.bias))
+        return y if whole else y[..., : self.out_features]
+
+
+def project_whole(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Project by a layer, for readers who pass over channels behind its own: a view's gradient would be a copy."""
+    # What wraps the layer or hooks onto it (adapters, quantisation) counts on the layer's own channels.
+    is_alone = type(layer) is AlignedLinear and not layer._forward_hooks
+    return layer(x, whole=True) if is_alone else layer(x)
 
 
 def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.linear import AlignedLinear
+from longseq.blocks.linear import AlignedLinear, project_whole
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
@@ -45,7 +45,7 @@ class DeltaNet(Mixer):
     """
 
     paper = "DeltaNet (arXiv:2406.06484), section 3.3"
-    operations = ("short_convolution", "delta_rule")
+    operations = ("convolved_features", "delta_rule")
     reads_backwards = True
     reads_pairs = True
 
@@ -77,6 +77,11 @@ class DeltaNet(Mixer):
         self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
+    def project_in(self, x: Tensor) -> Tensor:
+        if self.in_proj is None or self.convolution is None:
+            return super().project_in(x)
+        return project_whole(self.in_proj, x)
+
     def scan(
         self,
         projected: Tensor,
@@ -87,27 +92,31 @@ class DeltaNet(Mixer):
         reverse: Reverse = False,
     ) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = (None, None) if state is None else state
-        mixed, logits = self._split(projected)
-        if self.convolution is not None:
-            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        o, memory = self._recur(mixed, logits, memory, cu_seqlens, mask, reverse)
+        if self.convolution is None:
+            features = self._features(*self._split(projected))
+        else:
+            features, convolution = self.convolution.features(
+                projected, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, **self._options
+            )
+        o, memory = self._recur(features, memory, cu_seqlens, mask, reverse)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        mixed, logits = self._split(projected)
         if self.convolution is None:
-            mixed = twice(mixed)
+            mixed, logits = self._split(projected)
+            features = self._features(twice(mixed), logits)
         else:
-            mixed = self.convolution.convolve_pair(backward.convolution, mixed, mask)
-        o, _ = self._recur(mixed, logits, None, None, None if mask is None else twice(mask), "second_half")
+            features = self.convolution.features_pair(backward.convolution, projected, mask=mask, **self._options)
+        o, _ = self._recur(features, None, None, None if mask is None else twice(mask), "second_half")
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(
-        self, mixed: Tensor, logits: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
         reverse: Reverse,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The recurrence over convolved tokens: `[B, T, H, K]` and the last memory."""
-        q, k, v, beta = self._features(mixed, logits)
+        """The recurrence over q, k, v and β: `[B, T, H, K]` and the last memory."""
+        q, k, v, beta = features
+        beta = self._scale(beta)
         self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         o, memory = delta_rule(
@@ -130,7 +139,8 @@ class DeltaNet(Mixer):
         mixed, logits = self._split(projected)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
-        o, memory = delta_rule_step(*self._features(mixed, logits), memory, backend=self.step_backend)
+        q, k, v, beta = self._features(mixed, logits)
+        o, memory = delta_rule_step(q, k, v, self._scale(beta), memory, backend=self.step_backend)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:
@@ -144,17 +154,21 @@ class DeltaNet(Mixer):
         mixed, logits = projected.split([3 * self.d_model, self.num_heads], dim=-1)
         return mixed, logits
 
-    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, beta = head_features(
-            mixed,
-            logits=logits,
-            num_heads=self.num_heads,
-            key_dim=self.head_dim,
-            feature_map=self.feature_map,
-            key_norm=self.key_norm,
-            backend=self.local_backend,
-        )
-        return q, k, v, 2 * beta if self.negative_eigenvalues else beta
+    @property
+    def _options(self) -> dict[str, Any]:
+        """How channels become features of heads."""
+        return {
+            "num_heads": self.num_heads,
+            "key_dim": self.head_dim,
+            "feature_map": self.feature_map,
+            "key_norm": self.key_norm,
+        }
+
+    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        return head_features(mixed, logits=logits, backend=self.local_backend, **self._options)
+
+    def _scale(self, beta: Tensor) -> Tensor:
+        return 2 * beta if self.negative_eigenvalues else beta
 
     def scan_flops(self, tokens: int) -> int:
         # Reading at the key, writing there and reading at the query take 2 K V each.

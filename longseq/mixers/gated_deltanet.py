@@ -57,7 +57,7 @@ class GatedDeltaNet(Mixer):
     """
 
     paper = "Gated DeltaNet (arXiv:2412.06464), section 3.4"
-    operations = ("short_convolution", "delta_rule")
+    operations = ("convolved_features", "delta_rule")
     reads_backwards = True
     reads_pairs = True
     undecayed = ("A_log", "dt_bias")
@@ -121,30 +121,35 @@ class GatedDeltaNet(Mixer):
         reverse: Reverse = False,
     ) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = (None, None) if state is None else state
-        mixed, logits, rate, gate = self._split(projected)
+        mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
-        if self.convolution is not None:
-            mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        o, memory = self._recur(mixed, logits, g, memory, cu_seqlens, mask, reverse)
+        if self.convolution is None:
+            features = self._features(*self._split_logits(mixed))
+        else:
+            features, convolution = self.convolution.features(
+                mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, **self._options
+            )
+        o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        mixed, logits, rate, gate = self._split(projected)
+        mixed, rate, gate = self._split(projected)
         A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
         g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
         if self.convolution is None:
-            mixed = twice(mixed)
+            mixed, logits = self._split_logits(mixed)
+            features = self._features(twice(mixed), logits)
         else:
-            mixed = self.convolution.convolve_pair(backward.convolution, mixed, mask)
-        o, _ = self._recur(mixed, logits, g, None, None, None if mask is None else twice(mask), "second_half")
+            features = self.convolution.features_pair(backward.convolution, mixed, mask=mask, **self._options)
+        o, _ = self._recur(features, g, None, None, None if mask is None else twice(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(
-        self, mixed: Tensor, logits: Tensor, g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
         mask: Tensor | None, reverse: Reverse,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The recurrence over convolved tokens: `[B, T, H, V]` and the last memory."""
-        q, k, v, beta = self._features(mixed, logits)
+        """The recurrence over q, k, v and β: `[B, T, H, V]` and the last memory."""
+        q, k, v, beta = features
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
         real = None if mask is None else mask.unsqueeze(-1)
@@ -166,11 +171,13 @@ class GatedDeltaNet(Mixer):
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = state
-        mixed, logits, rate, gate = self._split(projected)
+        mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
+        mixed, logits = self._split_logits(mixed)
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
-        o, memory = delta_rule_step(*self._features(mixed, logits), memory, g=g, backend=self.step_backend)
+        q, k, v, beta = self._features(mixed, logits)
+        o, memory = delta_rule_step(q, k, v, beta, memory, g=g, backend=self.step_backend)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:
@@ -179,24 +186,30 @@ class GatedDeltaNet(Mixer):
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)
         return GatedDeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution `[..., C]`, W_β x and W_a x `[..., H]`, the output gate `[..., H V]` if any."""
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What features are made of `[..., C + H]`, W_a x `[..., H]`, the output gate `[..., H V]` if any."""
         heads = self.num_heads
         gates = projected.shape[-1] - self.mixed_width - 2 * heads
-        mixed, logits, rate, gate = projected.split([self.mixed_width, heads, heads, gates], dim=-1)
-        return mixed, logits, rate, gate
+        mixed, rate, gate = projected.split([self.mixed_width + heads, heads, gates], dim=-1)
+        return mixed, rate, gate
 
-    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, beta = head_features(
-            mixed,
-            logits=logits,
-            num_heads=self.num_heads,
-            key_dim=self.key_dim,
-            feature_map=self.feature_map,
-            key_norm=self.key_norm,
-            backend=self.local_backend,
-        )
-        return q, k, v, beta
+    def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the convolution `[..., C]` and W_β x `[..., H]`."""
+        mixed, logits = mixed.split([self.mixed_width, self.num_heads], dim=-1)
+        return mixed, logits
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """How channels become features of heads."""
+        return {
+            "num_heads": self.num_heads,
+            "key_dim": self.key_dim,
+            "feature_map": self.feature_map,
+            "key_norm": self.key_norm,
+        }
+
+    def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        return head_features(mixed, logits=logits, backend=self.local_backend, **self._options)
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         y = y.flatten(-2)

@@ -26,7 +26,7 @@ from longseq.kernels.testing import (
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
 FORMS = [(op, backend) for op in list_ops() for backend in list_forms(op)]
 BACKENDS = FORMS + [(op, "reference") for op in list_ops()]
-TWICE_DIFFERENTIABLE = ("short_convolution",)  # whose torch form torch differentiates
+TWICE_DIFFERENTIABLE = ("convolved_features", "short_convolution")  # whose torch form torch differentiates
 CHUNKED = [op for op in list_ops() if takes_chunk_size(op)]
 
 quick = settings(max_examples=10, deadline=None, derandomize=True, database=None)
