@@ -11,6 +11,7 @@ same in every run.
 """
 
 from functools import lru_cache
+from math import gcd
 
 import torch
 import triton
@@ -182,11 +183,12 @@ def _gradient(
     slope = differentiate_map(z, 0)
     if KIND != 0:
         slope = tl.where(unit, differentiate_map(z, KIND), slope)
-    y = feature * scale
-    along = tl.where(unit & large, tl.sum(dy * y, 1)[:, None], 0.0)
+    along = tl.where(unit & large, tl.sum(dy * feature, 1)[:, None] * scale, 0.0)
     if L1:
-        y = tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
-    return (dy - along * y) * scale * slope
+        dy -= along * tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
+    else:
+        dy -= along * scale * feature
+    return dy * slope * scale
 
 
 @triton.jit
@@ -365,7 +367,7 @@ def _prepare(
 ) -> tuple[Prepared, int]:  # fmt: skip
     """The launch of a kernel and the number of stretches of tokens over all rows."""
     block_k = next_power_of_2(key_dim)
-    group = min(max(WARP // block_k, 1), next_power_of_2(heads))
+    group = gcd(max(WARP // block_k, 1), heads)
     over_c = 2 * cdiv(heads, group) + cdiv(heads * value_dim, group * key_dim)
     stretches = cdiv(PROGRAMS[kernel], max(batch * over_c, 1))
     # As many steps as are unrolled, with those that the walk takes beyond its stretch.

@@ -11,6 +11,7 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_tiles import MINUS_LOG2_E
 
 # Measured on an H200. Numbers of a program's block of one head, and of a warp's.
 BLOCK = 1024
@@ -35,10 +36,17 @@ def store_rows(y, row, stride, first, mask, values, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit
+def logistic(x):
+    """The sigmoid without a division, which takes a GPU eight instructions."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * MINUS_LOG2_E))
+    return root * root
+
+
+@triton.jit
 def map_channels(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
     """The feature map of a head, zero beyond its width."""
     if KIND == 0:
-        feature = x * tl.sigmoid(x)
+        feature = x * logistic(x)
     elif KIND == 1:
         feature = tl.maximum(x, 0.0)
     elif KIND == 2:
@@ -52,7 +60,7 @@ def map_channels(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 def differentiate_map(x, KIND: tl.constexpr):
     """The derivative of the feature map."""
     if KIND == 0:
-        gate = tl.sigmoid(x)
+        gate = logistic(x)
         slope = gate * (1.0 + x * (1.0 - gate))
     elif KIND == 1:
         slope = tl.where(x > 0.0, 1.0, 0.0)

@@ -24,7 +24,7 @@ from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
 from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, next_power_of_2
-from longseq.kernels.triton_tiles import direction, token_after
+from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those of two bytes were
 # measured on an H200.
@@ -37,7 +37,6 @@ PROGRAMS = {"forward": 16384, "backward": 4096}
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
 PLAIN = ["B", "T", "stretch"]
-MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
 @triton.jit
