@@ -46,9 +46,10 @@ UNROLL = {"forward": 4, "backward": 4}
 PROGRAMS = {"forward": 16384, "backward": 4096}
 LARGEST_WARPS = 8  # heads that need more are not read by one program
 STRENGTHS = 32  # tokens whose strengths are found together
+ALIGNMENT = 16  # numbers that rows of a gradient are a multiple of apart, so that a thread stores several at once
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
-PLAIN = ["B", "T", "stretch"]
+PLAIN = ["B", "T", "P", "stretch"]
 
 
 @triton.jit
@@ -72,7 +73,16 @@ def _place(T, stretch, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP:
         there = there & (column < K)
     over_t = tl.cdiv(T, stretch)
     first = (tile % over_t) * stretch
-    return tile.to(tl.int64), (tile // over_t).to(tl.int64), first, tl.minimum(first + stretch, T), part, head, channel, there
+    return (
+        tile.to(tl.int64),
+        (tile // over_t).to(tl.int64),
+        first,
+        tl.minimum(first + stretch, T),
+        part,
+        head,
+        channel,
+        there,
+    )
 
 
 @triton.jit
@@ -249,12 +259,12 @@ def convolve_features(
                 segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
             z = convolve(_of_segment(window, segments, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
             feature = _map(z, unit, K, BLOCK_K, KIND)
-            scale, large = _scale(feature, unit, EPS, L1)
-            _store_token(y_at, u + i - delay, width, first, end, channel, there, feature * scale)
+            feature *= _scale(feature, unit, EPS, L1)[0]
+            _store_token(y_at, u + i - delay, width, first, end, channel, there, feature)
             if READINGS == 2:
                 feature = _map(convolve(window, later_taps, 0.0, WIDTH), unit, K, BLOCK_K, KIND)
-                scale, large = _scale(feature, unit, EPS, L1)
-                _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature * scale)
+                feature *= _scale(feature, unit, EPS, L1)[0]
+                _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature)
 
 
 @triton.jit
@@ -278,7 +288,7 @@ def _store_token(y, t, step, first, end, channel, there, values):
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_convolved(
-    x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, P, stretch,
+    x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
@@ -290,7 +300,7 @@ def differentiate_convolved(
     C: tl.constexpr = (2 * K + V) * H
     tile, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
     x += row * x_row
-    dx += row * T * P
+    dx += row * T * dx_token
     if part == 0:
         for t in range(first, end, STRENGTHS):
             token, heads, inside = _place_strengths(first, end, t, head, H, GROUP, STRENGTHS)
@@ -298,11 +308,11 @@ def differentiate_convolved(
             d_strength = tl.load(d_beta + (row * T + token) * H + heads, mask=inside, other=0.0)
             if READINGS == 2:
                 d_strength += tl.load(d_beta + ((row + B) * T + token) * H + heads, mask=inside, other=0.0)
-            tl.store(dx + token * P + C + heads, d_strength * strength * (1.0 - strength), mask=inside)
+            tl.store(dx + token * dx_token + C + heads, d_strength * strength * (1.0 - strength), mask=inside)
             if head == 0:
                 for c in range(C + H, P, STRENGTHS):
                     spare = c + tl.arange(0, STRENGTHS)[None, :]
-                    tl.store(dx + token * P + spare, 0.0, mask=(token < end) & (spare < P))
+                    tl.store(dx + token * dx_token + spare, 0.0, mask=(token < end) & (spare < P))
 
     unit = part < 2
     dy = dv
@@ -352,7 +362,7 @@ def differentiate_convolved(
                 dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
                 d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
                 behind = accumulate(behind, later_taps, dz, WIDTH)
-            _store_token(dx, t, P, first, end, channel, there, behind[WIDTH - 1])
+            _store_token(dx, t, dx_token, first, end, channel, there, behind[WIDTH - 1])
     for k in tl.static_range(WIDTH):
         tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
         if READINGS == 2:
@@ -443,11 +453,11 @@ def convolved_features_backward(
     x, weight = channels_adjacent(x), weight.contiguous()
     batch, tokens, channels = x.shape
     heads, key_dim = dq.shape[2:]
+    dx = _allocate_gradient(x)
     launch, tiles = _prepare(
-        "backward", x.device, batch, tokens, (*x.stride()[:2], channels), weight.shape[-1], heads, key_dim,
-        dv.shape[3], **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+        "backward", x.device, batch, tokens, (*x.stride()[:2], dx.stride(1), channels), weight.shape[-1], heads,
+        key_dim, dv.shape[3], **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
     )  # fmt: skip
-    dx = x.new_empty(x.shape)
     sums = x.new_empty((*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2]), dtype=torch.float32)
     gradients = (y.contiguous() for y in (dq, dk, dv, d_beta))
     launch(x, weight, segment_of_tokens(x, cu_seqlens), *gradients, dx, sums)
@@ -456,7 +466,12 @@ def convolved_features_backward(
 
 @convolved_features_backward.register_fake
 def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+    return _allocate_gradient(x), weight.new_empty(weight.shape)
+
+
+def _allocate_gradient(x: Tensor) -> Tensor:
+    batch, tokens, channels = x.shape
+    return x.new_empty((batch, tokens, cdiv(channels, ALIGNMENT) * ALIGNMENT))[..., :channels]
 
 
 def _setup_context(ctx, inputs, output):
