@@ -4,7 +4,7 @@ from torch import nn
 
 from longseq import mixers
 from longseq.blocks import linear
-from longseq.blocks.linear import AlignedLinear, project_pair
+from longseq.blocks.linear import AlignedLinear, project_pair, project_whole
 
 
 @pytest.fixture
@@ -79,6 +79,33 @@ def test_mixers_read_a_padded_projection(aligned, name):
     aligned.clear()
     expected = torch.stack([step for step, _ in steps(mixer, x)], 1)
     torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("convolution_width", [0, 4])
+def test_deltanet_reads_the_wider_product_as_it_is(aligned, convolution_width):
+    plain, wide = (
+        mixers.create("deltanet", 24, num_heads=3, convolution_width=convolution_width).double() for _ in range(2)
+    )
+    wide.load_state_dict(plain.state_dict())
+    plain.in_proj = nn.Linear(24, 75, bias=False).double()
+    plain.in_proj.weight.data = wide.in_proj.weight.data
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    assert [m.project_in(x).shape[-1] for m in (plain, wide)] == [75, 80 if convolution_width else 75]
+    results = []
+    for mixer in (plain, wide):
+        y, state = mixer(x)
+        results.append([y, *state[1:], *torch.autograd.grad(y.sin().sum(), list(mixer.parameters()))])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_what_hooks_onto_a_projection_sees_its_own_width(aligned):
+    layer, seen = AlignedLinear(5, 13), []
+    x = torch.randn(2, 3, 5)
+    assert project_whole(layer, x).shape[-1] == 16
+    layer.register_forward_hook(lambda module, args, y: seen.append(y.shape[-1]))
+    assert project_whole(layer, x).shape[-1] == 13
+    assert seen == [13]
+    assert project_whole(nn.Linear(5, 13), x).shape[-1] == 13
 
 
 def steps(mixer, x):

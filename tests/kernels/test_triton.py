@@ -25,6 +25,7 @@ from longseq.kernels.dispatch import backends
 from longseq.kernels.testing import (
     Inputs,
     assert_accurate,
+    convolved_features,
     error,
     gradients,
     list_variants,
@@ -101,6 +102,7 @@ def test_reading_in_reverse(interpreted, op, bounds):
         ("longhorn_scan", "plain", 18),  # more than a checkpoint's
         ("selective_scan", "plain", 18),
         ("short_convolution", "silu", 35),
+        ("convolved_features", "plain", 35),
         ("slot_attention", "write", 35),
     ],
 )
@@ -750,6 +752,10 @@ GPU_SHAPES = [
     ("selective_scan", 3, 500, 100, 5),
     ("short_convolution", 2, 197, 1152, 4),
     ("short_convolution", 3, 1000, 100, 3),
+    # channels of the queries are heads times entries, and a head has as many keys as values
+    ("convolved_features", 2, 197, 384, 64),
+    ("convolved_features", 3, 1000, 100, 50),
+    ("convolved_features", 1, 4097, 1024, 256),
     # channels are heads times entries, and a head has as many keys as values
     ("delta_rule", 2, 197, 384, 64),
     ("delta_rule", 1, 4097, 256, 64),
@@ -866,6 +872,13 @@ def gpu_arguments(op, batch, tokens, channels, entries, dtype):
     if op == "variational_linear_attention":
         arguments = variational_arguments(normal, batch, tokens, channels // entries, entries, entries)
         return variational_linear_attention, arguments
+    if op == "convolved_features":
+        heads, channels = channels // entries, 3 * channels
+
+        def features(**arguments):
+            return convolved_features(**arguments, num_heads=heads, key_dim=entries)
+
+        return features, {"x": normal(batch, tokens, channels + heads + 3), "weight": normal(channels, 4)}
     x = normal(batch, tokens, channels)
     if op == "short_convolution":
         return short_convolution, {"x": x, "weight": normal(channels, entries), "bias": normal(channels)}

@@ -7,12 +7,13 @@ import torch
 
 from longseq import kernels, mixers
 from longseq.kernels import explain, list_ops
+from longseq.kernels.dispatch import list_stepped_ops
 from longseq.kernels.recurrence import each
 from longseq.kernels.steps import TRITON_STEP_WIDTH
 from longseq.kernels.testing import assert_accurate, error, list_variants, make_inputs, results, step_results
 from longseq.state import state_tensors
 
-CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
+CASES = [(op, variant) for op in list_stepped_ops() for variant in list_variants(op)]
 LARGEST_OF_FLOAT16 = torch.finfo(torch.float16).max
 # Sizes that fill no block, and those that one program cannot hold at once: of each dimension the longest allowed.
 ODD = [
@@ -128,7 +129,7 @@ def test_small_shares_and_decays_are_not_lost_in_rounding(interpreted):
     torch.testing.assert_close(actual["final_state[0]"].double(), exact["final_state[0]"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_strided_inputs_and_the_given_state_are_left_as_they_are(interpreted, op):
     inputs = draw(op, batch=3, tokens=1)
     # of all rows the same state, as expand makes it
@@ -150,7 +151,7 @@ def leaves(returned):
     return list(results(*returned).values())
 
 
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -164,7 +165,7 @@ def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
                 assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_a_wanted_gradient_is_refused_and_auto_gives_it(interpreted, op):
     inputs = draw(op, tokens=1).map(lambda x: x.requires_grad_())
     with pytest.raises(ValueError, match="has no gradient, and an input requires one") as caught:
@@ -177,7 +178,7 @@ def test_a_wanted_gradient_is_refused_and_auto_gives_it(interpreted, op):
         assert not inputs.step(0, inputs.initial_state, backend="triton")[0].requires_grad
 
 
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_states_of_another_precision_are_refused(interpreted, op):
     inputs = draw(op, tokens=1)
     for dtype, words in ((torch.bfloat16, "keeps states in float32"), (torch.float64, "backend='torch'")):
@@ -188,7 +189,7 @@ def test_states_of_another_precision_are_refused(interpreted, op):
         assert (o.dtype, leaves((o, after))[1].dtype) == (torch.float32, dtype)
 
 
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_steps_are_no_operations_but_answer_like_them(op):
     step = f"{op}_step"
     assert step not in list_ops()
@@ -221,7 +222,7 @@ def test_states_too_wide_for_a_program_are_refused(op, held):
     assert explain(f"{op}_step", device="cuda", sizes={held: TRITON_STEP_WIDTH})["triton"] == []
 
 
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_each_tensor_of_another_size_is_refused_by_name(op):
     inputs = make_inputs(op, tokens=1)
     for name, tensor in inputs.tensors.items():
@@ -232,7 +233,7 @@ def test_each_tensor_of_another_size_is_refused_by_name(op):
             assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("op", [op for op in list_ops() if isinstance(make_inputs(op).initial_state, tuple)])
+@pytest.mark.parametrize("op", [op for op in list_stepped_ops() if isinstance(make_inputs(op).initial_state, tuple)])
 def test_a_state_of_other_parts_is_refused(op):
     inputs = make_inputs(op, tokens=1)
     with pytest.raises(ValueError, match=f"^{op}_step: state is a Tensor, but must be a tuple of"):
@@ -311,7 +312,7 @@ def test_real_sizes_on_the_gpu(op, variant, batch, sizes, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_cuda_graph_takes_one_step_after_another(op):
     inputs = draw(op, tokens=4).to("cuda")
     expected = step_results(inputs, backend="triton")  # compiles the kernel, which a capture cannot
@@ -332,7 +333,7 @@ def test_cuda_graph_takes_one_step_after_another(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", list_ops())
+@pytest.mark.parametrize("op", list_stepped_ops())
 def test_compiled_steps_on_the_gpu(op):
     inputs = draw(op, tokens=1).to("cuda")
     torch._dynamo.reset()

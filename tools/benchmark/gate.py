@@ -24,7 +24,7 @@ PEER_FACTOR = 32
 # The hardware's exp and sigmoid count in float32 alone.
 SLACK = 64 * torch.finfo(torch.float32).eps
 
-Function = Callable[[Tensors], Tensor]
+Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 
 class Verdict(NamedTuple):
@@ -42,9 +42,11 @@ class Gate:
         self.inputs = work.reduce().make(dtype, device)
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
-        output = call_op(self.inputs, self.options, "torch")(tensors_of(self.inputs))
+        outputs = call_op(self.inputs, self.options, "torch")(tensors_of(self.inputs))
         # Random signs: of weights in order, half of a sum over time would cancel the other half.
-        self.weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        self.weights = [
+            torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for y in outputs
+        ]
         self.exact = self._differentiate(call_op(self.inputs, self.options, "torch"), torch.float64)
         plain = self._differentiate(call_op(self.inputs, self.options, "torch"), dtype)
         self.bar = {name: error(value.to(dtype), self.exact[name]) for name, value in plain.items()}
@@ -61,8 +63,8 @@ class Gate:
         if not peer.same:
             return Verdict(True, "another operation")
 
-        def run(tensors: Tensors) -> Tensor:
-            return peer.restore(peer.run(peer.prepare(tensors), self.options))
+        def run(tensors: Tensors) -> tuple[Tensor, ...]:
+            return (peer.restore(peer.run(peer.prepare(tensors), self.options)),)
 
         return self._judge(run, PEER_FACTOR)
 
@@ -80,16 +82,17 @@ class Gate:
         return Verdict(True, f"right: {words}" + (f"; {', '.join(changed)} differ by run" if changed else ""))
 
     def _differentiate(self, function: Function, dtype: torch.dtype) -> Tensors:
-        """The output and the gradient of every tensor."""
+        """The outputs and the gradient of every tensor."""
         leaves = {
             name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x
             for name, x in tensors_of(self.inputs).items()
         }
-        output = function(leaves)
+        outputs = function(leaves)
         wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-        gradients = torch.autograd.grad(output, list(wanted.values()), self.weights.to(output.dtype))
+        weights = [weight.to(y.dtype) for weight, y in zip(self.weights, outputs, strict=True)]
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), weights)
         named = {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
-        return {"output": output.detach(), **named}
+        return {f"output {i}" if i else "output": y.detach() for i, y in enumerate(outputs)} | named
 
 
 def tensors_of(inputs: Inputs) -> Tensors:
@@ -104,14 +107,14 @@ def options_of(inputs: Inputs, work: Work) -> dict[str, Any]:
 
 
 def call_op(inputs: Inputs, options: Mapping[str, Any], backend: str) -> Function:
-    """One of our operations as a function of its tensors."""
+    """One of our operations as a function from its tensors to its outputs."""
     operation = getattr(kernels, inputs.op)
 
-    def run(tensors: Tensors) -> Tensor:
+    def run(tensors: Tensors) -> tuple[Tensor, ...]:
         state = options.get("initial_state")
         given = dict(options)
         if isinstance(state, Tensor):
             given["initial_state"] = state.to(next(iter(tensors.values())).dtype)
-        return operation(**tensors, **given, backend=backend)[0]
+        return operation(**tensors, **given, backend=backend)[:-1]
 
     return run

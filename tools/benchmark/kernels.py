@@ -6,7 +6,7 @@ import gc
 import importlib
 import pkgutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from longseq import kernels
 from longseq.kernels import explain
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
-from longseq.tools.benchmark.gate import Gate, Verdict, call_op, options_of, tensors_of
+from longseq.tools.benchmark.gate import Function, Gate, Verdict, call_op, options_of, tensors_of
 from longseq.tools.benchmark.measure import (
     Outcome,
     Run,
@@ -60,18 +60,18 @@ class _Contestant(NamedTuple):
 
     name: str
     leaves: Tensors
-    function: Callable[[Tensors], Tensor]
+    function: Function
     modules: tuple[str, ...]  # with the kernels that its first call compiles
     peer: Peer | None = None
 
-    def forward(self) -> Tensor:
+    def forward(self) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return self.function(self.leaves)
 
     def both(self) -> tuple[Tensor, ...]:
-        output = self.function(self.leaves)
+        outputs = self.function(self.leaves)
         wanted = [x for x in self.leaves.values() if x.requires_grad]
-        return torch.autograd.grad(output, wanted, torch.ones_like(output))
+        return torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def find_modules(op: str) -> tuple[str, ...]:
     return tuple(module.name for module in found if ".triton_" in module.name)
 
 
-def _bind(peer: Peer, options: Mapping[str, Any]) -> Callable[[Tensors], Tensor]:
-    return lambda tensors: peer.run(tensors, options)
+def _bind(peer: Peer, options: Mapping[str, Any]) -> Function:
+    return lambda tensors: (peer.run(tensors, options),)
 
 
 def _leaf(x: Tensor) -> Tensor:

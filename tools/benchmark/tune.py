@@ -170,9 +170,9 @@ class Trial:
 
     def call(self) -> tuple[Tensor, ...]:
         """Forward and backward at full size."""
-        output = self.function(self.leaves)
+        outputs = self.function(self.leaves)
         wanted = [x for x in self.leaves.values() if x.requires_grad]
-        return torch.autograd.grad(output, wanted, torch.ones_like(output))
+        return torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
 
     def measure(self) -> float:
         """The median milliseconds; infinite for a call that fails."""

@@ -80,6 +80,7 @@ TABLE = (
 OWN = (
     _heads("delta_rule", "gated", 8, 2048, 16, 128),
     Work("short_convolution", {"B": 8, "T": 2048, "D": 4096, "W": 4}, "silu"),
+    Work("convolved_features", {"B": 16, "T": 2048, "H": 8, "K": 128, "V": 128, "W": 4}, "plain"),
     _heads("delta_rule", "plain", 1, 2048, 4, 128),
 )
 TINY = (
@@ -89,6 +90,7 @@ TINY = (
     _scan("longhorn_scan", 1, 40, 8, 4),
     _scan("selective_scan", 1, 40, 8, 4),
     Work("short_convolution", {"B": 1, "T": 40, "D": 8, "W": 4}, "silu"),
+    Work("convolved_features", {"B": 1, "T": 40, "H": 2, "K": 4, "V": 4, "W": 4}, "plain"),
     _heads("variational_linear_attention", "plain", 1, 40, 2, 16),
     Work("recursive_least_squares", {"B": 1, "T": 40, "H": 2, "K": 16}, "plain"),
     Work("orthogonal_recurrence", {"B": 1, "T": 40, "H": 2, "M": 8, "D": 8}, "plain"),
