@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch import nn
 
-from longseq.blocks.patches import PatchEmbed
+from longseq.blocks import patches
+from longseq.blocks.patches import PatchEmbed, PatchProjection
 
 
 def build(**options):
@@ -56,3 +58,46 @@ def test_the_patch_size_can_change_unless_patches_overlap():
         overlapping.set_input_size(patch_size=(4, 4))
     overlapping.set_input_size(img_size=(64, 64))
     assert overlapping.grid_size == (15, 15)
+
+
+@pytest.mark.parametrize("size", [(3, 32, 16), (2, 21, 30)])
+def test_patches_side_by_side_are_projected_by_one_product(monkeypatch, size):
+    projection = PatchProjection(size[0], 6, (8, 4), (8, 4))
+    image = torch.randn(2, *size, requires_grad=True)
+    weights = projection.weight, projection.bias, image
+
+    def run():
+        tokens = projection(image)
+        return tokens, *torch.autograd.grad(tokens.square().sum(), weights)
+
+    expected = run()
+    monkeypatch.setattr(patches, "gains_by_alignment", lambda weight: True)
+    monkeypatch.setattr(nn.Conv2d, "forward", None)
+    for found, wanted in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_another_patch_size_leaves_the_projection_a_product():
+    embed = build()
+    before = embed.proj.weight
+    embed.eval().set_input_size(img_size=(16, 16), patch_size=(4, 4))
+    assert isinstance(embed.proj, PatchProjection)
+    assert embed.proj.weight is not before
+    assert not embed.proj.training
+    assert {name for name, _ in embed.named_parameters()} == {"proj.weight", "proj.bias"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("patch", "stride"), [(16, 16), (16, 8)])
+def test_patches_on_a_gpu_are_those_of_a_convolution(patch, stride):
+    projection = PatchProjection(3, 192, patch, stride).cuda()
+    image = torch.randn(8, 3, 224, 224, device="cuda")
+
+    def run(dtype):
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            tokens = projection(image)
+        assert tokens.dtype == dtype
+        return tokens, *torch.autograd.grad(tokens.float().square().mean(), (projection.weight, projection.bias))
+
+    for found, wanted in zip(run(torch.bfloat16), run(torch.float32), strict=True):
+        assert (found - wanted).norm() < 1e-2 * wanted.norm()
