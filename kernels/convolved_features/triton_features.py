@@ -510,13 +510,13 @@ def convolved_features_triton(
     """
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
     channels, width = weight.shape[-2:]
-    mixed = x[..., :channels]
     if mask is not None or initial_state is not None or _are_too_wide(key_dim, width):
+        # By one split, whose gradient is one copy.
+        mixed, logits, _ = x.split([channels, num_heads, x.shape[-1] - channels - num_heads], -1)
         y, final = short_convolution_triton(
             mixed, weight, None, activation=None, initial_state=initial_state, output_final_state=output_final_state,
             cu_seqlens=cu_seqlens, mask=mask, reverse=reverse,
         )  # fmt: skip
-        logits = x[..., channels : channels + num_heads]
         q, k, v, beta = head_features_triton(
             y, logits=logits, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm
         )
@@ -524,5 +524,5 @@ def convolved_features_triton(
     q, k, v, beta = convolved_features(
         x, weight, cu_seqlens, num_heads, key_dim, feature_map, key_norm == "l1", number_of(reverse)
     )
-    final = last_states(mixed, weight, None, cu_seqlens, reverse) if output_final_state else None
+    final = last_states(x[..., :channels], weight, None, cu_seqlens, reverse) if output_final_state else None
     return q, k, v, beta, final
