@@ -3,7 +3,8 @@
 Every operation, and its form for one token `<op>_step`, takes `backend`: "auto" runs the first backend without a reason
 against it, a name runs that backend or raises ValueError with the reasons. `explain(op, device=...)` returns the
 reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `silu_product` and `token_loss` stand
-around them: they read each token alone, and have no state.
+around them: they read each token alone, and have no state. `convolved_features` has no step: it is `short_convolution`
+and `head_features`, which one token takes.
 """
 
 from longseq.kernels.add_norm import add_norm

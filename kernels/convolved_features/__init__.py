@@ -60,18 +60,20 @@ def convolved_features(
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """`short_convolution` of the channels of queries, keys and values, and `head_features` of what it gives, in one.
+    """Convolve the channels of queries, keys and values, and take the features of heads from them, in one operation.
 
-        z_t = Σ_j weight[:, j] ⊙ x_{t-W+1+j};   q, k, v = z;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v)
-        β = sigmoid(logits)
+        z_t = Σ_j weight[:, j] ⊙ x_{t-W+1+j},   j = 0 ... W-1
+        q, k, v = z;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v);   β = sigmoid(logits)
 
-    Shapes: x [B, T, C + H + ...] with C = 2 H K + H V channels that are convolved, H = `num_heads` logits, which are
-    not, and any number of channels behind them, which are ignored; weight [C, W]; q, k [B, T, H, K]; v [B, T, H, V];
-    β [B, T, H]; states [B, C, W-1]. Where `mask` is False, q, k and v are the features of z = 0. With weight [2, C, W]
-    and reverse="second_half" there are 2 B rows of q, k, v, β and states. All else is as there: K = `key_dim`,
-    `feature_map` and `key_norm` as in `head_features`; the state, `cu_seqlens`, `mask` and `reverse` as in
-    `short_convolution`. Arithmetic, β and state are float32, or float64 for float64 inputs; q, k and v have x's dtype.
-    Returns (q, k, v, β, final state or None). It has no step of its own: one token takes those two operations.
+    This is `short_convolution`, where the state, `cu_seqlens`, `mask` and `reverse` are described, and then
+    `head_features`, where `feature_map` φ and `key_norm` are. Where `mask` is False, q, k and v are the features of
+    z = 0. One token has no operation of its own: it takes those two.
+
+    Shapes: x [B, T, C + H + any], in this order the C = 2 H K + H V channels that are convolved, the H = `num_heads`
+    logits, which are not, and others, which are ignored; weight [C, W]; q, k [B, T, H, K] with K = `key_dim`; v [B, T,
+    H, V]; β [B, T, H]; states [B, C, W-1]. With weight [2, C, W] and reverse="second_half" q, k, v, β and the states
+    have 2 B rows. q, k and v have x's dtype; arithmetic, β and state are float32, or float64 for float64 inputs.
+    Returns (q, k, v, β, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
     """

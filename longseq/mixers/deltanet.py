@@ -78,9 +78,7 @@ class DeltaNet(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def project_in(self, x: Tensor) -> Tensor:
-        if self.in_proj is None or self.convolution is None:
-            return super().project_in(x)
-        return project_whole(self.in_proj, x)
+        return super().project_in(x) if self.in_proj is None else project_whole(self.in_proj, x)
 
     def scan(
         self,
@@ -151,7 +149,8 @@ class DeltaNet(Mixer):
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the convolution `[..., 3 d_model]` and W_β x `[..., H]`."""
-        mixed, logits = projected.split([3 * self.d_model, self.num_heads], dim=-1)
+        widths = [3 * self.d_model, self.num_heads]
+        mixed, logits, _ = projected.split([*widths, projected.shape[-1] - sum(widths)], dim=-1)
         return mixed, logits
 
     @property

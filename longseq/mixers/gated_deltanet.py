@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.linear import AlignedLinear
+from longseq.blocks.linear import AlignedLinear, project_whole
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
@@ -94,8 +94,9 @@ class GatedDeltaNet(Mixer):
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.mixed_width = 2 * self.key_width + self.value_width
-        gate_width = self.value_width if output_gate else 0
-        self.in_proj = AlignedLinear(d_model, self.mixed_width + 2 * self.num_heads + gate_width, bias=False)
+        # What features are made of, the rates of decay, the output gate.
+        self.widths = [self.mixed_width + self.num_heads, self.num_heads, self.value_width if output_gate else 0]
+        self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.convolution = (
             ShortConvolution(self.mixed_width, convolution_width, activation=None, backend=backend)
             if convolution_width > 0
@@ -110,6 +111,9 @@ class GatedDeltaNet(Mixer):
     def init_recurrence(self) -> None:
         draw_decay_rates(self.A_log)
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
+
+    def project_in(self, x: Tensor) -> Tensor:
+        return super().project_in(x) if self.in_proj is None else project_whole(self.in_proj, x)
 
     def scan(
         self,
@@ -188,9 +192,7 @@ class GatedDeltaNet(Mixer):
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What features are made of `[..., C + H]`, W_a x `[..., H]`, the output gate `[..., H V]` if any."""
-        heads = self.num_heads
-        gates = projected.shape[-1] - self.mixed_width - 2 * heads
-        mixed, rate, gate = projected.split([self.mixed_width + heads, heads, gates], dim=-1)
+        mixed, rate, gate, _ = projected.split([*self.widths, projected.shape[-1] - sum(self.widths)], dim=-1)
         return mixed, rate, gate
 
     def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:

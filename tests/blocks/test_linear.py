@@ -82,20 +82,19 @@ def test_mixers_read_a_padded_projection(aligned, name):
 
 
 @pytest.mark.parametrize("convolution_width", [0, 4])
-def test_deltanet_reads_the_wider_product_as_it_is(aligned, convolution_width):
-    plain, wide = (
-        mixers.create("deltanet", 24, num_heads=3, convolution_width=convolution_width).double() for _ in range(2)
-    )
-    wide.load_state_dict(plain.state_dict())
-    plain.in_proj = nn.Linear(24, 75, bias=False).double()
-    plain.in_proj.weight.data = wide.in_proj.weight.data
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+def test_mixers_pass_over_the_rest_of_a_wider_product(aligned, name, convolution_width):
+    mixer = mixers.create(name, 24, num_heads=3, convolution_width=convolution_width).double()
+    own, wide = mixer.in_proj, mixer.in_proj.out_features + -mixer.in_proj.out_features % 16
     x = torch.randn(2, 9, 24, dtype=torch.float64)
-    assert [m.project_in(x).shape[-1] for m in (plain, wide)] == [75, 80 if convolution_width else 75]
+    assert mixer.project_in(x).shape[-1] == wide > own.out_features
     results = []
-    for mixer in (plain, wide):
+    for projection in (nn.Linear(24, own.out_features, bias=False).double(), own):
+        projection.load_state_dict(own.state_dict())
+        mixer.in_proj = projection
         y, state = mixer(x)
-        results.append([y, *state[1:], *torch.autograd.grad(y.sin().sum(), list(mixer.parameters()))])
-    torch.testing.assert_close(results[1], results[0])
+        results.append([y, state.memory, *torch.autograd.grad(y.sin().sum(), list(mixer.parameters()))])
+    torch.testing.assert_close(*results)
 
 
 def test_what_hooks_onto_a_projection_sees_its_own_width(aligned):

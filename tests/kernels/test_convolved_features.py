@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longseq.kernels import convolved_features, explain, head_features, short_convolution
+from longseq.kernels import convolved_features, explain, head_features, self_test, short_convolution
 from longseq.kernels.testing import assert_accurate, assert_equal_up_to_rounding, error, gradients, make_inputs, results
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -60,14 +60,18 @@ def test_the_kernel_is_two_operations(interpreted, way, with_state):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"H": 1, "K": 33, "V": 70}, {"H": 5, "K": 2, "V": 1, "W": 5}, {"K": 130, "V": 3}], ids=str
+    ("way", "sizes"),
+    [
+        ("dense", {"H": 5, "K": 2, "V": 1, "W": 5}),
+        ("packed_reversed", {"H": 2, "K": 130, "V": 3}),
+        ("pair", {"H": 1, "K": 33, "V": 70}),
+    ],
 )
-@pytest.mark.parametrize("way", ["dense", "packed_reversed", "pair"])
 def test_the_kernel_of_odd_widths_over_several_stretches(interpreted, way, sizes):
     options = {"initial_state": None, **WAYS[way]}
     if "cu_seqlens" in options:
-        options["cu_seqlens"] = torch.tensor([0, 3, 40, 50])
-    inputs = draw(way, dtype=torch.float32, tokens=50, sizes=sizes)
+        options["cu_seqlens"] = torch.tensor([0, 3, 40, 45])
+    inputs = draw(way, dtype=torch.float32, batch=1, tokens=45, sizes=sizes)
     exact, plain = gradients(inputs.map(Tensor.double), **options), gradients(inputs, backend="torch", **options)
     for name, value in gradients(inputs, backend="triton", **options).items():
         assert_accurate(value, plain[name], exact[name], name)
@@ -128,6 +132,17 @@ def test_precisions(interpreted, way, backend, dtype):
     for name, value in gradients(inputs, backend=backend, **WAYS[way]).items():
         # The interpreter cuts bfloat16 off, where a GPU rounds; masked rows are rounded between the two operations.
         assert error(value, exact[name]) <= 4 * torch.finfo(dtype).eps, name
+
+
+def test_calls_that_are_composed_are_tested_as_such(interpreted, monkeypatch):
+    kinds = []
+    monkeypatch.setattr(self_test, "failures", lambda *call: kinds.append(call[-1]) or [])
+    inputs = draw(dtype=torch.float32)
+    for options in ({"initial_state": None}, {"initial_state": None, "mask": MASK}, {}):
+        inputs.run(backend="triton", **options)
+    assert kinds == ["", "composed", "composed"]
+    cases = self_test.TRIALS["convolved_features"].cases
+    assert all(case.has_state == (case.kind == "composed") for case in cases)
 
 
 @pytest.mark.parametrize(

@@ -436,7 +436,6 @@ def test_every_kernel_has_its_trial():
         *(("linear_attention", "plain", ""), ("slot_attention", "plain", ""), ("slot_attention", "write", "write")),
         *((op, "plain", "") for op in ("selective_scan", "orthogonal_recurrence", "recursive_least_squares")),
         *(("variational_linear_attention", "plain", ""), ("short_convolution", "silu", "")),
-        ("convolved_features", "elu_plus_one", "composed"),  # as all calls here, it begins from a state
     ],
 )
 @pytest.mark.parametrize("mixed", [False, True])
