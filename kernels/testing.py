@@ -365,11 +365,13 @@ def _convolved_features(draw: Draw, variant: str) -> Inputs:
     features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {}
     if variant in ("elu_plus_one", "relu"):
         features["feature_map"] = variant
+    # Heads of which relu leaves next to nothing would magnify every rounding.
+    shift = 0.5 if variant == "relu" else 0.0
     return Inputs(
         "convolved_features",
-        {"x": draw.normal(draw.batch, draw.tokens, channels + heads + 2)},  # the last two channels are ignored
-        draw.normal(draw.rows, channels, width - 1),
-        parameters={"weight": draw.normal(channels, width)},
+        {"x": draw.normal(draw.batch, draw.tokens, channels + heads + 2) + shift},  # the last two channels are ignored
+        draw.normal(draw.rows, channels, width - 1) + shift,
+        parameters={"weight": draw.normal(channels, width) + shift},
         options={"num_heads": heads, "key_dim": key_dim, **features},
     )
 

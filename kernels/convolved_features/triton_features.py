@@ -39,10 +39,10 @@ from longseq.kernels.short_convolution.triton_convolution import (
 )
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
 
-# Channels of a program's block for each warp, tokens whose loads are issued together, and the programs that rows are
-# cut into stretches for; backward writes and reads partial sums of each.
+# Measured on an H200. Channels of a program's block for each warp, tokens whose loads are issued together, by readings,
+# and the programs that rows are cut into stretches for; backward writes and reads partial sums of each.
 WARP = 128
-UNROLL = {"forward": 4, "backward": 4}
+UNROLL = {"forward": (4, 8), "backward": (4, 4)}
 PROGRAMS = {"forward": 16384, "backward": 4096}
 LARGEST_WARPS = 8  # heads that need more are not read by one program
 STRENGTHS = 32  # tokens whose strengths are found together
@@ -381,7 +381,7 @@ def _prepare(
     over_c = 2 * cdiv(heads, group) + cdiv(heads * value_dim, group * key_dim)
     stretches = cdiv(PROGRAMS[kernel], max(batch * over_c, 1))
     # As many steps as are unrolled, with those that the walk takes beyond its stretch.
-    unroll, beyond = UNROLL[kernel], width - 1
+    unroll, beyond = UNROLL[kernel][constants["READINGS"] - 1], width - 1
     stretch = cdiv(max(cdiv(tokens, stretches), 8 * width) + beyond, unroll) * unroll - beyond
     tiles = batch * cdiv(tokens, stretch)
     launch = Prepared(
