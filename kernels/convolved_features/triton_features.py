@@ -228,14 +228,7 @@ def convolve_features(
                 tl.store(beta + at, tl.sigmoid(logit), mask=inside)
 
     unit = part < 2
-    y = v
-    width = H * V
-    if part == 0:
-        y = q
-        width = H * K
-    if part == 1:
-        y = k
-        width = H * K
+    y, width = _of_part(part, q, k, v, H, K, V)
     weight += part * H * K * WIDTH
     x += part * H * K
     back = _is_backward(row, B, REVERSE, READINGS)
@@ -265,6 +258,20 @@ def convolve_features(
                 feature = _map(convolve(window, later_taps, 0.0, WIDTH), unit, K, BLOCK_K, KIND)
                 feature *= _scale(feature, unit, EPS, L1)[0]
                 _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature)
+
+
+@triton.jit
+def _of_part(part, q, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Of three tensors the one of this part, and how many of its channels a token has."""
+    tensor = v
+    width = H * V
+    if part == 0:
+        tensor = q
+        width = H * K
+    if part == 1:
+        tensor = k
+        width = H * K
+    return tensor, width
 
 
 @triton.jit
@@ -315,14 +322,7 @@ def differentiate_convolved(
                     tl.store(dx + token * dx_token + spare, 0.0, mask=(token < end) & (spare < P))
 
     unit = part < 2
-    dy = dv
-    width = H * V
-    if part == 0:
-        dy = dq
-        width = H * K
-    if part == 1:
-        dy = dk
-        width = H * K
+    dy, width = _of_part(part, dq, dk, dv, H, K, V)
     weight += part * H * K * WIDTH
     x += part * H * K
     dx += part * H * K
