@@ -21,7 +21,7 @@ BOTH_WAYS = number_of("second_half")
 ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read many at a time
 # By bytes of a number: rows and channels of a program's block, warps. Not measured yet.
 LAUNCHES = {
-    2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(64, 128, 4, 2)},
+    2: {"find_rates": Launch(128, 128, 8, 1), "differentiate_rates": Launch(64, 64, 4, 1)},
     4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 4, 1)},
 }
 PROGRAMS = 528  # of the gradient of rates, about
@@ -103,7 +103,7 @@ def _find_rates(selected: Tensor, rate: Tensor, rate_offset: Tensor) -> Tensor:
     find_launch(
         find_rates, rates.device, 2 * cdiv(rows, table.block) * cdiv(inner, table.step),
         (rows, inner, selected.shape[-1]),
-        R=ranks, BLOCK_R=block_width(ranks, ROW[size]), BLOCK_T=table.block, BLOCK_I=table.step, **table.options,
+        R=ranks, BLOCK_R=block_width(ranks, ROW[size]), BLOCK_T=table.block, BLOCK_D=table.step, **table.options,
     )(selected, rate.contiguous(), rate_offset.contiguous(), rates)  # fmt: skip
     return rates
 
@@ -126,7 +126,7 @@ def _differentiate_rates(
     d_biases = selected.new_empty((programs, 2, inner), dtype=torch.float32)
     find_launch(
         differentiate_rates, rates.device, 2 * programs * slabs, (rows, blocks, programs, inner, width),
-        R=ranks, BLOCK_R=block_width(ranks, ROW[size]), BLOCK_T=table.block, BLOCK_I=table.step, **table.options,
+        R=ranks, BLOCK_R=block_width(ranks + 1, ROW[size]), BLOCK_T=table.block, BLOCK_D=table.step, **table.options,
     )(selected, rate.contiguous(), rates, d_rates, d_ranks, d_weights, d_biases)  # fmt: skip
     find_launch(
         add_ranks, rates.device, cdiv(2 * rows, ADDED), (2 * rows, slabs, width),

@@ -20,75 +20,78 @@ def _multiply(x, y):
 
 
 @triton.jit
-def _load_weight(weight, half, i, I, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The weights of some channels, [channels, BLOCK_R], zero past R."""
-    r = tl.arange(0, BLOCK_R)
-    mask = (i < I)[:, None] & (r < R)[None, :]
-    return tl.load(weight + (half * I + i)[:, None] * R + r[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_ranks(selected, row, live, S, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The first R columns of some rows, [rows, BLOCK_R], zero past them."""
-    r = tl.arange(0, BLOCK_R)
-    return tl.load(selected + row[:, None] * S + r[None, :], mask=live[:, None] & (r < R)[None, :], other=0.0)
+def _load_columns(x, row, live, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first R columns of so many rows, of which some are live, [ROWS, COLUMNS] with zeros past them."""
+    i = tl.arange(0, ROWS)
+    r = tl.arange(0, COLUMNS)
+    return tl.load(x + i[:, None] * row + r[None, :], mask=(i < live)[:, None] & (r < R)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def find_rates(
-    selected, weight, bias, rates, rows, I, S,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    selected, weight, bias, rates, rows, D, S,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The rates of some rows and channels; each half has so many rows."""
-    over_i = tl.cdiv(I, BLOCK_I)
+    over_d = tl.cdiv(D, BLOCK_D)
     over_t = tl.cdiv(rows, BLOCK_T)
-    block = tl.program_id(0) // over_i
+    block = tl.program_id(0) // over_d
     half = (block // over_t).to(tl.int64)
-    t = (block % over_t) * BLOCK_T + tl.arange(0, BLOCK_T)
-    i = (tl.program_id(0) % over_i) * BLOCK_I + tl.arange(0, BLOCK_I)
+    t = (block % over_t) * BLOCK_T
+    d = (tl.program_id(0) % over_d) * BLOCK_D
     row = half * rows + t
-    ranks = _load_ranks(selected, row, t < rows, S, R, BLOCK_R)
-    factors = _load_weight(weight, half, i, I, R, BLOCK_R).to(ranks.dtype)
+    channel = half * D + d
+    ranks = _load_columns(selected + row * S, S, rows - t, R, BLOCK_T, BLOCK_R)
+    factors = _load_columns(weight + channel * R, R, D - d, R, BLOCK_D, BLOCK_R).to(ranks.dtype)
     logits = _multiply(ranks, tl.trans(factors))
-    logits += tl.load(bias + half * I + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
-    tl.store(rates + row[:, None] * I + i[None, :], tl.sigmoid(logits), mask=(t < rows)[:, None] & (i < I)[None, :])
+    i = tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_D)
+    logits += tl.load(bias + channel + e, mask=e < D - d, other=0.0).to(tl.float32)[None, :]
+    inside = (i < rows - t)[:, None] & (e < D - d)[None, :]
+    tl.store(rates + row * D + d + i[:, None] * D + e[None, :], tl.sigmoid(logits), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "programs"])
 def differentiate_rates(
-    selected, weight, rates, d_rates, d_ranks, d_weights, d_biases, rows, blocks, programs, I, S,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
+    selected, weight, rates, d_rates, d_ranks, d_weights, d_biases, rows, blocks, programs, D, S,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of rates to those of r, one part for each block of channels [blocks of I, 2 rows, R], and of
-    weight and bias, one part for each of so many programs [programs, 2, I, R] and [programs, 2, I].
+    """From the gradients of rates to those of r, one part for each block of channels [blocks of D, 2 rows, R], and of
+    weight and bias, one part for each of so many programs [programs, 2, D, R] and [programs, 2, D].
 
     A program walks through blocks of rows that are as many apart as there are programs.
     """
-    over_i = tl.cdiv(I, BLOCK_I)
-    slab = (tl.program_id(0) % over_i).to(tl.int64)
-    first = (tl.program_id(0) // over_i) % programs
-    half = (tl.program_id(0) // over_i // programs).to(tl.int64)
-    i = slab * BLOCK_I + tl.arange(0, BLOCK_I)
+    over_d = tl.cdiv(D, BLOCK_D)
+    slab = (tl.program_id(0) % over_d).to(tl.int64)
+    first = (tl.program_id(0) // over_d) % programs
+    half = (tl.program_id(0) // over_d // programs).to(tl.int64)
+    d = (tl.program_id(0) % over_d) * BLOCK_D
+    i = tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_D)
     r = tl.arange(0, BLOCK_R)
-    factors = _load_weight(weight, half, i, I, R, BLOCK_R).to(selected.dtype.element_ty)
-    d_weight = tl.zeros((BLOCK_I, BLOCK_R), tl.float32)
-    d_bias = tl.zeros((BLOCK_I,), tl.float32)
+    place = i[:, None] * D + e[None, :]
+    factors = _load_columns(weight + (half * D + d) * R, R, D - d, R, BLOCK_D, BLOCK_R)
+    factors = factors.to(selected.dtype.element_ty)
+    d_weight = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
     for block in range(first, blocks, programs):
-        t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-        row = half * rows + t
-        inside = (t < rows)[:, None] & (i < I)[None, :]
-        place = row[:, None] * I + i[None, :]
-        share = tl.load(rates + place, mask=inside, other=0.0).to(tl.float32)
-        d_logits = tl.load(d_rates + place, mask=inside, other=0.0).to(tl.float32) * share * (1.0 - share)
-        d_bias += tl.sum(d_logits, 0)
-        ranks = _load_ranks(selected, row, t < rows, S, R, BLOCK_R)
+        row = half * rows + block * BLOCK_T
+        live = rows - block * BLOCK_T
+        inside = (i < live)[:, None] & (e < D - d)[None, :]
+        share = tl.load(rates + row * D + d + place, mask=inside, other=0.0).to(tl.float32)
+        d_logits = tl.load(d_rates + row * D + d + place, mask=inside, other=0.0).to(tl.float32)
+        d_logits *= share * (1.0 - share)
+        ranks = _load_columns(selected + row * S, S, live, R, BLOCK_T, BLOCK_R)
+        ranks = tl.where((r == R)[None, :], 1.0, ranks).to(ranks.dtype)  # in the place of a zero: the bias's column
         d_logits = d_logits.to(ranks.dtype)
-        own = (t < rows)[:, None] & (r < R)[None, :]
-        tl.store(d_ranks + (slab * 2 * rows + row)[:, None] * R + r[None, :], _multiply(d_logits, factors), mask=own)
+        into = d_ranks + (slab * 2 * rows + row) * R
+        own = (i < live)[:, None] & (r < R)[None, :]
+        tl.store(into + i[:, None] * R + r[None, :], _multiply(d_logits, factors), mask=own)
         d_weight += _multiply(tl.trans(d_logits), ranks)
-    place = (first * 2 + half) * I + i
-    tl.store(d_weights + place[:, None] * R + r[None, :], d_weight, mask=(i < I)[:, None] & (r < R)[None, :])
-    tl.store(d_biases + place, d_bias, mask=i < I)
+    channel = (first * 2 + half) * D + d
+    into = d_weights + channel * R
+    tl.store(into + e[:, None] * R + r[None, :], d_weight, mask=(e < D - d)[:, None] & (r < R)[None, :])
+    into = d_biases + channel
+    tl.store(into + e[:, None] + r[None, :] * 0, d_weight, mask=(e < D - d)[:, None] & (r == R)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
