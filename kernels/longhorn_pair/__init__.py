@@ -13,7 +13,7 @@ from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["TRITON_RANKS", "longhorn_pair"]
 
-TRITON_RANKS = 128  # in one tile of a matrix product
+TRITON_RANKS = 127  # and the bias's, in one tile of a matrix product
 
 
 def _triton_reasons(call: Call) -> list[str]:

@@ -56,7 +56,7 @@ def differentiate_rates(
     selected, weight, rates, d_rates, d_ranks, d_weights, d_biases, rows, blocks, programs, D, S,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of rates to those of r, one part for each block of channels [blocks of D, 2 rows, R], and of
+    """From the gradients of rates to those of r, one part for each block of channels [blocks of D, R, 2 rows], and of
     weight and bias, one part for each of so many programs [programs, 2, D, R] and [programs, 2, D].
 
     A program walks through blocks of rows that are as many apart as there are programs.
@@ -72,7 +72,7 @@ def differentiate_rates(
     place = i[:, None] * D + e[None, :]
     factors = _load_columns(weight + (half * D + d) * R, R, D - d, R, BLOCK_D, BLOCK_R)
     factors = factors.to(selected.dtype.element_ty)
-    d_weight = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
+    d_weight_t = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for block in range(first, blocks, programs):
         row = half * rows + block * BLOCK_T
         live = rows - block * BLOCK_T
@@ -83,15 +83,17 @@ def differentiate_rates(
         ranks = _load_columns(selected + row * S, S, live, R, BLOCK_T, BLOCK_R)
         ranks = tl.where((r == R)[None, :], 1.0, ranks).to(ranks.dtype)  # in the place of a zero: the bias's column
         d_logits = d_logits.to(ranks.dtype)
-        into = d_ranks + (slab * 2 * rows + row) * R
-        own = (i < live)[:, None] & (r < R)[None, :]
-        tl.store(into + i[:, None] * R + r[None, :], _multiply(d_logits, factors), mask=own)
-        d_weight += _multiply(tl.trans(d_logits), ranks)
+        # Both products take the gradients of logits as their right side, which Hopper reads where it lies.
+        into = d_ranks + slab * R * 2 * rows + row
+        own = (r < R)[:, None] & (i < live)[None, :]
+        d_ranks_t = _multiply(tl.trans(factors), tl.trans(d_logits))
+        tl.store(into + r.to(tl.int64)[:, None] * 2 * rows + i[None, :], d_ranks_t, mask=own)
+        d_weight_t += _multiply(tl.trans(ranks), d_logits)
     channel = (first * 2 + half) * D + d
     into = d_weights + channel * R
-    tl.store(into + e[:, None] * R + r[None, :], d_weight, mask=(e < D - d)[:, None] & (r < R)[None, :])
+    tl.store(into + e[None, :] * R + r[:, None], d_weight_t, mask=(e < D - d)[None, :] & (r < R)[:, None])
     into = d_biases + channel
-    tl.store(into + e[:, None] + r[None, :] * 0, d_weight, mask=(e < D - d)[:, None] & (r == R)[None, :])
+    tl.store(into + e[None, :] + r[:, None] * 0, d_weight_t, mask=(e < D - d)[None, :] & (r == R)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,7 +105,7 @@ def add_ranks(
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     s = tl.arange(0, BLOCK_S)
     own = (row < rows)[:, None] & (s < R)[None, :]
-    place = d_ranks + row[:, None] * R + s[None, :]
+    place = d_ranks + row[:, None] + s.to(tl.int64)[None, :] * rows
     total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
     for _ in range(0, slabs):
         total += tl.load(place, mask=own, other=0.0)
