@@ -23,7 +23,7 @@ ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read ma
 # H200.
 LAUNCHES = {
     2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(64, 128, 8, 3)},
-    4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 4, 1)},
+    4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 8, 1)},
 }
 PROGRAMS = 264  # of the gradient of rates, about
 ADDED = 32  # rows of a program that adds up gradients of ranks
@@ -120,16 +120,16 @@ def _differentiate_rates(
     size, width = selected.element_size(), selected.shape[-1]
     table = LAUNCHES[size]["differentiate_rates"]
     rows = rates.shape[0] * rates.shape[1] // 2
-    blocks, slabs = cdiv(rows, table.block), cdiv(inner, table.step)
+    columns = block_width(ranks + 1, ROW[size])
+    channels = max(table.step * ROW[size] // columns, ROW[size])  # the more ranks, the fewer, for the sums of both
+    blocks, slabs = cdiv(rows, table.block), cdiv(inner, channels)
     programs = max(1, min(blocks, PROGRAMS // (2 * slabs)))
     d_ranks = selected.new_empty((slabs, ranks, 2 * rows), dtype=torch.float32)
     d_weights = selected.new_empty((programs, *rate.shape), dtype=torch.float32)
     d_biases = selected.new_empty((programs, 2, inner), dtype=torch.float32)
-    columns = block_width(ranks + 1, ROW[size])
-    options = {**table.options, "num_warps": table.warps * columns // ROW[size]}  # which share the sums
     find_launch(
         differentiate_rates, rates.device, 2 * programs * slabs, (rows, blocks, programs, inner, width),
-        R=ranks, BLOCK_R=columns, BLOCK_T=table.block, BLOCK_D=table.step, **options,
+        R=ranks, BLOCK_R=columns, BLOCK_T=table.block, BLOCK_D=channels, **table.options,
     )(selected, rate.contiguous(), rates, d_rates, d_ranks, d_weights, d_biases)  # fmt: skip
     find_launch(
         add_ranks, rates.device, cdiv(2 * rows, ADDED), (2 * rows, slabs, width),
