@@ -40,7 +40,7 @@ def longhorn_pair(
     skip: Tensor,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [B, T, I], and what its gradient needs (see `_allocate`), of which checkpoints are empty unless `save`.
+    """y [B, T, I], and what its gradient needs, of which checkpoints are empty unless `save`.
 
     The convolved tokens x, for which there are 2 B rows: [2 B, T, I]; what is selected of them, r, k, q and zeros in
     rows of aligned width S, and the weight [2, S, I] that selects it; the rates; and what the scan gives.
@@ -48,7 +48,7 @@ def longhorn_pair(
     values, gate = projected.chunk(2, dim=-1)
     x = causal_convolution(values, taps, offset, None, None, True, BOTH_WAYS)
     wide = _widen(selection, projected.dtype)
-    selected = torch.bmm(x.view(2, -1, x.shape[-1]), wide.mT).view(*x.shape[:2], -1)
+    selected = torch.bmm(x.view(2, -1, x.shape[-1]), wide.mT).view(*x.shape[:2], wide.shape[1])
     key, query = _keys_and_queries(selected, selection, rate)
     rates = _find_rates(selected, rate, rate_offset)
     scanned, _, checkpoints = diagonal_scan(x, rates, key, query, None, None, None, BOTH_WAYS, save)

@@ -3,18 +3,15 @@
 Both kernels move little but the rates themselves: a product of 24 columns costs less than reading what it gives.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
-# Triton's interpreter multiplies bfloat16 numbers as integers.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+from longseq.kernels.diagonal_scan.triton_forward import INTERPRETED
 
 
 @triton.jit
 def _multiply(x, y):
-    if INTERPRETED:
+    if INTERPRETED:  # which takes bfloat16 numbers for integers
         return tl.dot(x.to(tl.float32), y.to(tl.float32))
     return tl.dot(x, y, input_precision="tf32x3")
 

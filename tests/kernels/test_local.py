@@ -131,6 +131,24 @@ def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
     torch.testing.assert_close(actual, expected)
 
 
+def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted, monkeypatch):
+    from longseq.kernels.diagonal_scan import triton_scan
+
+    monkeypatch.setattr(triton_scan, "SHORTEST_PART", triton_scan.CHECKPOINT)
+    monkeypatch.setattr(triton_scan, "FEWEST_PARTS", 1)
+    inputs = make_inputs("longhorn_pair", batch=1, tokens=34, dtype=torch.float32, sizes={"D": 70, "R": 40, "N": 5})
+    exact, plain = gradients(inputs.map(Tensor.double)), gradients(inputs, backend="torch")
+    for name, value in gradients(inputs, backend="triton").items():
+        assert_accurate(value, plain[name], exact[name], name)
+
+
+def test_a_pair_of_longhorn_layers_without_tokens(interpreted):
+    for batch, tokens in ((0, 3), (2, 0)):
+        inputs = make_inputs("longhorn_pair", batch=batch, tokens=tokens, dtype=torch.float32)
+        for name, value in gradients(inputs, backend="triton").items():
+            assert not value.any(), name
+
+
 @pytest.mark.parametrize("op", list_local_ops())
 def test_autocast_does_not_reach_inside(op):
     inputs = make_inputs(op, dtype=torch.float32)
@@ -253,6 +271,11 @@ def test_tensors_that_do_not_fit_are_refused():
         add_norm(torch.zeros(2, 3), torch.zeros(3), branch=torch.zeros(3, 3))
     with pytest.raises(ValueError, match=r"silu_product: x has shape \(2, 3\) and gate \(2, 4\)"):
         silu_product(torch.zeros(2, 3), torch.zeros(2, 4))
+    inputs = make_inputs("longhorn_pair")
+    with pytest.raises(ValueError, match=r"longhorn_pair: rate_offset has shape \(6,\), but must have \(2, 6\)"):
+        inputs.replace({"rate_offset": torch.zeros(6)}).run()
+    with pytest.raises(ValueError, match="R = 128, and it goes to 127"):
+        make_inputs("longhorn_pair", dtype=torch.float32, sizes={"R": 128}).run(backend="triton")
     with pytest.raises(ValueError, match="skip and skip_weight go together"):
         silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\) and x of skip_weight's width \(2, 4\)"):
