@@ -22,10 +22,10 @@ ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read ma
 # By bytes of a number: rows and channels of a program's block, warps, stages. Those of two bytes were measured on an
 # H200.
 LAUNCHES = {
-    2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(64, 128, 8, 3)},
+    2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(64, 128, 8, 4)},
     4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 8, 1)},
 }
-PROGRAMS = 264  # of the gradient of rates, about
+PROGRAMS = 132  # of the gradient of rates, about
 ADDED = 32  # rows of a program that adds up gradients of ranks
 
 
