@@ -3,8 +3,8 @@
 Every operation, and its form for one token `<op>_step`, takes `backend`: "auto" runs the first backend without a reason
 against it, a name runs that backend or raises ValueError with the reasons. `explain(op, device=...)` returns the
 reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `silu_product` and `token_loss` stand
-around them: they read each token alone, and have no state. `convolved_features` has no step: it is `short_convolution`
-and `head_features`, which one token takes.
+around them: they read each token alone, and have no state. `longhorn_pair` is all of a layer between its projections.
+`convolved_features` has no step: it is `short_convolution` and `head_features`, which one token takes.
 """
 
 from longseq.kernels.add_norm import add_norm
@@ -15,6 +15,7 @@ from longseq.kernels.diagonal_scan import longhorn_scan, longhorn_scan_step, sel
 from longseq.kernels.dispatch import explain, list_ops
 from longseq.kernels.head_features import head_features
 from longseq.kernels.linear_attention import linear_attention, linear_attention_step
+from longseq.kernels.longhorn_pair import longhorn_pair
 from longseq.kernels.map_features import map_features
 from longseq.kernels.orthogonal_recurrence import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.recursive_least_squares import recursive_least_squares, recursive_least_squares_step
@@ -39,6 +40,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "list_ops",
+    "longhorn_pair",
     "longhorn_scan",
     "longhorn_scan_step",
     "map_features",

@@ -46,7 +46,8 @@ class Backend:
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
 # Of the one-token forms, by name. They are no operations: the contracts over `list_ops` are those of whole sequences.
 _STEPS: dict[str, tuple[Backend, ...]] = {}
-# Of operations on each token alone, by name. They have neither time nor state, and so none of those contracts.
+# Of operations on each token alone, and of those on all of an image, by name. They have no state, and so none of those
+# contracts.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
 
 

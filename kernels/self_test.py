@@ -128,6 +128,12 @@ TRIALS: dict[str, Trial] = {
         ),
         mixed=("g", "g_value"),
     ),
+    "longhorn_pair": Trial(
+        {"N": 16, "R": 16, "W": 4},
+        (Case("plain", 70), Case("plain", 80, channels=128)),
+        channels=70,
+        mixed=("taps", "offset", "selection", "rate", "rate_offset", "skip"),
+    ),
     "longhorn_scan": Trial(
         {"N": 16},
         (

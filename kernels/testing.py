@@ -537,6 +537,20 @@ def _silu_product(draw: Draw, variant: str) -> Inputs:
     return Inputs("silu_product", sequences, (), parameters)
 
 
+@_maker("longhorn_pair", "plain")
+def _longhorn_pair(draw: Draw, variant: str) -> Inputs:
+    channels, entries, ranks, width = draw.size(D=6, N=4, R=3, W=3)
+    parameters = {
+        "taps": draw.normal(2, channels, width),
+        "offset": draw.normal(2, channels),
+        "selection": draw.normal(2, ranks + 2 * entries, channels) / math.sqrt(channels),
+        "rate": draw.normal(2, channels, ranks),
+        "rate_offset": draw.normal(2, channels),
+        "skip": draw.normal(2, channels),
+    }
+    return Inputs("longhorn_pair", {"projected": draw.normal(draw.batch, draw.tokens, 2 * channels)}, (), parameters)
+
+
 @_maker("token_loss", "plain", "ignored")
 def _token_loss(draw: Draw, variant: str) -> Inputs:
     shape = (draw.batch, draw.tokens, *draw.size(D=6))

@@ -134,16 +134,19 @@ def _walk_back(
     return g, d_rates
 
 
-@triton.jit(do_not_specialize=["T", "tokens", "A_half"])
+@triton.jit(do_not_specialize=["T", "tokens", "output_rows", "A_half"])
 def backward(
     x, rate, prepared, A, cu_seqlens, sequence_of, products, ends, checkpoints, scratch, d_output, d_final,
     d_x, d_rate, d_prepared, d_A, d_initial,
-    T, D, tokens, A_half, x_row, x_token, rate_row, rate_token,
+    T, D, tokens, output_rows, A_half, x_row, x_token, rate_row, rate_token,
     HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and rate, of keys and queries for each block of channels, of A for each part, of the state."""
+    """Gradients of x and rate, of keys and queries for each block of channels, of A for each part, of the state.
+
+    The outputs' gradients have so many rows, after which they begin again.
+    """
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     block = (tl.program_id(0) % tl.cdiv(D, BLOCK_D)).to(tl.int64)
     n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
@@ -167,7 +170,7 @@ def backward(
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
     prepared += (row * T + token) * row_of(STATE, LONGHORN)
-    d_output += (row * T + token) * D
+    d_output += (row % output_rows * T + token) * D
     d_x += (row * T + token) * D
     d_rate += (row * T + token) * D
     d_prepared += (block * tokens + row * T + token) * (2 * STATE)  # partial sums: [blocks, tokens, 2, P Q]
@@ -243,8 +246,10 @@ def backward(
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens"])
-def gather(d_prepared, d_key, d_query, blocks, tokens, N: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """Sums over the blocks of channels, [tokens, N] each, of the gradients of keys and queries."""
+def gather(
+    d_prepared, d_key, d_query, blocks, tokens, row, N: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Sums over the blocks of channels, [tokens, N] each with rows so far apart, of gradients of keys and queries."""
     i = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, 2 * WIDTH)
     live = (i < tokens)[:, None]
@@ -253,7 +258,7 @@ def gather(d_prepared, d_key, d_query, blocks, tokens, N: tl.constexpr, WIDTH: t
     for _ in range(0, blocks):
         total += tl.load(place, mask=live, other=0.0)
         place += tokens.to(tl.int64) * (2 * WIDTH)
-    tl.store(d_key + i[:, None] * N + e[None, :], total, mask=live & (e < N)[None, :])
+    tl.store(d_key + i[:, None] * row + e[None, :], total, mask=live & (e < N)[None, :])
     query = e - WIDTH
     own = live & (query >= 0)[None, :] & (query < N)[None, :]
-    tl.store(d_query + i[:, None] * N + query[None, :], total, mask=own)
+    tl.store(d_query + i[:, None] * row + query[None, :], total, mask=own)

@@ -168,7 +168,7 @@ def diagonal_scan(
     """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     tokens, channels = x.shape[1:]
-    output, final, checkpoints = _allocate(x, key, cu_seqlens, save)
+    output, final, checkpoints = allocate(x, key, cu_seqlens, save)
     A = None if A is None else A.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -191,7 +191,7 @@ def diagonal_scan(
 
 @diagonal_scan.register_fake
 def _(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save):
-    return _allocate(x, key, cu_seqlens, save)
+    return allocate(x, key, cu_seqlens, save)
 
 
 @custom_op("diagonal_scan_backward")
@@ -208,6 +208,21 @@ def diagonal_scan_backward(
     reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
+    d_key, d_query = key.new_empty(key.shape), query.new_empty(query.shape)
+    d_x, d_rate, d_A, d_initial = differentiate_scan(
+        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, d_key, d_query
+    )
+    return d_x, d_rate, d_key, d_query, d_A, d_initial
+
+
+def differentiate_scan(
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None,
+    checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int, d_key: Tensor, d_query: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, rate, A and the initial state; those of keys and queries are written, to rows equally far apart.
+
+    `d_output` of half as many rows as x is that of both halves.
+    """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     batch, tokens, channels = x.shape
     entries = key.shape[2]
@@ -215,11 +230,13 @@ def diagonal_scan_backward(
     A = None if A is None else A.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     plan = _plan(x, key, A, cu_seqlens, reverse)
-    d_x, d_rate, d_key, d_query = (tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query))
+    d_x, d_rate = x.new_empty(x.shape), rate.new_empty(rate.shape)
     d_initial = _allocate_states(x, key, plan.sequences)
     d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
         prepared = _prepare(plan, key, query)
+        if plan.constants["SPAN"] and d_output.shape[0] < batch:
+            d_output = torch.cat((d_output, d_output))
         products, ends = _summarize(plan, d_output, rate, prepared, A, cu_seqlens, adjoint=True)
         walk = BACKWARD_CROWDED if plan.crowded(BACKWARD, channels) else BACKWARD
         constants = plan.launch(walk, channels)
@@ -229,7 +246,7 @@ def diagonal_scan_backward(
         scratch = x.new_empty(pieces, dtype=torch.float32)
         launch = find_launch(
             backward, x.device, plan.slots * blocks,
-            (tokens, channels, batch * tokens, _half(A), *_strides(x, rate)),
+            (tokens, channels, batch * tokens, d_output.shape[0], _half(A), *_strides(x, rate)),
             HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, **constants,
         )  # fmt: skip
         launch(
@@ -239,13 +256,13 @@ def diagonal_scan_backward(
         )  # fmt: skip
         if d_key.numel():
             launch = find_launch(
-                gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens),
+                gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens, d_key.stride(1)),
                 N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
             )  # fmt: skip
             launch(d_prepared, d_key, d_query)
     if A is not None:
         d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
-    return d_x, d_rate, d_key, d_query, d_A, d_initial
+    return d_x, d_rate, d_A, d_initial
 
 
 @diagonal_scan_backward.register_fake
@@ -277,7 +294,7 @@ def _differentiate(ctx, d_output, d_final, d_checkpoints):
 diagonal_scan.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def _allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the final state and the checkpoints, not yet written."""
     batch, tokens, _ = x.shape
     sequences = count_sequences(batch, cu_seqlens)

@@ -263,19 +263,25 @@ def _forward(
 
 @triton.jit
 def _differentiate_stretch(
-    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
-    row, n, first, end, d,
+    x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
+    x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, n, first, end, d,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+    HAS_SKIP: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """From the first token to be read to the end, of a row of x and dx and of the n-th row of dy and of the state.
 
-    ADD to what dx holds; without it, write dx. Sums for weight and bias are written, too.
+    ADD to what dx holds; without it, write dx. Sums for weight and bias are written, too. With HAS_SKIP the gradient of
+    y is dy + skip_weight ⊙ skipped, of the row of x.
     """
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
     dy_at, dy_step = _token(dy, n, first, dy_row, dy_token, T, REVERSE)
-    dx_at, dx_step = _token(dx, row * T, first - (WIDTH - 1), D, D, T, REVERSE)
+    skipped_at, skipped_step = dy_at, dy_step
+    scale = offset
+    if HAS_SKIP:
+        skipped_at, skipped_step = _token(skipped, row * T, first, D, D, T, REVERSE)
+        scale = tl.load(skip_weight + d, mask=d < D, other=0.0).to(tl.float32)
+    dx_at, dx_step = _token(dx, row, first - (WIDTH - 1), dx_row, dx_token, T, REVERSE)
     age = first
     if PACKED:
         n, age = _segment(cu_seqlens, segment_of, first, T, REVERSE)
@@ -287,12 +293,18 @@ def _differentiate_stretch(
     for t in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
         dy_rows = _load_rows(dy_at, dy_step, t, T, d, D, UNROLL)
+        skipped_rows = dy_rows
+        if HAS_SKIP:
+            skipped_rows = _load_rows(skipped_at, skipped_step, t, T, d, D, UNROLL)
         for i in tl.static_range(UNROLL):
             if PACKED:
                 n, age = _segment(cu_seqlens, segment_of, t + i, T, REVERSE)
                 window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
             window = push(window, rows[i].to(tl.float32), WIDTH)
-            dz = _gradient(window, taps, offset, dy_rows[i], WIDTH, SILU)
+            dy_t = dy_rows[i].to(tl.float32)
+            if HAS_SKIP:
+                dy_t += scale * skipped_rows[i].to(tl.float32)
+            dz = _gradient(window, taps, offset, dy_t, WIDTH, SILU)
             own = tl.where(t + i < end, dz, 0.0)
             dweight = accumulate(dweight, window, own, WIDTH)
             dbias += own
@@ -305,6 +317,7 @@ def _differentiate_stretch(
             tl.store(dx_at + i * dx_step + d, complete, mask=mask)
         at += UNROLL * step
         dy_at += UNROLL * dy_step
+        skipped_at += UNROLL * skipped_step
         dx_at += UNROLL * dx_step
 
     for k in tl.static_range(WIDTH):
@@ -315,25 +328,30 @@ def _differentiate_stretch(
 
 @triton.jit(do_not_specialize=PLAIN)
 def _backward(
-    x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, B, T, D, x_row, x_token, dy_row, dy_token, stretch,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
+    x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, B, T, D,
+    x_row, x_token, dy_row, dy_token, dx_row, dx_token, stretch,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, HAS_SKIP: tl.constexpr,
     REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
     sums += tile * (WIDTH + HAS_BIAS) * D
     _differentiate_stretch(
-        x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
-        row, row, first, end, d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL, False,
+        x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
+        x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row, first, end, d,
+        WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 0 if SHARED else REVERSE, SILU, UNROLL, False,
     )  # fmt: skip
     if SHARED:
         tl.debug_barrier()  # the other threads' part of dx is read next
         weight += D * WIDTH  # those of the second direction
         if HAS_BIAS:
             bias += D
+        if HAS_SKIP:
+            skip_weight += D
         sums += B * tl.cdiv(T, stretch) * (WIDTH + HAS_BIAS) * D
         _differentiate_stretch(
-            x, weight, bias, state, cu_seqlens, segment_of, dy, dx, sums, T, D, x_row, x_token, dy_row, dy_token,
-            row, row + B, T - end, T - first, d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 1, SILU, UNROLL, True,
+            x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
+            x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row + B, T - end, T - first, d,
+            WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 1, SILU, UNROLL, True,
         )  # fmt: skip
 
 
@@ -421,6 +439,29 @@ def causal_convolution_backward(
     reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and state (empty without them)."""
+    dx = x.new_empty(x.shape)
+    found = differentiate_convolution(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx)
+    return dx, *found
+
+
+def differentiate_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dy: Tensor,
+    silu: bool,
+    reverse: int,
+    dx: Tensor,
+    skipped: Tensor | None = None,
+    skip_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of weight, bias and state (empty without them); that of x is written to dx, of adjacent channels.
+
+    To dy is added skip_weight ⊙ skipped, if that is given: `skipped` [B, T, D], without a state and contiguous, is what
+    both readings share, and `skip_weight` [2, D] weighs it for each.
+    """
     x, dy, weight = channels_adjacent(x), channels_adjacent(dy), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
@@ -431,13 +472,12 @@ def causal_convolution_backward(
         "SHARED": weight.dim() == 3, "SILU": silu,
     }  # fmt: skip
     launch, block, tiles = _prepare(
-        "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2]), table,
-        HAS_STATE=_has(state), **constants,
+        "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2], *dx.stride()[:2]), table,
+        HAS_STATE=_has(state), HAS_SKIP=skipped is not None, **constants,
     )  # fmt: skip
-    dx = x.new_empty(x.shape)
     sums = x.new_empty((*weight.shape[:-2], tiles, width + (bias is not None), channels), dtype=torch.float32)
     dstate = x.new_empty((0,)) if state is None else state.new_empty(state.shape)
-    launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), dy, dx, sums)
+    launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), dy, skipped, skip_weight, dx, sums)
     if state is not None and state.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _backward_state[(state.shape[0] * cdiv(channels, block),)](
@@ -447,7 +487,7 @@ def causal_convolution_backward(
     total = sums.sum(-3)
     dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
     dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
-    return dx, dweight, dbias, dstate
+    return dweight, dbias, dstate
 
 
 @causal_convolution_backward.register_fake
@@ -576,7 +616,7 @@ def _prepare(
 ) -> tuple[Prepared, int, int]:  # fmt: skip
     """The launch of a kernel for inputs of a shape, the channels of a program, and stretches of tokens over all rows.
 
-    Strides are those of batch and time, of all sequences that it reads.
+    Strides are those of batch and time, of all sequences that it reads, and of the gradient that it writes.
     """
     batch, tokens, channels = shape
     width = constants["WIDTH"]

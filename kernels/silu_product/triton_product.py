@@ -65,10 +65,13 @@ def multiply(
 @triton.jit(do_not_specialize=["rows", "blocks", "programs"])
 def differentiate_product(
     x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, d_weight, rows, blocks, programs, D,
-    x_row, gate_row, skip_row, dy_row,
-    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_row, gate_row, skip_row, dy_row, d_gate_row,
+    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, APART: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some rows and channels, and this program's part of that of the skip's weight, or of both."""
+    """The gradients of some rows and channels, and this program's part of that of the skip's weight, or of both.
+
+    Unless APART, dx is that of both readings of a pair, which are equal, and there is no d_skip.
+    """
     over_d = tl.cdiv(D, BLOCK_D)
     first = tl.program_id(0) // over_d
     column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -90,18 +93,20 @@ def differentiate_product(
         share = tl.sigmoid(z)
         gradient = _load(dy, row, dy_row, column, inside)
         place = row[:, None] * D + column[None, :]
-        tl.store(d_gate + place, gradient * value * share * (1.0 + z * (1.0 - share)), mask=inside)
+        d_gate_place = row[:, None] * d_gate_row + column[None, :]
+        tl.store(d_gate + d_gate_place, gradient * value * share * (1.0 + z * (1.0 - share)), mask=inside)
         gradient *= z * share
         tl.store(dx + place, gradient, mask=inside)
         if HAS_SKIP:
-            tl.store(d_skip + place, gradient * scale, mask=inside)
+            if APART:
+                tl.store(d_skip + place, gradient * scale, mask=inside)
             weighed += gradient * skipped
         if PAIRED:
-            place = (row + rows)[:, None] * D + column[None, :]
-            tl.store(dx + place, gradient, mask=inside)
-            if HAS_SKIP:
+            if APART:
+                place = (row + rows)[:, None] * D + column[None, :]
+                tl.store(dx + place, gradient, mask=inside)
                 tl.store(d_skip + place, gradient * other_scale, mask=inside)
-                other_weighed += gradient * other_skipped
+            other_weighed += gradient * other_skipped
     if HAS_SKIP:
         tl.store(d_weight + first * D + column, tl.sum(weighed, 0), mask=column < D)
         if PAIRED:
@@ -150,6 +155,19 @@ def silu_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gate, skip and its weight, the last two empty without a skip."""
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
+    d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
+    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip)
+
+
+def differentiate(
+    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor,
+    dx: Tensor, d_gate: Tensor, d_skip: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the skip's weight (empty without a skip); the others are written.
+
+    Without `d_skip`, both readings of a pair have the same gradient dx [B, ...], and the skip that times its weight.
+    Rows of `d_gate` may lie apart, if one stride tells how far.
+    """
     (values, x_row), (gates, gate_row), (gradients, dy_row) = rows_of(x), rows_of(gate), rows_of(dy)
     skips, skip_row = (None, 0) if skip is None else rows_of(skip)
     channels = gate.shape[-1]
@@ -157,20 +175,19 @@ def silu_product_backward(
     shape = _blocks(channels)
     blocks, over_d = cdiv(rows, shape["BLOCK_R"]), cdiv(channels, shape["BLOCK_D"])
     programs = blocks if skip is None else min(blocks, max(1, PROGRAMS // over_d))
-    d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
     weights = (0,) if skip_weight is None else skip_weight.shape[:-1]
     parts = x.new_empty((*weights, programs, channels), dtype=torch.float32)
+    d_gate_row = d_gate.stride(-2) if d_gate.dim() > 1 else channels
     launch = find_launch(
         differentiate_product, x.device, programs * over_d,
-        (rows, blocks, programs, channels, x_row, gate_row, skip_row, dy_row),
-        HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
+        (rows, blocks, programs, channels, x_row, gate_row, skip_row, dy_row, d_gate_row),
+        HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), APART=d_skip is not None, **shape,
     )  # fmt: skip
     launch(
         values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
         dx, d_gate, d_skip, parts,
     )  # fmt: skip
-    d_weight = x.new_empty((0,)) if skip_weight is None else parts.sum(-2).to(skip_weight.dtype)
-    return dx, d_gate, d_skip, d_weight
+    return x.new_empty((0,)) if skip_weight is None else parts.sum(-2).to(skip_weight.dtype)
 
 
 @silu_product_backward.register_fake

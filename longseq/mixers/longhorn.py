@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from longseq.kernels import longhorn_scan, longhorn_scan_step
+from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
+from longseq.kernels.longhorn_pair import TRITON_RANKS
 from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -47,6 +49,17 @@ class Longhorn(SelectiveMixer):
             rate_bias=True,
             backend=backend,
         )
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None or self.backend == "reference" or self.rate_rank > TRITON_RANKS:
+            return super().scan_pair(backward, projected, mask)
+        parameters = zip(self._scan_parameters(), backward._scan_parameters(), strict=True)
+        return longhorn_pair(projected, *(torch.stack(pair) for pair in parameters), backend=self.local_backend)
+
+    def _scan_parameters(self) -> tuple[Any, ...]:
+        """What a layer has of its own between the projections."""
+        convolution, rate = self.convolution, self.rate_proj
+        return convolution.weight, convolution.bias, self.x_proj.weight, rate.weight, rate.bias, self.D
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,

@@ -13,12 +13,35 @@ from longseq.kernels.testing import assert_accurate, error, gradients, list_vari
 CASES = [(op, variant) for op in list_local_ops() for variant in list_variants(op)]
 
 
+def read_longhorn(x: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor,
+                  skip: Tensor) -> Tensor:  # fmt: skip
+    """What one layer reads of x [B, T, I] before its gate, token by token."""
+    width, ranks = taps.shape[1], rate.shape[1]
+    entries = (len(selection) - ranks) // 2
+    window, memory, outputs = x.new_zeros(len(x), width, len(taps)), x.new_zeros(len(x), len(taps), entries), []
+    for x_t in x.unbind(1):
+        window = torch.cat((window[:, 1:], x_t[:, None]), 1)
+        z = (window * taps.mT).sum(1) + offset
+        z = z * z.sigmoid()
+        rank, key, query = (z @ selection.mT).split([ranks, entries, entries], -1)
+        beta = (rank @ rate.mT + rate_offset).sigmoid()
+        step = (beta / (1 + beta * key.square().sum(-1, keepdim=True)))[..., None]
+        memory = (1 - step * key[:, None].square()) * memory + step * z[..., None] * key[:, None]
+        outputs.append((memory * query[:, None]).sum(-1) + skip * z)
+    return torch.stack(outputs, 1)
+
+
 def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
     """The formula of each operation, in its plainest spelling."""
     if op == "token_loss":
         logits, target = tensors["logits"], tensors["target"]
         own = logits.gather(-1, target.clamp_min(0)[..., None])[..., 0]
         return (torch.where(target == -100, 0.0, logits.exp().sum(-1).log() - own),)
+    if op == "longhorn_pair":
+        forward, backward = ({name: y[i] for name, y in tensors.items() if name != "projected"} for i in range(2))
+        x, gate = tensors["projected"].chunk(2, -1)
+        y = read_longhorn(x, **forward) + read_longhorn(x.flip(1), **backward).flip(1)
+        return (y * gate * gate.sigmoid(),)
     x = tensors["x"]
     if variant == "pair":
         weights = {"add_norm": "weight", "silu_product": "skip_weight"}[op]
@@ -108,12 +131,34 @@ def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
     torch.testing.assert_close(actual, expected)
 
 
+def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted, monkeypatch):
+    from longseq.kernels.diagonal_scan import triton_scan
+
+    monkeypatch.setattr(triton_scan, "SHORTEST_PART", triton_scan.CHECKPOINT)
+    monkeypatch.setattr(triton_scan, "FEWEST_PARTS", 1)
+    inputs = make_inputs("longhorn_pair", batch=1, tokens=34, dtype=torch.float32, sizes={"D": 70, "R": 40, "N": 5})
+    exact, plain = gradients(inputs.map(Tensor.double)), gradients(inputs, backend="torch")
+    for name, value in gradients(inputs, backend="triton").items():
+        assert_accurate(value, plain[name], exact[name], name)
+
+
+def test_a_pair_of_longhorn_layers_without_tokens(interpreted):
+    for batch, tokens in ((0, 3), (2, 0)):
+        inputs = make_inputs("longhorn_pair", batch=batch, tokens=tokens, dtype=torch.float32)
+        for name, value in gradients(inputs, backend="triton").items():
+            assert not value.any(), name
+
+
 @pytest.mark.parametrize("op", list_local_ops())
 def test_autocast_does_not_reach_inside(op):
     inputs = make_inputs(op, dtype=torch.float32)
     expected = gradients(inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = gradients(inputs)
+
+    def run(inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return inputs.run()
+
+    actual = gradients(inputs, run)
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
@@ -226,6 +271,11 @@ def test_tensors_that_do_not_fit_are_refused():
         add_norm(torch.zeros(2, 3), torch.zeros(3), branch=torch.zeros(3, 3))
     with pytest.raises(ValueError, match=r"silu_product: x has shape \(2, 3\) and gate \(2, 4\)"):
         silu_product(torch.zeros(2, 3), torch.zeros(2, 4))
+    inputs = make_inputs("longhorn_pair")
+    with pytest.raises(ValueError, match=r"longhorn_pair: rate_offset has shape \(6,\), but must have \(2, 6\)"):
+        inputs.replace({"rate_offset": torch.zeros(6)}).run()
+    with pytest.raises(ValueError, match="R = 128, and it goes to 127"):
+        make_inputs("longhorn_pair", dtype=torch.float32, sizes={"R": 128}).run(backend="triton")
     with pytest.raises(ValueError, match="skip and skip_weight go together"):
         silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\) and x of skip_weight's width \(2, 4\)"):

@@ -1,0 +1,208 @@
+"""A pair of Longhorn layers between their projections, in Triton: the kernels of its parts, and one node for autograd.
+
+Of the gradients that meet at the convolved tokens none is stored to be added: the product with `selection` adds to
+the scan's, and the convolution reads the gated product's, which both ways share, as it comes to it. The gradients of
+the convolution's input and of the gate are written to the two halves of one tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.custom_op import custom_op
+from longseq.kernels.diagonal_scan.triton_scan import allocate, diagonal_scan, differentiate_scan
+from longseq.kernels.longhorn_pair.triton_rates import add_ranks, differentiate_rates, find_rates
+from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import number_of
+from longseq.kernels.short_convolution.triton_convolution import causal_convolution, differentiate_convolution
+from longseq.kernels.silu_product.triton_product import differentiate, silu_product
+from longseq.kernels.triton_launch import ROW, Launch, block_width, cdiv, find_launch, next_power_of_2
+
+BOTH_WAYS = number_of("second_half")
+ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read many at a time
+# By bytes of a number: rows and channels of a program's block, warps, stages. Those of two bytes were measured on an
+# H200, where four stages of twice the rows are a tenth faster, but want more shared memory than other GPUs have.
+LAUNCHES = {
+    2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(32, 128, 8, 3)},
+    4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 8, 1)},
+}
+PROGRAMS = 264  # of the gradient of rates, about
+ADDED = 32  # rows of a program that adds up gradients of ranks
+
+
+@custom_op("longhorn_pair")
+def longhorn_pair(
+    projected: Tensor,
+    taps: Tensor,
+    offset: Tensor,
+    selection: Tensor,
+    rate: Tensor,
+    rate_offset: Tensor,
+    skip: Tensor,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y [B, T, I], and what its gradient needs, of which checkpoints are empty unless `save`.
+
+    The convolved tokens x, for which there are 2 B rows: [2 B, T, I]; what is selected of them, r, k, q and zeros in
+    rows of aligned width S, and the weight [2, S, I] that selects it; the rates; and what the scan gives.
+    """
+    values, gate = projected.chunk(2, dim=-1)
+    x = causal_convolution(values, taps, offset, None, None, True, BOTH_WAYS)
+    wide = _widen(selection, projected.dtype)
+    selected = torch.bmm(x.view(2, -1, x.shape[-1]), wide.mT).view(*x.shape[:2], wide.shape[1])
+    key, query = _keys_and_queries(selected, selection, rate)
+    rates = _find_rates(selected, rate, rate_offset)
+    scanned, _, checkpoints = diagonal_scan(x, rates, key, query, None, None, None, BOTH_WAYS, save)
+    y = silu_product(scanned, gate, x, skip)
+    return y, x, wide, selected, rates, scanned, checkpoints
+
+
+@longhorn_pair.register_fake
+def _(projected, taps, offset, selection, rate, rate_offset, skip, save):
+    batch, tokens, channels = projected.shape
+    width = _aligned(selection.shape[1])
+    readings = (2 * batch, tokens)
+    x, rates, scanned = (projected.new_empty((*readings, channels // 2)) for _ in range(3))
+    key = projected.new_empty((*readings, (selection.shape[1] - rate.shape[2]) // 2))
+    return (
+        projected.new_empty((batch, tokens, channels // 2)),
+        x,
+        projected.new_empty((2, width, channels // 2)),
+        projected.new_empty((*readings, width)),
+        rates,
+        scanned,
+        allocate(x, key, None, save)[2],
+    )
+
+
+def _aligned(width: int) -> int:
+    return width + -width % ALIGNMENT
+
+
+def _widen(selection: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [2, S, I] that selects zeros, too, up to an aligned width."""
+    width = selection.shape[1]
+    wide = selection.new_empty((2, _aligned(width), selection.shape[2]), dtype=dtype)
+    wide[:, :width] = selection
+    wide[:, width:] = 0.0
+    return wide
+
+
+def _keys_and_queries(selected: Tensor, selection: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of their columns."""
+    ranks = rate.shape[2]
+    entries = (selection.shape[1] - ranks) // 2
+    return selected[..., ranks : ranks + entries], selected[..., ranks + entries : ranks + 2 * entries]
+
+
+def _find_rates(selected: Tensor, rate: Tensor, rate_offset: Tensor) -> Tensor:
+    """The rates [2 B, T, I]."""
+    inner, ranks = rate.shape[1:]
+    rates = selected.new_empty((*selected.shape[:2], inner))
+    size = selected.element_size()
+    table = LAUNCHES[size]["find_rates"]
+    rows = rates.shape[0] * rates.shape[1] // 2
+    find_launch(
+        find_rates, rates.device, 2 * cdiv(rows, table.block) * cdiv(inner, table.step),
+        (rows, inner, selected.shape[-1]),
+        R=ranks, BLOCK_R=block_width(ranks, ROW[size]), BLOCK_T=table.block, BLOCK_D=table.step, **table.options,
+    )(selected, rate.contiguous(), rate_offset.contiguous(), rates)  # fmt: skip
+    return rates
+
+
+def _differentiate_rates(
+    selected: Tensor, rate: Tensor, rates: Tensor, d_rates: Tensor, d_selected: Tensor, chosen: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rate and rate_offset; that of r is written to the first columns of d_selected.
+
+    Zeros are written to those behind the chosen.
+    """
+    inner, ranks = rate.shape[1:]
+    size, width = selected.element_size(), selected.shape[-1]
+    table = LAUNCHES[size]["differentiate_rates"]
+    rows = rates.shape[0] * rates.shape[1] // 2
+    columns = block_width(ranks + 1, ROW[size])
+    channels = max(table.step * ROW[size] // columns, ROW[size])  # the more ranks, the fewer, for the sums of both
+    blocks, slabs = cdiv(rows, table.block), cdiv(inner, channels)
+    programs = max(1, min(blocks, PROGRAMS // (2 * slabs)))
+    d_ranks = selected.new_empty((slabs, ranks, 2 * rows), dtype=torch.float32)
+    d_weights = selected.new_empty((programs, *rate.shape), dtype=torch.float32)
+    d_biases = selected.new_empty((programs, 2, inner), dtype=torch.float32)
+    find_launch(
+        differentiate_rates, rates.device, 2 * programs * slabs, (rows, blocks, programs, inner, width),
+        R=ranks, BLOCK_R=columns, BLOCK_T=table.block, BLOCK_D=channels, **table.options,
+    )(selected, rate.contiguous(), rates, d_rates, d_ranks, d_weights, d_biases)  # fmt: skip
+    find_launch(
+        add_ranks, rates.device, cdiv(2 * rows, ADDED), (2 * rows, slabs, width),
+        R=ranks, CHOSEN=chosen, BLOCK_S=next_power_of_2(width), BLOCK_T=ADDED,
+    )(d_ranks, d_selected)  # fmt: skip
+    return d_weights.sum(0).to(rate.dtype), d_biases.sum(0)
+
+
+@custom_op("longhorn_pair_backward")
+def longhorn_pair_backward(
+    projected: Tensor,
+    taps: Tensor,
+    offset: Tensor,
+    selection: Tensor,
+    rate: Tensor,
+    rate_offset: Tensor,
+    skip: Tensor,
+    x: Tensor,
+    wide: Tensor,
+    selected: Tensor,
+    rates: Tensor,
+    scanned: Tensor,
+    checkpoints: Tensor,
+    dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of projected and the six parameters."""
+    values, gate = projected.chunk(2, dim=-1)
+    chosen = selection.shape[1]
+    d_projected = torch.empty_like(projected, memory_format=torch.contiguous_format)
+    d_values, d_gate = d_projected.chunk(2, dim=-1)
+    d_scanned = dy.new_empty(dy.shape)
+    d_skip = differentiate(scanned, gate, x, skip, dy, d_scanned, d_gate, None)
+    d_selected = torch.empty_like(selected)
+    key, query = _keys_and_queries(selected, selection, rate)
+    d_key, d_query = _keys_and_queries(d_selected, selection, rate)
+    dx, d_rates, _, _ = differentiate_scan(
+        x, rates, key, query, None, None, checkpoints, d_scanned, None, BOTH_WAYS, d_key, d_query
+    )
+    d_rate, d_rate_offset = _differentiate_rates(selected, rate, rates, d_rates, d_selected, chosen)
+    rows, d_rows = x.view(2, -1, x.shape[-1]), d_selected.view(2, -1, selected.shape[-1])
+    with without_autocast(projected):
+        d_selection = torch.bmm(d_rows.mT, rows)[:, :chosen].to(selection.dtype)
+        dx.view(rows.shape).baddbmm_(d_rows, wide)
+    d_taps, d_offset, _ = differentiate_convolution(
+        values, taps, offset, None, None, dx, True, BOTH_WAYS, d_values, d_scanned, skip.contiguous()
+    )
+    d_rate_offset = d_rate_offset.to(rate_offset.dtype)
+    return d_projected, d_taps, d_offset, d_selection, d_rate, d_rate_offset, d_skip
+
+
+@longhorn_pair_backward.register_fake
+def _(projected, taps, offset, selection, rate, rate_offset, skip, x, wide, selected, rates, scanned, checkpoints, dy):
+    parameters = (projected, taps, offset, selection, rate, rate_offset, skip)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in parameters)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:-1], *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dy, *_):
+    return *longhorn_pair_backward(*ctx.saved_tensors, dy), None
+
+
+longhorn_pair.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def longhorn_pair_triton(
+    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor, skip: Tensor
+) -> Tensor:
+    """`longhorn_pair` in Triton."""
+    tensors = (projected, taps, offset, selection, rate, rate_offset, skip)
+    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    with without_autocast(projected):
+        return longhorn_pair(*tensors, save)[0]
