@@ -32,7 +32,7 @@ from longseq.kernels.triton_tiles import (
     store_tokens,
 )
 
-UNSPECIALISED = [*PLAIN, "sequences", "gamma_row", "gamma_token", "gamma_head"]
+UNSPECIALISED = [*PLAIN, "sequences", "slot_of_finals", "gamma_row", "gamma_token", "gamma_head"]
 
 
 @triton.jit
@@ -144,16 +144,17 @@ def load_outside(base, first, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def advance_chunks(
-    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, T, H,
+    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, T, H, slot_of_finals,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, SAVE: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK slots of one head of one sequence: of each chunk the state before it and H ("encode": a).
 
-    If SAVE also φᵀ U of each slot and, with N, 1 / norms after it. All slots of "decode" and "ttt" belong to one
-    program: those of the others do without each other.
+    If SAVE also φᵀ U of each slot and, with N, 1 / norms after it, and behind the states of all chunks the final one.
+    What STAGES - 1 turns need is loaded ahead. All slots of "decode" and "ttt" belong to one program: those of the
+    others do without each other.
     """
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
@@ -175,17 +176,16 @@ def advance_chunks(
         state *= tl.where(chunks > 0, reciprocal_root(of_slots(state * state)), 1.0)
     live = tl.minimum(end - start, CHUNK)
     weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, start, live, GATED, BLOCK_C)
-    goal = load_side(k, v, k_token, v_token, start, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
-    for m in range(0, chunks):
+    for m in tl.range(0, chunks, num_stages=STAGES):
         place = (slot + m) * H + head
         first = start + m * CHUNK
         live = tl.minimum(end - first, CHUNK)
         source = load_side(k, v, k_token, v_token, first, live, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
-        # A turn early: the compiler prefetches the operands of products alone.
+        goal = load_side(k, v, k_token, v_token, first, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
+        # A turn early: the compiler does not prefetch strided numbers of 16 bits.
         following = start + tl.minimum(m + 1, chunks - 1) * CHUNK
         live = tl.minimum(end - following, CHUNK)
         next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, following, live, GATED, BLOCK_C)
-        next_goal = load_side(k, v, k_token, v_token, following, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
 
         store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
@@ -221,8 +221,10 @@ def advance_chunks(
                 store_numbers(lengths + place * M, shorter, column, M, BLOCK)
         weight = next_weight
         whole = next_whole
-        goal = next_goal
     store_block(final + corner, 0, column, tl.trans(state), D, M, BLOCK_D, BLOCK)
+    if SAVE:
+        place = (slot_of_finals + n) * H + head
+        store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
 
 
 @triton.jit

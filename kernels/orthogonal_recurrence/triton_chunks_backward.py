@@ -283,17 +283,18 @@ def decoded_backward(z, v, h, d_h):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def retreat_chunks(
-    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, d_final,
-    d_directions, d_states, d_after, d_found, d_values, d_initial, T, H,
+    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, d_final,
+    d_directions, d_states, d_after, d_found, d_values, d_initial, T, H, slot_of_finals,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK slots of one head of one sequence: the gradients of the states after its chunks, before N (`d_after`).
 
     And `d_found`, the gradient of H (TTT: of z, negative, and of v in `d_values`) or, for "encode", minus that of a
-    that comes from the state after the chunk.
+    that comes from the state after the chunk. What STAGES - 1 turns need is loaded ahead, or without STAGES what their
+    products take: a turn that waited for `d_states` took half its time for that.
     """
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
@@ -312,36 +313,27 @@ def retreat_chunks(
     d_state = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     if HAS_FINAL:
         d_state = load_outside(d_final + corner, column, D, M, BLOCK_D, BLOCK)
-    after = load_outside(final + corner, column, D, M, BLOCK_D, BLOCK)
-    last = tl.maximum(chunks - 1, 0)
-    place = (slot + last) * H + head
     # Of a sequence without chunks, what is loaded here is not used.
-    first = start + last * CHUNK
+    first = start + tl.maximum(chunks - 1, 0) * CHUNK
     live = tl.minimum(end - first, CHUNK)
     weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, GATED, BLOCK_C)
-    exists = tl.where(chunks > 0, M, 0)
-    if UNIT:
-        shorter = load_slots(lengths + place * M, column, exists, 1.0, BLOCK)
-    if OBJECTIVE != "ttt":
-        share = load_slots(shares + place * M, column, exists, 0.0, BLOCK)
-    for back in range(0, chunks):
+    for back in tl.range(0, chunks, num_stages=STAGES):
         m = chunks - 1 - back
         place = (slot + m) * H + head
         first = start + m * CHUNK
         live = tl.minimum(end - first, CHUNK)
         source = load_side(k, v, k_token, v_token, first, live, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
+        place_after = tl.where(back == 0, slot_of_finals + n, slot + m + 1) * H + head
         state = load_block(states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
+        after = load_block(states + place_after * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
         d_before = load_block(d_states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D)
-        # A turn early: the compiler prefetches the operands of products alone.
-        earlier = tl.maximum(m - 1, 0)
-        earlier_place = (slot + earlier) * H + head
-        earlier_first = start + earlier * CHUNK
-        earlier_live = tl.minimum(end - earlier_first, CHUNK)
+        # A turn early: the compiler does not prefetch strided numbers of 16 bits.
+        earlier = start + tl.maximum(m - 1, 0) * CHUNK
         next_weight, next_whole = numbers_of_chunk(
-            gamma, g, gamma_token, g_token, earlier_first, earlier_live, GATED, BLOCK_C
+            gamma, g, gamma_token, g_token, earlier, tl.minimum(end - earlier, CHUNK), GATED, BLOCK_C
         )
         if UNIT:
-            next_shorter = load_slots(lengths + earlier_place * M, column, M, 1.0, BLOCK)
+            shorter = load_slots(lengths + place * M, column, M, 1.0, BLOCK)
             # From the gradient of slots that N left to that of the ones before.
             d_state = (d_state - after * of_slots(after * d_state)) * shorter
         store_block(d_after + place * D * M, column, 0, d_state, M, D, BLOCK, BLOCK_D)
@@ -349,7 +341,7 @@ def retreat_chunks(
         slots = state * r
         d_offered = d_state
         if OBJECTIVE != "ttt":
-            next_share = load_slots(shares + earlier_place * M, column, M, 0.0, BLOCK)
+            share = load_slots(shares + place * M, column, M, 0.0, BLOCK)
             along = of_slots(slots * d_state)
             d_offered -= slots * along
             if UNIT:
@@ -387,13 +379,9 @@ def retreat_chunks(
                 offered = changed + slots * share
                 d_slots = (d_slots - slots * (of_slots(slots * d_slots + d_offered * offered))) * r
                 d_before += d_slots
-            share = next_share
         d_state = d_before
-        after = state
         weight = next_weight
         whole = next_whole
-        if UNIT:
-            shorter = next_shorter
     if UNIT:
         first_state = load_outside(initial + corner, column, D, M, BLOCK_D, BLOCK)
         r = reciprocal_root(of_slots(first_state * first_state))

@@ -5,9 +5,9 @@ which programs run: the result is the same in every run.
 
 For the backward pass the exact form keeps the state before every CHECKPOINT tokens, D M / CHECKPOINT numbers a token
 and head. It finds the others again, in D M CHECKPOINT numbers of scratch memory for each program, of which there are as
-many as SCRATCH has room for. Chunks of C tokens keep the states before them (of half precision inputs with N in
-float16) and H or a: D M / C + D or M numbers a token and head. Their backward pass needs 2 D M / C + 2 D + 3 M more
-while it runs, M of short chunks.
+many as SCRATCH has room for. Chunks of C tokens keep the states before them and after the last (of half precision
+inputs with N in float16) and H or a: D M / C + D or M numbers a token and head. Their backward pass needs
+2 D M / C + 2 D + 3 M more while it runs, M of short chunks.
 """
 
 from typing import Any, NamedTuple
@@ -51,14 +51,14 @@ _EXACT = {
 }
 _CHUNKS = {
     side: {
-        "advance_chunks": Launch(64, 0, 4 if side <= 64 else 8, 2),
+        "advance_chunks": Launch(64, 0, 4 if side <= 64 else 8, 3),
         "advance_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 3),
         "read_out": Launch(64, 0, 4, 1) if side <= 64 else Launch(32, 0, 8, 1),
-        "read_out_short": Launch(64, 0, 4, 1),
+        "read_out_short": Launch(64, 0, 2 if side <= 64 else 4, 1),
         "differentiate_outputs": Launch(64, 0, 4, 1) if side <= 64 else Launch(32, 0, 8, 1),
         "differentiate_outputs_short": Launch(64, 0, 2 if side <= 64 else 4, 1),
         "retreat_chunks": Launch(64, 0, 4 if side <= 64 else 8, 2),
-        "retreat_chunks_short": Launch(64, 0, 4 if side <= 64 else 8, 3),
+        "retreat_chunks_short": Launch(64, 0, 4, 3) if side <= 64 else Launch(64, 0, 8, 2),
         "differentiate_inputs": Launch(64, 0, 4, 1),
         "differentiate_inputs_short": Launch(64, 0, 4, 1),
     }
@@ -66,9 +66,11 @@ _CHUNKS = {
 }
 # Products of float32 inputs need more registers.
 _SINGLES = {
-    side: {name: launch._replace(stages=1) for name, launch in launches.items()}
+    side: {
+        name: launch._replace(stages=min(launch.stages, 2 if side <= 64 else 1)) for name, launch in launches.items()
+    }
     | {"read_out": Launch(32, 0, 8, 1), "differentiate_outputs": Launch(32, 0, 8, 1)}
-    | {"differentiate_outputs_short": Launch(64, 0, 4, 1)}
+    | {"read_out_short": Launch(64, 0, 4, 1), "differentiate_outputs_short": Launch(64, 0, 4, 1)}
     for side, launches in _CHUNKS.items()
 }
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
@@ -104,15 +106,15 @@ class _Form(NamedTuple):
 
     def block(self, kernel: str) -> int:
         """So many slots the kernel works on at a time."""
-        return min(self._launch(kernel).block, block_width(self.constants["M"], WIDTH))
+        return min(self.launch(kernel).block, block_width(self.constants["M"], WIDTH))
 
     def arguments(self, kernel: str, **more: Any) -> dict[str, Any]:
         """The keyword arguments of a kernel: `more`, the launch and the constants."""
         unused = {"advance_chunks": "PRECISION", "retreat_chunks": "PRECISION"}.get(kernel, "DTYPE")
         constants = {name: value for name, value in self.constants.items() if self.is_exact or name != unused}
-        return constants | more | self._launch(kernel).options
+        return constants | more | self.launch(kernel).options
 
-    def _launch(self, kernel: str) -> Launch:
+    def launch(self, kernel: str) -> Launch:
         return self.launches[kernel + ("_short" if 1 < self.chunk <= SHORT else "")]
 
 
@@ -214,7 +216,7 @@ def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Te
     objective, saved = form.constants["OBJECTIVE"], form.slots * save
     # Float16 has room for slots of unit length and the digits that what is orthogonal to them needs.
     unit = form.constants["UNIT"] and form.constants["PRECISION"] == "tf32"
-    kept = [numbers(form.slots, columns, width, dtype=torch.float16 if unit else torch.float32)]
+    kept = [numbers(form.slots + form.sequences * save, columns, width, dtype=torch.float16 if unit else torch.float32)]
     found = 0 if objective == "similarity" else form.slots
     kept.append(numbers(found, form.chunk * (columns if objective == "encode" else width)))
     kept += [numbers(saved * there, columns) for there in (form.constants["UNIT"], objective != "ttt")]
@@ -229,9 +231,9 @@ def _run_chunks(
     tokens, heads = k.shape[1:3]
     blocks, block = _slot_blocks(form, "advance_chunks")
     advance_chunks[(form.sequences * heads * blocks,)](
-        k, v, gamma, g, initial_state, cu_seqlens, *kept, final, tokens, heads,
+        k, v, gamma, g, initial_state, cu_seqlens, *kept, final, tokens, heads, form.slots,
         *strides(k), *strides(v), *strides(gamma), *strides(g),
-        **form.arguments("advance_chunks", BLOCK=block, SAVE=save),
+        **form.arguments("advance_chunks", BLOCK=block, SAVE=save, STAGES=form.launch("advance_chunks").stages),
     )  # fmt: skip
     read_out[(form.slots * heads,)](
         q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, output, scale, tokens, heads,
@@ -261,7 +263,6 @@ def orthogonal_recurrence_backward(
     threshold: Tensor | None,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
-    final: Tensor,
     kept: list[Tensor],
     d_output: Tensor,
     d_final: Tensor | None,
@@ -291,15 +292,15 @@ def orthogonal_recurrence_backward(
             )  # fmt: skip
         else:
             _differentiate_chunks(
-                form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, final, kept, d_output, d_final, grads
+                form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, kept, d_output, d_final, grads
             )
     return grads
 
 
 def _differentiate_chunks(
     form: _Form, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
-    cu_seqlens: Tensor | None, scale: float, final: Tensor, kept: list[Tensor], d_output: Tensor,
-    d_final: Tensor | None, grads: tuple[Tensor, ...],
+    cu_seqlens: Tensor | None, scale: float, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None,
+    grads: tuple[Tensor, ...],
 ) -> None:  # fmt: skip
     states, found, _, _ = kept
     d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
@@ -307,7 +308,7 @@ def _differentiate_chunks(
     columns, rows, gated = k.shape[3], form.slots * heads, g is not None
 
     d_coefficients, d_directions = _scratch(q, rows, columns * form.chunk), _scratch(q, rows, width * form.chunk)
-    d_states, d_after = (torch.empty_like(states, dtype=torch.float32) for _ in range(2))
+    d_states, d_after = (_scratch(q, rows, width * columns) for _ in range(2))
     d_found = torch.empty_like(found)
     d_values = _scratch(q, rows * (form.constants["OBJECTIVE"] == "ttt"), width * form.chunk)
     from_gates = _scratch(q, rows * gated, form.chunk)
@@ -325,11 +326,15 @@ def _differentiate_chunks(
             ),
         )  # fmt: skip
     blocks, block = _slot_blocks(form, "retreat_chunks")
+    stages: int | None = form.launch("retreat_chunks").stages
+    if block * form.constants["BLOCK_D"] > WIDTH * WIDTH:
+        # Of the turns ahead, shared memory has room for what products take alone, and of TTT's for nothing.
+        stages = 1 if form.constants["OBJECTIVE"] == "ttt" else None
     retreat_chunks[(form.sequences * heads * blocks,)](
-        k, v, gamma, g, initial_state, cu_seqlens, *kept, final, d_final,
-        d_directions, d_states, d_after, d_found, d_values, d_initial, tokens, heads,
+        k, v, gamma, g, initial_state, cu_seqlens, *kept, d_final,
+        d_directions, d_states, d_after, d_found, d_values, d_initial, tokens, heads, form.slots,
         *strides(k), *strides(v), *strides(gamma), *strides(g),
-        **form.arguments("retreat_chunks", BLOCK=block, HAS_FINAL=d_final is not None),
+        **form.arguments("retreat_chunks", BLOCK=block, HAS_FINAL=d_final is not None, STAGES=stages),
     )  # fmt: skip
     differentiate_inputs[(rows,)](
         k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_coefficients, d_directions, d_after, d_found,
@@ -341,7 +346,7 @@ def _differentiate_chunks(
 
 @orthogonal_recurrence_backward.register_fake
 def _(
-    q, k, v, gamma, g, threshold, initial_state, cu_seqlens, final, kept, d_output, d_final, objective, unit, scale,
+    q, k, v, gamma, g, threshold, initial_state, cu_seqlens, kept, d_output, d_final, objective, unit, scale,
     chunk_size,
 ):  # fmt: skip
     return _gradients_like(q, k, v, gamma, g, threshold, initial_state)
@@ -361,21 +366,20 @@ def _gradients_like(
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.objective, ctx.unit, ctx.scale, ctx.chunk_size, ctx.saved = inputs
-    ctx.save_for_backward(*tensors, *output[1:2], *output[2])
+    ctx.save_for_backward(*tensors, *output[2])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_output, d_final, *_):
     saved = ctx.saved_tensors  # once: a part of a layer that runs again gives them out once
-    *tensors, final = saved[:9]
+    tensors, kept = saved[:8], saved[8:]
     _, _, v, _, g, threshold, initial_state, _ = tensors
     assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
     if d_output is None:
         d_output = v.new_zeros(v.shape)
     d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial = orthogonal_recurrence_backward(
-        *tensors, final, list(saved[9:]), d_output, d_final, ctx.objective, ctx.unit, ctx.scale,
-        ctx.chunk_size,
-    )  # fmt: skip
+        *tensors, list(kept), d_output, d_final, ctx.objective, ctx.unit, ctx.scale, ctx.chunk_size
+    )
     return (
         d_q,
         d_k,

@@ -807,6 +807,9 @@ ORTHOGONAL_SHAPES = [
     (1, 400, 2, 128, 128, "similarity", True, True, False, 64, (0, 64, 65, 400)),
     (2, 300, 3, 100, 50, "ttt", False, True, False, 16, None),
     (2, 100, 3, 32, 32, "decode", True, True, False, 5, None),
+    (1, 2100, 2, 64, 64, "decode", True, True, False, 16, None),
+    (2, 300, 3, 128, 128, "ttt", False, True, False, 16, None),
+    (2, 300, 3, 128, 128, "ttt", False, True, False, 64, None),
 ]
 # (batch, tokens, heads, K, V, gate, its largest size, segments)
 LINEAR_SHAPES = [
