@@ -21,7 +21,7 @@ BOTH_WAYS = number_of("second_half")
 ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read many at a time
 # By bytes of a number: rows and channels of a program's block, warps, stages. Those of two bytes were measured on an
 # H200, where four stages of twice the rows are a tenth faster, but want more shared memory than other GPUs have.
-LAUNCHES = {
+RATES = {
     2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(32, 128, 8, 3)},
     4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 8, 1)},
 }
@@ -99,7 +99,7 @@ def _find_rates(selected: Tensor, rate: Tensor, rate_offset: Tensor) -> Tensor:
     inner, ranks = rate.shape[1:]
     rates = selected.new_empty((*selected.shape[:2], inner))
     size = selected.element_size()
-    table = LAUNCHES[size]["find_rates"]
+    table = RATES[size]["find_rates"]
     rows = rates.shape[0] * rates.shape[1] // 2
     find_launch(
         find_rates, rates.device, 2 * cdiv(rows, table.block) * cdiv(inner, table.step),
@@ -118,7 +118,7 @@ def _differentiate_rates(
     """
     inner, ranks = rate.shape[1:]
     size, width = selected.element_size(), selected.shape[-1]
-    table = LAUNCHES[size]["differentiate_rates"]
+    table = RATES[size]["differentiate_rates"]
     rows = rates.shape[0] * rates.shape[1] // 2
     columns = block_width(ranks + 1, ROW[size])
     channels = max(table.step * ROW[size] // columns, ROW[size])  # the more ranks, the fewer, for the sums of both

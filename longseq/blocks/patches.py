@@ -10,6 +10,7 @@ from longseq.blocks.linear import gains_by_alignment
 from longseq.blocks.precision import product_dtype
 
 
+@layers.register_notrace_module  # it looks at types and sizes, which a symbolic trace does not have
 class PatchProjection(nn.Conv2d):
     """A convolution over patches; of patches side by side, one matrix product where a GPU computes in half precision.
 
@@ -19,9 +20,10 @@ class PatchProjection(nn.Conv2d):
     @classmethod
     def of(cls, other: nn.Conv2d) -> PatchProjection:
         """Make one of the parameters of another convolution."""
+        (height, width), (down, right) = other.kernel_size, other.stride
         projection = cls(
-            other.in_channels, other.out_channels, other.kernel_size, other.stride, bias=False, device="meta"
-        )  # type: ignore[arg-type]
+            other.in_channels, other.out_channels, (height, width), (down, right), bias=False, device="meta"
+        )
         projection.weight, projection.bias = other.weight, other.bias
         return projection.train(other.training)
 
