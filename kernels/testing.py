@@ -539,7 +539,8 @@ def _silu_product(draw: Draw, variant: str) -> Inputs:
 
 @_maker("longhorn_pair", "plain")
 def _longhorn_pair(draw: Draw, variant: str) -> Inputs:
-    channels, entries, ranks, width = draw.size(D=6, N=4, R=3, W=3)
+    channels, entries, columns, width = draw.size(D=6, N=4, R=4, W=3)
+    ranks = columns - 1  # the last one is the bias's
     parameters = {
         "taps": draw.normal(2, channels, width),
         "offset": draw.normal(2, channels),

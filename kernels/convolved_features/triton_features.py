@@ -366,7 +366,7 @@ def differentiate_convolved(
     for k in tl.static_range(WIDTH):
         tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
         if READINGS == 2:
-            other = sums + B * tl.cdiv(T, stretch) * WIDTH * C
+            other = sums + tl.cast(B, tl.int64) * tl.cdiv(T, stretch) * WIDTH * C
             tl.store(other + k * C + channel, d_later[k], mask=there)
 
 
@@ -399,8 +399,8 @@ def _warps(block: int, width: int) -> int:
 
 
 def _are_too_wide(key_dim: int, width: int) -> bool:
-    """Whether heads are too wide to be read by one program."""
-    return _warps(next_power_of_2(key_dim), width) > LARGEST_WARPS
+    """Whether heads, or the convolution, are too wide to be read by one program."""
+    return _warps(max(WARP, next_power_of_2(key_dim)), width) > LARGEST_WARPS
 
 
 def _find_constants(

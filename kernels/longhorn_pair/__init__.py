@@ -18,7 +18,7 @@ TRITON_RANKS = 127  # and the bias's, in one tile of a matrix product
 
 def _triton_reasons(call: Call) -> list[str]:
     reasons = triton_reasons(call) + width_reasons(call, TRITON_ENTRIES, "N")
-    return reasons + width_reasons(call, TRITON_RANKS, "R")
+    return reasons + width_reasons(call, TRITON_RANKS + 1, "R")
 
 
 # Imported in the call, because importing this package must not import Triton; an import statement, because
@@ -82,7 +82,8 @@ def _choose(
             if x.shape != shape:
                 raise ValueError(f"longhorn_pair: {name} has shape {tuple(x.shape)}, but must have {shape}")
     parameters = (taps, offset, selection, rate, rate_offset, skip)
-    sizes = {"N": entries, "R": ranks, "W": taps.shape[-1]}
+    # R counts the bias's column, too: the tile's width, which the self-test rounds up as the kernels do.
+    sizes = {"N": entries, "R": ranks + 1, "W": taps.shape[-1]}
     dtype, mixed = call_dtype(projected, *parameters), is_mixed(projected, *parameters)
     return select(
         "longhorn_pair", backend, Call(projected.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed)

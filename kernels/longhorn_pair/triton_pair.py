@@ -171,7 +171,7 @@ def longhorn_pair_backward(
     d_rate, d_rate_offset = _differentiate_rates(selected, rate, rates, d_rates, d_selected, chosen)
     rows, d_rows = x.view(2, -1, x.shape[-1]), d_selected.view(2, -1, selected.shape[-1])
     with without_autocast(projected):
-        d_selection = torch.bmm(d_rows.mT, rows)[:, :chosen].to(selection.dtype)
+        d_selection = torch.bmm(d_rows.mT, rows)[:, :chosen].to(selection.dtype).contiguous()
         dx.view(rows.shape).baddbmm_(d_rows, wide)
     d_taps, d_offset, _ = differentiate_convolution(
         values, taps, offset, None, None, dx, True, BOTH_WAYS, d_values, d_scanned, skip.contiguous()

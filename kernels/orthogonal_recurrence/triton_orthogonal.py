@@ -327,9 +327,11 @@ def _differentiate_chunks(
         )  # fmt: skip
     blocks, block = _slot_blocks(form, "retreat_chunks")
     stages: int | None = form.launch("retreat_chunks").stages
-    if block * form.constants["BLOCK_D"] > WIDTH * WIDTH:
-        # Of the turns ahead, shared memory has room for what products take alone, and of TTT's for nothing.
-        stages = 1 if form.constants["OBJECTIVE"] == "ttt" else None
+    is_wide = block * form.constants["BLOCK_D"] > WIDTH * WIDTH
+    if form.constants["OBJECTIVE"] == "ttt":
+        stages = 1 if is_wide else None  # shared memory has no room for turns ahead, or only for what products take
+    elif is_wide:
+        stages = None
     retreat_chunks[(form.sequences * heads * blocks,)](
         k, v, gamma, g, initial_state, cu_seqlens, *kept, d_final,
         d_directions, d_states, d_after, d_found, d_values, d_initial, tokens, heads, form.slots,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.hooks import is_plain
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.dispatch import is_exporting
 
@@ -30,9 +31,7 @@ class AlignedLinear(nn.Linear):
 
 def project_whole(layer: nn.Linear, x: Tensor) -> Tensor:
     """Project by a layer, for readers who pass over channels behind its own: a view's gradient would be a copy."""
-    # What wraps the layer or hooks onto it (adapters, quantisation) counts on the layer's own channels.
-    is_alone = type(layer) is AlignedLinear and not layer._forward_hooks
-    return layer(x, whole=True) if is_alone else layer(x)
+    return layer(x, whole=True) if is_plain(layer, AlignedLinear) else layer(x)
 
 
 def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:

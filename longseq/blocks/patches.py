@@ -28,10 +28,14 @@ class PatchProjection(nn.Conv2d):
         return projection.train(other.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stride != self.kernel_size or not gains_by_alignment(self.weight):
-            return super().forward(x)
         height, width = self.kernel_size
-        x = x.to(product_dtype(self.weight))  # half as much to move as after the patches were taken out
+        side_by_side = self.stride == self.kernel_size and self.padding == (0, 0) and self.dilation == (1, 1)
+        fits = x.ndim == 4 and self.groups == 1 and x.shape[2] >= height and x.shape[3] >= width
+        if not (side_by_side and fits and gains_by_alignment(self.weight)):
+            return super().forward(x)
+        dtype = product_dtype(self.weight)
+        if dtype != self.weight.dtype:
+            x = x.to(dtype)  # autocast would after the patches were taken out, where there is twice as much to move
         rows, columns = x.shape[2] // height, x.shape[3] // width
         patches = x[..., : rows * height, : columns * width]
         patches = patches.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
@@ -93,7 +97,7 @@ class PatchEmbed(layers.PatchEmbed):
                 )
             self.stride = layers.to_2tuple(patch_size)
         super().set_input_size(img_size=img_size, patch_size=patch_size)
-        if not isinstance(self.proj, PatchProjection):
+        if type(self.proj) is nn.Conv2d:  # timm makes one for another patch size
             self.proj = PatchProjection.of(self.proj)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from longseq.blocks.hooks import is_hooked
 from longseq.blocks.positions import Layout, split_token
 
 DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
@@ -140,10 +141,7 @@ class Directions(nn.Module):
         if any(mixer.observed is not None for mixer in self.mixers):
             return True  # what a pair reported together could not be told apart
         parts = list(self.mixers.modules())
-        return [type(part) for part in parts] != self._kinds or any(
-            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-            for part in parts
-        )
+        return [type(part) for part in parts] != self._kinds or any(is_hooked(part) for part in parts)
 
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
         """One reading for each pair of orders, the sum of both."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.hooks import is_plain
 from longseq.blocks.linear import AlignedLinear, project_whole
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
@@ -90,12 +91,15 @@ class DeltaNet(Mixer):
         reverse: Reverse = False,
     ) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = (None, None) if state is None else state
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is None:
             features = self._features(*self._split(projected))
+        elif is_plain(self.convolution, ShortConvolution):
+            features, convolution = self.convolution.features(projected, convolution, **options, **self._options)
         else:
-            features, convolution = self.convolution.features(
-                projected, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, **self._options
-            )
+            mixed, logits = self._split(projected)
+            mixed, convolution = self.convolution(mixed, convolution, **options)
+            features = self._features(mixed, logits)
         o, memory = self._recur(features, memory, cu_seqlens, mask, reverse)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.hooks import is_plain
 from longseq.blocks.linear import AlignedLinear, project_whole
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
@@ -127,12 +128,15 @@ class GatedDeltaNet(Mixer):
         convolution, memory = (None, None) if state is None else state
         mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is None:
             features = self._features(*self._split_logits(mixed))
+        elif is_plain(self.convolution, ShortConvolution):
+            features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
         else:
-            features, convolution = self.convolution.features(
-                mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, **self._options
-            )
+            mixed, logits = self._split_logits(mixed)
+            mixed, convolution = self.convolution(mixed, convolution, **options)
+            features = self._features(mixed, logits)
         o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 

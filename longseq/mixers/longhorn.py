@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
+from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.longhorn_pair import TRITON_RANKS
 from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
@@ -51,7 +52,8 @@ class Longhorn(SelectiveMixer):
         )
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None or self.backend == "reference" or self.rate_rank > TRITON_RANKS:
+        is_wide = self.rate_rank > TRITON_RANKS or self.state_size > TRITON_ENTRIES
+        if mask is not None or self.backend == "reference" or is_wide:
             return super().scan_pair(backward, projected, mask)
         parameters = zip(self._scan_parameters(), backward._scan_parameters(), strict=True)
         return longhorn_pair(projected, *(torch.stack(pair) for pair in parameters), backend=self.local_backend)

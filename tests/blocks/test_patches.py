@@ -87,6 +87,21 @@ def test_another_patch_size_leaves_the_projection_a_product():
     assert {name for name, _ in embed.named_parameters()} == {"proj.weight", "proj.bias"}
 
 
+@pytest.mark.parametrize("options", [{"padding": 4}, {"dilation": 2}, {"groups": 3}, {"stride": (4, 4)}])
+def test_other_convolutions_stay_convolutions(monkeypatch, options):
+    monkeypatch.setattr(patches, "gains_by_alignment", lambda weight: True)
+    projection = PatchProjection(3, 6, (8, 8), **{"stride": (8, 8)} | options)
+    image = torch.randn(2, 3, 32, 32)
+    assert torch.equal(projection(image), nn.Conv2d.forward(projection, image))
+
+
+def test_another_image_size_leaves_a_projection_of_the_users_alone():
+    embed = build()
+    embed.proj = nn.Sequential(embed.proj)  # an adapter
+    embed.set_input_size(img_size=(16, 16))
+    assert isinstance(embed.proj, nn.Sequential)
+
+
 @pytest.mark.gpu
 def test_patches_on_a_gpu_are_those_of_a_convolution():
     projection = PatchProjection(3, 192, 16, 16).cuda()

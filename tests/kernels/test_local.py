@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longseq.kernels import add_norm, explain, head_features, silu_product, token_loss
 from longseq.kernels.dispatch import list_local_ops
@@ -129,6 +130,21 @@ def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
     compiled = torch.compile(lambda inputs: inputs.run(backend="triton"), fullgraph=True, backend="aot_eager")
     expected, actual = gradients(inputs, backend="triton"), gradients(inputs, run=compiled)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_layers(interpreted, dtype):
+    from longseq.kernels.longhorn_pair.triton_pair import longhorn_pair, longhorn_pair_backward
+
+    # Of one type, as without autocast; what is selected is no multiple of 16 numbers wide.
+    inputs = make_inputs("longhorn_pair", dtype=dtype)
+    tensors = [*inputs.sequences.values(), *inputs.parameters.values()]
+    output, *saved = longhorn_pair(*tensors, True)
+    given = (*tensors, *saved, torch.ones_like(output))
+    found = longhorn_pair_backward(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        told = torch.ops.longseq.longhorn_pair_backward(*(mode.from_tensor(x) for x in given))
+    assert [(x.shape, x.stride(), x.dtype) for x in found] == [(x.shape, x.stride(), x.dtype) for x in told]
 
 
 def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted, monkeypatch):
@@ -274,8 +290,8 @@ def test_tensors_that_do_not_fit_are_refused():
     inputs = make_inputs("longhorn_pair")
     with pytest.raises(ValueError, match=r"longhorn_pair: rate_offset has shape \(6,\), but must have \(2, 6\)"):
         inputs.replace({"rate_offset": torch.zeros(6)}).run()
-    with pytest.raises(ValueError, match="R = 128, and it goes to 127"):
-        make_inputs("longhorn_pair", dtype=torch.float32, sizes={"R": 128}).run(backend="triton")
+    with pytest.raises(ValueError, match="R = 129, and it goes to 128"):
+        make_inputs("longhorn_pair", dtype=torch.float32, sizes={"R": 129}).run(backend="triton")
     with pytest.raises(ValueError, match="skip and skip_weight go together"):
         silu_product(torch.zeros(2, 3), torch.zeros(2, 3), skip=torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\) and x of skip_weight's width \(2, 4\)"):

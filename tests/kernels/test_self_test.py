@@ -517,3 +517,12 @@ def test_a_captured_graph_is_not_broken_by_an_untested_kernel(monkeypatch, tmp_p
     graph.replay()
     torch.testing.assert_close(output, inputs.run(backend="torch")[0])
     assert explain(OP, device="cuda", sizes={"W": 4})["triton"] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 31, 32, 63, 64, 127])
+def test_ranks_are_rounded_to_what_the_kernels_take(ranks):
+    from longseq.kernels.longhorn_pair import TRITON_RANKS
+
+    sizes = {"R": self_test._round_up(ranks + 1)}
+    inputs = make_inputs("longhorn_pair", dtype=torch.float32, sizes=sizes)
+    assert ranks <= inputs.parameters["rate"].shape[2] <= TRITON_RANKS

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 
 from longseq import mixers
 from longseq.parameters import no_weight_decay
@@ -400,3 +401,38 @@ def test_recomputing_keeps_less_and_changes_nothing(name: str, compiled: bool) -
         kept.append(sum(tensor.numel() for tensor in held.values()))
     assert_same(results[1], results[0])
     assert compiled or kept[1] < 0.7 * kept[0]
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("change", ["hook", "prune", "weight_norm", "wrapper", "forward"])
+def test_a_convolution_that_others_hook_onto_is_called(name, change):
+    mixer, x = mixers.create(name, d_model=16, num_heads=2), torch.randn(2, 5, 16)
+    expected, calls = mixer(x)[0], []
+    convolution = mixer.convolution
+    if change == "hook":
+        convolution.register_forward_hook(lambda *_: calls.append(1))
+    elif change == "prune":
+        prune.identity(convolution, "weight")
+    elif change == "weight_norm":
+        torch.nn.utils.parametrizations.weight_norm(convolution)
+    elif change == "wrapper":
+        mixer.convolution = Wrapper(convolution, calls)
+    else:
+        forward = convolution.forward
+        convolution.forward = lambda *args, **kwargs: (calls.append(1), forward(*args, **kwargs))[1]
+    for _ in range(2):  # what is computed before a call must be computed again in the second step
+        y = mixer(x)[0]
+        y.sum().backward()
+        torch.testing.assert_close(y, expected)
+    assert len(calls) == (2 if change in ("hook", "wrapper", "forward") else 0)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module, calls):
+        super().__init__()
+        self.module = module
+        self.calls = calls
+
+    def forward(self, *args, **kwargs):
+        self.calls.append(1)
+        return self.module(*args, **kwargs)
