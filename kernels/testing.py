@@ -360,7 +360,7 @@ def _short_convolution(draw: Draw, variant: str) -> Inputs:
 
 @_maker("convolved_features", "plain", "elu_plus_one", "l1", "one_tap", "relu")
 def _convolved_features(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim, width = draw.size(H=3, K=5, V=4, W=1 if variant == "one_tap" else 4)
+    heads, key_dim, value_dim, width = draw.size(H=2, K=5, V=4, W=1 if variant == "one_tap" else 4)
     channels = heads * (2 * key_dim + value_dim)
     features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {}
     if variant in ("elu_plus_one", "relu"):
