@@ -92,13 +92,12 @@ class DeltaNet(Mixer):
     ) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = (None, None) if state is None else state
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-        if self.convolution is None:
-            features = self._features(*self._split(projected))
-        elif is_plain(self.convolution, ShortConvolution):
+        if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(projected, convolution, **options, **self._options)
         else:
             mixed, logits = self._split(projected)
-            mixed, convolution = self.convolution(mixed, convolution, **options)
+            if self.convolution is not None:
+                mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
         o, memory = self._recur(features, memory, cu_seqlens, mask, reverse)
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)

@@ -129,13 +129,12 @@ class GatedDeltaNet(Mixer):
         mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-        if self.convolution is None:
-            features = self._features(*self._split_logits(mixed))
-        elif is_plain(self.convolution, ShortConvolution):
+        if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
         else:
             mixed, logits = self._split_logits(mixed)
-            mixed, convolution = self.convolution(mixed, convolution, **options)
+            if self.convolution is not None:
+                mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
         o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
