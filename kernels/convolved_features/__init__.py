@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.kernels.checks import check_tensors
 from longseq.kernels.convolved_features.features import convolved_features_reference, convolved_features_torch
 from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
@@ -20,7 +19,8 @@ from longseq.kernels.dispatch import (
 )
 from longseq.kernels.head_features import TRITON_WIDTH, check_features
 from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+from longseq.kernels.reading import Reverse
+from longseq.kernels.short_convolution import check_convolution
 
 __all__ = ["convolved_features"]
 
@@ -101,10 +101,8 @@ def _choose(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, reverse: Reverse, backend: str,
 ) -> Callable[..., Any]:  # fmt: skip
     check_features(feature_map, key_norm)
-    if mask is not None and cu_seqlens is not None:
-        raise ValueError("convolved_features: mask and cu_seqlens are both given; packed sequences have no padding")
     own = weight.dim() == 3
-    sizes = check_tensors(
+    sizes = check_convolution(
         "convolved_features",
         {
             "x": (x, "B T P"),
@@ -112,11 +110,9 @@ def _choose(
             "initial_state": (initial_state, "2B C W-1" if own else "S C W-1"),
         },
         cu_seqlens,
-        mask=mask,
+        mask,
+        reverse,
     )
-    if own:
-        check_own_parameters("convolved_features", "weight", weight, reverse)
-    check_reverse("convolved_features", reverse, 2 if own else sizes["B"], cu_seqlens)
     values = sizes["C"] - 2 * num_heads * key_dim
     if not is_exporting():
         _check_channels(sizes["P"], sizes["C"], values, num_heads, key_dim)

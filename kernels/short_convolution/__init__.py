@@ -1,6 +1,6 @@
 """The short causal convolution in front of a recurrent mixer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -105,10 +105,8 @@ def _choose(
     mask: Tensor | None, activation: str | None, reverse: Reverse, backend: str,
 ) -> Callable[..., Any]:  # fmt: skip
     _check_activation("short_convolution", activation)
-    if mask is not None and cu_seqlens is not None:
-        raise ValueError("short_convolution: mask and cu_seqlens are both given; packed sequences have no padding")
     own = weight.dim() == 3
-    sizes = check_tensors(
+    sizes = check_convolution(
         "short_convolution",
         {
             "x": (x, "B T D"),
@@ -117,15 +115,36 @@ def _choose(
             "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
         },
         cu_seqlens,
-        mask=mask,
+        mask,
+        reverse,
     )
-    if own:
-        check_own_parameters("short_convolution", "weight", weight, reverse)
-    check_reverse("short_convolution", reverse, 2 if own else sizes["B"], cu_seqlens)
     dtype = call_dtype(x, initial_state)
     mixed = is_mixed(x, weight)
     call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
     return select("short_convolution", backend, call)
+
+
+def check_convolution(
+    op: str,
+    tensors: Mapping[str, tuple[Tensor | None, str]],
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    reverse: Reverse,
+) -> dict[str, int]:
+    """Raise ValueError for tensors of a convolution that do not fit; return what their letters stand for.
+
+    A weight of three dimensions is that of both directions.
+    """
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError(f"{op}: mask and cu_seqlens are both given; packed sequences have no padding")
+    weight = tensors["weight"][0]
+    assert weight is not None
+    own = weight.dim() == 3
+    sizes = check_tensors(op, tensors, cu_seqlens, mask=mask)
+    if own:
+        check_own_parameters(op, "weight", weight, reverse)
+    check_reverse(op, reverse, 2 if own else sizes["B"], cu_seqlens)
+    return sizes
 
 
 def short_convolution_step(
