@@ -2,6 +2,9 @@
 
 python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS]
 
+What two runs of one form may differ by is measured beside it: the torch form trains in float32 too, and in bfloat16
+from weights that were rounded to bfloat16 at random, which is what autocast does to them in every product.
+
 FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, spread over torch's CUDA
 devices, those first whose torch form takes longest. The files are written after every mixer.
 """
@@ -32,6 +35,7 @@ TOKENS, BATCH, UPDATES = 256, 32, 200
 LOOPED = {"lattice": 64, "ttt": 64}  # tokens where the torch form is a loop over them
 LEARNING_RATE = 1e-3
 SMOOTH = 10  # updates whose losses are averaged before two curves are compared
+ROUNDINGS = 2  # further runs of the torch form, each from weights rounded in another way
 
 
 def operations_with_kernels(name: str) -> list[str]:
@@ -44,10 +48,27 @@ def backend_with_kernels(name: str) -> str:
     return "triton" if len(operations_with_kernels(name)) == len(mixers.get(name).operations) else "auto"
 
 
-def curve(name: str, backend: str, bfloat16: bool, text: Tensor, updates: int, device: torch.device) -> Tensor:
-    """The smoothed losses of one training run, the same weights and batches in every run of a mixer."""
+@torch.no_grad()
+def round_at_random(model: torch.nn.Module, seed: int) -> None:
+    """Round the weights to one of their two neighbours among the numbers of bfloat16, the nearer one more often."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        bits = parameter.view(torch.int32)
+        bits += torch.randint(2**16, bits.shape, generator=generator, dtype=torch.int32)
+        bits &= -(2**16)
+
+
+def curve(
+    name: str, backend: str, bfloat16: bool, text: Tensor, updates: int, device: torch.device, rounding: int = 0
+) -> Tensor:
+    """The smoothed losses of one training run, the same weights and batches in every run of a mixer.
+
+    With a `rounding` other than 0, that one of these weights.
+    """
     torch.manual_seed(0)
     model = TextBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
+    if rounding:
+        round_at_random(model, rounding)
     losses, _ = train(
         model.to(device), text, device, updates=updates, tokens=LOOPED.get(name, TOKENS), batch=BATCH,
         learning_rate=LEARNING_RATE, bfloat16=bfloat16,
@@ -62,17 +83,24 @@ def compare(name: str, folder: str, updates: int, index: int) -> tuple[dict[str,
     text, _, _ = read_text(folder)
     full = curve(name, "torch", False, text, updates, device)
     plain = curve(name, "torch", True, text, updates, device)
+    others = [curve(name, "torch", True, text, updates, device, n + 1) for n in range(ROUNDINGS)]
     ours = curve(name, backend_with_kernels(name), True, text, updates, device)
     row = {
         "mixer": name,
         "last_loss_torch_float32": round(full[-1].item(), 4),
         "last_loss_torch_bfloat16": round(plain[-1].item(), 4),
         "last_loss_triton_bfloat16": round(ours[-1].item(), 4),
-        "largest_gap_triton_to_torch_bfloat16": round((ours - plain).abs().max().item(), 4),
-        "largest_gap_torch_bfloat16_to_float32": round((full - plain).abs().max().item(), 4),
+        "largest_gap_triton_to_torch_bfloat16": _largest_gap(ours, plain),
+        "largest_gap_torch_bfloat16_to_float32": _largest_gap(full, plain),
+        "largest_gap_torch_bfloat16_to_rounded_weights": max(_largest_gap(other, plain) for other in others),
     }
-    lines = {"torch, float32": full, "torch, bfloat16": plain, "Triton, bfloat16": ours}
+    roundings = {f"torch, bfloat16, rounded weights {n}": other for n, other in enumerate(others, 1)}
+    lines = {"torch, float32": full, "torch, bfloat16": plain, **roundings, "Triton, bfloat16": ours}
     return row, {label: line.tolist() for label, line in lines.items()}
+
+
+def _largest_gap(one: Tensor, other: Tensor) -> float:
+    return round((one - other).abs().max().item(), 4)
 
 
 def draw(curves: dict[str, dict[str, list[float]]]) -> None:
@@ -130,9 +158,10 @@ def write(rows: list[dict[str, Any]], updates: int, jobs: int, files: int) -> No
         "notes": [
             f"Four layers of width 256; {updates} updates of {BATCH} windows of {TOKENS} bytes of {files} texts "
             f"({', '.join(LOOPED)}, whose torch form is a loop: of {LOOPED['lattice']}); AdamW, one seed: the same "
-            "weights and batches in the three runs of a mixer. Not compiled.",
-            f"Gaps are between losses averaged over {SMOOTH} updates. Noise is what changing the precision alone does: "
-            "the gap between bfloat16 and float32, both in the torch form.",
+            "weights and batches in all runs of a mixer. Not compiled.",
+            f"Gaps are between losses averaged over {SMOOTH} updates. Noise is what rounding alone does, all in the "
+            "torch form: the gap between bfloat16 and float32, and the larger one between bfloat16 and two runs of it "
+            "from weights that were rounded to bfloat16 at random.",
             "The curves: loss_curves.png.",
         ],
     }

@@ -150,11 +150,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
 
 
+def names_of(work: Work) -> set[str]:
+    """Of the tensors that its operation takes."""
+    return set(work.make(torch.float32, CPU).arguments)
+
+
 @pytest.mark.parametrize(("op", "variant"), [*peers._FLA, ("selective_scan", "plain")])
 def test_peers_are_given_our_call_in_their_layout(installed, op, variant):
     work = next(work for work in TINY if work.op == op)._replace(variant=variant)
-    found = {peer.name: peer for peer in peers.find_peers(work, torch.device("cuda"))}
-    same = [peer for peer in found.values() if peer.same]
+    same = [peer for peer in peers.find_peers(work, names_of(work), torch.device("cuda")) if peer.same]
     assert len(same) == 1
     verdict = Gate(work, torch.float32, CPU).judge_peer(same[0])
     assert verdict.passed, verdict.words
@@ -163,16 +167,17 @@ def test_peers_are_given_our_call_in_their_layout(installed, op, variant):
 def test_peers_of_the_same_place_are_called_another_operation(installed):
     longhorn = next(work for work in TINY if work.op == "longhorn_scan")
     for work, name in ((DELTA, "sdpa"), (longhorn, "mamba")):
-        (peer,) = (peer for peer in peers.find_peers(work, torch.device("cuda")) if peer.name == name)
+        found = peers.find_peers(work, names_of(work), torch.device("cuda"))
+        (peer,) = (peer for peer in found if peer.name == name)
         assert Gate(work, torch.float32, CPU).judge_peer(peer) == (True, "another operation")
         leaves = peer.prepare(work.make(torch.float32, CPU).sequences)
         assert peer.restore(peer.run(leaves, {})).shape[0] == 1
 
 
 def test_only_installed_peers_take_part():
-    assert [peer.name for peer in peers.find_peers(DELTA, CPU)] == ["sdpa"]
+    assert [peer.name for peer in peers.find_peers(DELTA, names_of(DELTA), CPU)] == ["sdpa"]
     wide = DELTA._replace(sizes={**DELTA.sizes, "K": 512})
-    assert peers.find_peers(wide, CPU) == []
+    assert peers.find_peers(wide, names_of(wide), CPU) == []
 
 
 # ---- longseq benchmark kernels
@@ -241,10 +246,27 @@ def test_mistakes_are_one_line(overrides, words, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("work", [*TABLE, *OWN], ids=lambda work: f"{work.op}-{work.shape}")
 def test_the_table_holds_calls_that_work(work):
-    """At a few tokens: the sizes and options are ones that the operation has."""
+    """At a few tokens: the sizes and options are ones that the operation has, and peers can be given its tensors."""
     few = work.reduce()._replace(sizes={**work.reduce().sizes, "T": 3})
-    assert Gate(few, torch.float32, CPU).judge_backend("torch").passed
     assert set(few.sizes) == set(work.sizes)
+    asked = {"backends": ["torch"], "peers": True, "seconds": 0.001}
+    rows = {row["implementation"]: row for row in kernels.measure_work(few, torch.float32, CPU, asked, set())}
+    assert rows.pop("torch")["verdict"].startswith("right: ")
+    attention = {"delta_rule", "linear_attention", "orthogonal_recurrence", "variational_linear_attention"}
+    assert {name: row["verdict"] for name, row in rows.items()} == (
+        {"sdpa": "another operation"} if work.op in attention else {}
+    )
+
+
+def test_a_shape_that_fails_is_a_row_and_does_not_end_the_others(tmp_path, monkeypatch):
+    def fail(work: Work, *_: object) -> None:
+        raise RuntimeError(f"{work.op} has\nno peers")
+
+    monkeypatch.setattr(kernels, "find_peers", fail)
+    result = run(kernels, "kernels", "ops=[delta_rule,short_convolution]", "device=cpu", f"output={tmp_path}/rows.json")
+    assert [(row["implementation"], row["verdict"]) for row in result["rows"]] == [
+        ("all", f"not measured: RuntimeError: {op} has no peers") for op in ("delta_rule", "short_convolution")
+    ]
 
 
 def test_tables_are_chosen_by_device_and_operation():

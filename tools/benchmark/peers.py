@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +25,12 @@ class Peer(NamedTuple):
     modules: tuple[str, ...] = ()  # to import before a first call is timed, of peers that compile in it
 
 
-def find_peers(work: Work, device: torch.device) -> list[Peer]:
-    """The peers of a call. Those that are not installed, or have no such operation, are left out."""
+def find_peers(work: Work, tensors: Iterable[str], device: torch.device) -> list[Peer]:
+    """The peers of a call with tensors of these names. Those that are not installed, or have no such operation, are
+    left out."""
     peers = []
-    queries = {"K", "V"} <= set(work.sizes) or {"M", "D"} <= set(work.sizes)
     widest = max(work.sizes.get(name, 0) for name in "KV")
-    if queries and widest <= 256 and work.op != "recursive_least_squares":
+    if {"q", "k", "v"} <= set(tensors) and widest <= 256:
         peers.append(Peer("sdpa", False, _attend, _heads_first))
     if device.type == "cuda" and importlib.util.find_spec("fla") is not None:
         found = _FLA.get((work.op, work.variant))
