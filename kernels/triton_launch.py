@@ -13,6 +13,8 @@ from longseq.kernels.launch_file import LAUNCHES_VARIABLE, file_of_launches, rea
 ROW = {2: 64, 4: 32}
 # As many launches are remembered, and calls that led to one of the delta rule's.
 PREPARED = 1024
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
+ROOMY = SHARED_MEMORY // 2
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -82,11 +84,18 @@ class Prepared:
 find_launch = lru_cache(PREPARED)(Prepared)
 
 
-def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) -> None:
-    """Take an operation's launches from the file that the environment names, if it does, into the table.
+def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) -> None:
+    """Change the table of an operation's launches, measured on an H200, for the GPU that is here.
+
+    Where a program has less than half of the H200's shared memory (compute capabilities 8.6, 8.9 and 12.0: 99 KiB),
+    walks have fewer stages, so that their tiles fit. What the file holds that the environment names comes after that.
 
     Raises ValueError for a file that does not fit: measured on another kind of GPU, or for other kernels.
     """
+    if shared_memory() < ROOMY:
+        for (_, width), table in launches.items():
+            most = 2 if width <= 128 else 1
+            table.update({name: launch._replace(stages=min(launch.stages, most)) for name, launch in table.items()})
     file = file_of_launches()
     if file is None:
         return
@@ -107,6 +116,13 @@ def use_measured(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) ->
                 f"which {op} does not launch: measure again with `longseq benchmark tune`"
             )
         table[row["kernel"]] = Launch(**row["launch"])
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program may have on the current GPU; as many as an H200's where there is none."""
+    if not torch.cuda.is_available():
+        return SHARED_MEMORY
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
 
 
 def cdiv(dividend: int, divisor: int) -> int:

@@ -34,9 +34,9 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    fit_launches,
     sequence_of_slots,
     strides,
-    use_measured,
 )
 from longseq.kernels.triton_tiles import LARGEST_PARTS
 
@@ -102,7 +102,7 @@ LAUNCHES |= {
     }
     for width in (64, 128, 256)
 }
-use_measured("delta_rule", LAUNCHES)
+fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Half precision sequences up to here are read through by one launch, and scored as the state retreats.
 SHORT_TOKENS = 1024

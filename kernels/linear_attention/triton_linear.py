@@ -39,10 +39,10 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    fit_launches,
     next_power_of_2,
     sequence_of_slots,
     strides,
-    use_measured,
 )
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64 or 512. Not measured yet: chosen by the registers
@@ -78,7 +78,7 @@ LAUNCHES |= {
     }
     for width in (64, 512)
 }
-use_measured("linear_attention", LAUNCHES)
+fit_launches("linear_attention", LAUNCHES)
 WHOLE = 128  # key channels at most that one program holds states of in registers, so that it reads them as it walks
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'

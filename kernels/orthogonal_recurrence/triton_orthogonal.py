@@ -32,10 +32,10 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    fit_launches,
     next_power_of_2,
     sequence_of_slots,
     strides,
-    use_measured,
 )
 
 # By the bytes of the precision and the side of a square that holds as many numbers as the state's block, rounded up.
@@ -78,7 +78,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     for size, table in ((2, _CHUNKS), (4, _SINGLES))
     for side, launches in table.items()
 }
-use_measured("orthogonal_recurrence", LAUNCHES)
+fit_launches("orthogonal_recurrence", LAUNCHES)
 CHECKPOINT = 32  # tokens
 SHORT = 16  # tokens of a chunk
 WIDTH = 64  # of a block of tokens, channels or slots at least: rows of operands as wide as the tensor cores load

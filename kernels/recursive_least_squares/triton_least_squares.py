@@ -55,9 +55,9 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    fit_launches,
     sequence_of_slots,
     strides,
-    use_measured,
 )
 
 # By the bytes of u's numbers (2 also if they are rounded to 11 bits) and the width, K rounded up to 64. Those of 2
@@ -83,7 +83,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "differentiate_directions": Launch(64, 0, 8, 1),
     },
 }
-use_measured("recursive_least_squares", LAUNCHES)
+fit_launches("recursive_least_squares", LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
 PROGRAMS = 256  # of half precision sequences, that walk along time side by side at most
 FEWEST_SEGMENTS = 4  # fewer would not win back that two thirds of the work is done twice

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from longseq import kernels
-from longseq.kernels.triton_launch import Launch, use_measured
+from longseq.kernels import triton_launch
+from longseq.kernels.triton_launch import Launch, fit_launches
 
 BEST = {"block": 128, "step": 32, "warps": 8, "stages": 3, "registers": 168}
 
@@ -24,6 +25,7 @@ def name_file(monkeypatch, tmp_path):
     """Writes a file of launches measured on a GPU like the one here, and names it in the environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(triton_launch, "shared_memory", lambda: triton_launch.SHARED_MEMORY)
 
     def write(*rows, capability=(9, 0)):
         file = tmp_path / "launches.json"
@@ -41,13 +43,21 @@ def row(**changes):
 def test_without_a_file_the_table_stays(monkeypatch, table):
     monkeypatch.delenv("LONGSEQ_LAUNCHES", raising=False)
     before = {key: dict(launches) for key, launches in table.items()}
-    use_measured("delta_rule", table)
+    fit_launches("delta_rule", table)
     assert table == before
+
+
+def test_a_gpu_with_little_shared_memory_has_fewer_stages(monkeypatch):
+    monkeypatch.setattr(triton_launch, "shared_memory", lambda: 99 * 1024)
+    tables = {(2, width): {"walk": Launch(64, 0, 4, 3, 168), "score": Launch(64, 0, 4, 1)} for width in (128, 256)}
+    fit_launches("delta_rule", tables)
+    assert [tables[2, 128][name].stages for name in ("walk", "score")] == [2, 1]
+    assert tables[2, 256] == {"walk": Launch(64, 0, 4, 1, 168), "score": Launch(64, 0, 4, 1)}
 
 
 def test_an_operation_takes_its_own_rows(name_file, table):
     name_file(row(), row(op="linear_attention", kernel="scan"))
-    use_measured("delta_rule", table)
+    fit_launches("delta_rule", table)
     assert table == {(2, 64): {"prepare": Launch(128, 32, 8, 3, 168), "advance": Launch(32, 0, 4, 1)}}
 
 
@@ -55,13 +65,13 @@ def test_an_operation_takes_its_own_rows(name_file, table):
 def test_rows_of_no_kernel_are_refused(name_file, table, change):
     name_file(row(**change))
     with pytest.raises(ValueError, match="which delta_rule does not launch: measure again with `longseq benchmark"):
-        use_measured("delta_rule", table)
+        fit_launches("delta_rule", table)
 
 
 def test_another_gpu_is_refused(name_file, table):
     name_file(row(), capability=(8, 0))
     with pytest.raises(ValueError, match=r"capability \[8, 0\], and this one has \[9, 0\]: unset it"):
-        use_measured("delta_rule", table)
+        fit_launches("delta_rule", table)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"launches": []}', '{"launches": {}, "capability": null}'])
@@ -70,14 +80,14 @@ def test_a_file_of_another_kind_is_refused(name_file, table, content):
     with pytest.raises(
         ValueError, match=r"LONGSEQ_LAUNCHES=.*: write one with `longseq benchmark tune output="
     ) as caught:
-        use_measured("delta_rule", table)
+        fit_launches("delta_rule", table)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_refused(monkeypatch, table, tmp_path):
     monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "absent.json"))
     with pytest.raises(ValueError, match=r"absent.json cannot be read"):
-        use_measured("delta_rule", table)
+        fit_launches("delta_rule", table)
 
 
 TABLES = [
@@ -87,4 +97,4 @@ TABLES = [
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_every_table_takes_measured_launches(path):
-    assert f'\nuse_measured("{path.parent.name}", LAUNCHES)\n' in path.read_text()
+    assert f'\nfit_launches("{path.parent.name}", LAUNCHES)\n' in path.read_text()

@@ -762,6 +762,16 @@ GPU_SHAPES = [
     ("delta_rule", 1, 16384, 256, 128),
     ("delta_rule", 2, 1000, 512, 256),
     ("delta_rule", 3, 500, 100, 50),
+    # so many sequences and heads that nothing is cut into segments of time
+    ("delta_rule", 128, 197, 384, 64),
+    ("delta_rule", 8, 2048, 2048, 64),
+    ("delta_rule", 8, 2048, 2048, 128),
+    ("delta_rule", 8, 2048, 2048, 256),
+    ("longhorn_scan", 40, 530, 1024, 16),
+    ("selective_scan", 40, 530, 1024, 16),
+    ("linear_attention", 8, 2048, 2048, 128),
+    ("slot_attention", 8, 2048, 2048, 512),
+    ("variational_linear_attention", 8, 2048, 1024, 64),
     ("linear_attention", 2, 197, 384, 64),
     ("linear_attention", 1, 16384, 256, 128),
     ("linear_attention", 2, 1000, 512, 256),
@@ -1000,7 +1010,7 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("shape", GPU_SHAPES, ids=[f"{op}-{t}-{d}-{n}" for op, _, t, d, n in GPU_SHAPES])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_real_sizes_on_the_gpu(shape, dtype):
     assert_accurate_in_every_run(*gpu_arguments(*shape, dtype), dtype)
 

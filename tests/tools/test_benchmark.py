@@ -247,8 +247,7 @@ def test_mistakes_are_one_line(overrides, words, monkeypatch, tmp_path):
 @pytest.mark.parametrize("work", [*TABLE, *OWN], ids=lambda work: f"{work.op}-{work.shape}")
 def test_the_table_holds_calls_that_work(work):
     """At a few tokens: the sizes and options are ones that the operation has, and peers can be given its tensors."""
-    few = work.reduce()._replace(sizes={**work.reduce().sizes, "T": 3})
-    assert set(few.sizes) == set(work.sizes)
+    few = work._replace(sizes={**work.sizes, "T": 3})
     asked = {"backends": ["torch"], "peers": True, "seconds": 0.001}
     rows = {row["implementation"]: row for row in kernels.measure_work(few, torch.float32, CPU, asked, set())}
     assert rows.pop("torch")["verdict"].startswith("right: ")

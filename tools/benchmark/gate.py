@@ -39,7 +39,7 @@ class Gate:
 
     def __init__(self, work: Work, dtype: torch.dtype, device: torch.device) -> None:
         self.op, self.dtype = work.op, dtype
-        self.inputs = work.reduce().make(dtype, device)
+        self.inputs = work.make(dtype, device)  # whole: fewer sequences or heads may be launched otherwise
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
         outputs = call_op(self.inputs, self.options, "torch")(tensors_of(self.inputs))

@@ -41,10 +41,9 @@ from longseq.tools.benchmark.report import (
 from longseq.tools.benchmark.work import Work, choose_work
 
 NOTES = (
-    "Verdict: before it is timed, an implementation's output and gradients are compared with float64 on one sequence "
-    "and two heads of the same length. Allowed is twice the error of the torch form in the same precision (four times "
-    "in float16, eight times there in slot_attention, 32 times for peers, which round more); what is wrong gets no "
-    "time.",
+    "Verdict: before it is timed, an implementation's output and gradients are compared with float64 in the same call. "
+    "Allowed is twice the error of the torch form in the same precision (four times in float16, eight times there in "
+    "slot_attention, 32 times for peers, which round more); what is wrong gets no time.",
     "Milliseconds are medians (the rows have the quantiles 0.2 and 0.8), both is forward and backward, graph the same "
     "as a CUDA graph. All of one shape ran in one process, in turn, each call with a cold second-level cache. Peak: "
     "the inputs and what forward and backward add.",

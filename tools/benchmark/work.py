@@ -32,11 +32,6 @@ class Work(NamedTuple):
             self.op, self.variant, batch=self.sizes["B"], tokens=self.sizes["T"], dtype=dtype, sizes=own, device=device
         )
 
-    def reduce(self) -> Work:
-        """The same call on one sequence, two heads, 64 channels: programs of the same kind, and fewer of them."""
-        most = {"B": 1, "H": 2} | ({"D": 64} if "N" in self.sizes or "W" in self.sizes else {})
-        return self._replace(sizes={name: min(size, most.get(name, size)) for name, size in self.sizes.items()})
-
 
 def _heads(op: str, variant: str, B: int, T: int, H: int, K: int, V: int | None = None, **options: Any) -> Work:
     return Work(op, {"B": B, "T": T, "H": H, "K": K, "V": K if V is None else V}, variant, options)
@@ -75,10 +70,14 @@ TABLE = (
     _orthogonal(16),
     _orthogonal(64),
 )
-# Beyond those: a gate, a memory-bound neighbour, and where recurrences are weak: one sequence of few heads, which
-# leaves most of a GPU idle, while attention spreads over the tokens.
+# Beyond those: gates, the delta rule of orthogonal_recurrence's heads above, Mamba's scan, memory-bound neighbours,
+# and where recurrences are weak: one sequence of few heads, which leaves most of a GPU idle, while attention spreads
+# over the tokens.
 OWN = (
     _heads("delta_rule", "gated", 8, 2048, 16, 128),
+    _heads("delta_rule", "gated", 128, 197, 6, 64),
+    _heads("delta_rule", "plain", 8, 2048, 16, 64),
+    _scan("selective_scan", 8, 2048, 4096, 16),
     Work("short_convolution", {"B": 8, "T": 2048, "D": 4096, "W": 4}, "silu"),
     Work("convolved_features", {"B": 16, "T": 2048, "H": 8, "K": 128, "V": 128, "W": 4}, "plain"),
     _heads("delta_rule", "plain", 1, 2048, 4, 128),
