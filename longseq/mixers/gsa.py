@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels import slot_attention
+from longseq.mixers.base import twice
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
 
@@ -47,6 +51,7 @@ class GatedSlotAttention(SlotMixer):
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
     reads_backwards = True
+    reads_pairs = True
 
     def __init__(
         self,
@@ -83,6 +88,16 @@ class GatedSlotAttention(SlotMixer):
     def init_recurrence(self) -> None:
         if self.gate is not None:
             self.gate.logits.normal_()  # slots with equal gates would stay equal for ever
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, logits = self._split(projected)
+        g, _, _ = self.write(logits, None, None, mask)
+        g = twice(g) if self.gate is None else torch.cat((g, backward.write(logits, None, None, mask)[0]))
+        o, _ = slot_attention(
+            twice(q), twice(k), twice(v), g, scale=self.scale, activation=self.activation, reverse="second_half",
+            backend=self.backend,
+        )  # fmt: skip
+        return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
 
     def write(
         self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None

@@ -209,3 +209,16 @@ def test_the_scan_is_observed(name: str) -> None:
     expected = torch.cat((state.keys, state.values), -1).flatten(-2).norm(dim=-1).mean()
     torch.testing.assert_close(mixer.observed["state_norm"], expected.float())
     assert 0 <= mixer.observed["gate_saturation"] <= 1
+
+
+@pytest.mark.parametrize("data_dependent_gate", [True, False])
+def test_a_pair_of_gated_layers_sums_their_scans(data_dependent_gate: bool) -> None:
+    forward, backward = (make("gsa", data_dependent_gate=data_dependent_gate) for _ in range(2))
+    with torch.no_grad():
+        for parameter in backward.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    projected = forward.project_in(make_tokens()).detach()
+    mask = torch.arange(projected.shape[1]) < torch.tensor([[projected.shape[1]], [11]])
+    expected = forward.scan(projected, mask=mask)[0] + backward.scan(projected, mask=mask, reverse=True)[0]
+    actual = forward.scan_pair(backward, projected, mask)
+    torch.testing.assert_close(actual[mask], expected[mask])
