@@ -32,7 +32,6 @@ from longseq.tools.benchmark.measure import (
 from longseq.tools.benchmark.peers import Peer, Tensors, find_peers
 from longseq.tools.benchmark.report import (
     check_list,
-    check_names,
     check_output,
     check_shapes,
     find_device,
@@ -81,13 +80,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     """Measure what `benchmark_kernels.yaml` asks for; print the table and write it with its rows."""
     device = find_device(cfg.device)
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
-    for name in ("ops", "backends"):
-        if asked[name] is not None:
-            check_list(name, asked[name])
+    if asked["ops"] is not None:
+        check_list("ops", asked["ops"])
     check_shapes(asked["shapes"])
     work = choose_work(asked["shapes"], asked["ops"], device)
-    known = {backend.name for item in work for backend in backends(item.op)}
-    check_names("backends", asked["backends"] or (), sorted(known))
+    if asked["backends"] is not None:
+        check_list("backends", asked["backends"], sorted({form.name for item in work for form in backends(item.op)}))
     dtypes = find_dtypes(asked["dtypes"])
     check_output(cfg.output)
     rows: list[dict[str, Any]] = []

@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={name} is unknown: take auto, cpu or cuda")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -40,20 +40,16 @@ def find_device(name: str) -> torch.device:
 
 def find_dtypes(names: Any) -> list[torch.dtype]:
     """The types that a configuration asks for."""
-    check_list("dtypes", names)
-    check_names("dtypes", names, DTYPES)
+    check_list("dtypes", names, DTYPES)
     return [getattr(torch, name) for name in names]
 
 
-def check_list(key: str, value: Any) -> None:
-    """Raise ValueError for a value that is no list, or one of nothing, which null would say where it may stand."""
+def check_list(key: str, value: Any, known: Sequence[str] = ()) -> None:
+    """Raise ValueError for a value that is no list, or one of nothing, or has a name that is not among the known."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{key}={value} is no list of anything: write {key}=[...]")
-
-
-def check_names(key: str, names: Iterable[Any], known: Iterable[str]) -> None:
-    """Raise ValueError for the first name that is unknown."""
-    for name in names:
+        remedy = f", with names from {', '.join(known)}" if known else ""
+        raise ValueError(f"{key}={value} is no list of anything: write {key}=[...]{remedy}")
+    for name in value if known else ():
         if name not in known:
             raise ValueError(f"{key} has {name!r}: choose from {', '.join(known)}")
 

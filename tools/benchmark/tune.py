@@ -29,7 +29,6 @@ from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
 from longseq.tools.benchmark.measure import environment, time_in_turn
 from longseq.tools.benchmark.report import (
     check_list,
-    check_names,
     check_output,
     check_shapes,
     find_device,
@@ -70,9 +69,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     work = choose_shapes(cfg.op, asked["shapes"], device)
     dtypes = find_dtypes(asked["dtypes"])
     if asked["kernels"] is not None:
-        check_list("kernels", asked["kernels"])
         known = {name for launches in module.LAUNCHES.values() for name in launches}
-        check_names("kernels", asked["kernels"], sorted(known))
+        check_list("kernels", asked["kernels"], sorted(known))
     held = start_file(check_output(cfg.output), cfg.op, device)
     others = held["launches"]
     tuned: dict[Place, Any] = {}
