@@ -81,8 +81,8 @@ def plan(asked: Row, device: torch.device) -> list[Task]:
     for part, find in (("image", _plan_images), ("text", _plan_text)):
         if asked[part] is None:
             continue
-        for name in set(LISTS) & set(asked[part]):
-            if not isinstance(asked[part][name], list):
+        for name in LISTS:
+            if name in asked[part] and not isinstance(asked[part][name], list):
                 raise ValueError(f"{part}.{name}={asked[part][name]} is no list: write {part}.{name}=[...]")
         found = list(find(asked, device))
         if not found:
