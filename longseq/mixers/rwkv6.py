@@ -158,7 +158,7 @@ class RWKV6(Mixer):
         )
         assert final is not None
         r, k, v, decay = (_latest(x, cu_seqlens) for x in (r, k, v, decay))
-        return o, linear_attention_step(r, k, v, final, g=decay)[1]
+        return o, linear_attention_step(r, k, v, final, g=decay, backend=self.step_backend)[1]
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of a token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 from longseq import mixers
+from longseq.kernels import dispatch
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
 
@@ -348,6 +350,45 @@ def test_sizes_that_make_no_layer_are_refused() -> None:
     for option in ({"expand": 1.5}, {"state_size": 0}, {"rate_rank": 0}):
         with pytest.raises(ValueError, match="must be a whole number of at least 1"):
             mixers.create("longhorn", 32, **option)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """What operations and their one-token forms are asked for: their name and that of the backend."""
+    requests: set[tuple[str, str]] = set()
+
+    def watch(op: str, name: str, call: dispatch.Call) -> Any:
+        requests.add((op, name))
+        return select(op, name, call)
+
+    select = dispatch.select
+    for module in [module for name, module in sys.modules.items() if name.startswith("longseq.kernels")]:
+        if getattr(module, "select", None) is select:
+            monkeypatch.setattr(module, "select", watch)
+    return requests
+
+
+# With a convolution or without one, unlike by default: other forms make the features of heads.
+OTHER_WIDTHS = [("vla", 4), ("deltanet", 0), ("gated_deltanet", 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in NAMES), *((n, {"convolution_width": w}) for n, w in OTHER_WIDTHS)]
+)
+def test_the_backend_that_is_named_runs(name: str, options: dict[str, Any], asked: set[tuple[str, str]]) -> None:
+    mixer, x = make(name, backend="torch", **options), make_tokens(2)
+    _, state = mixer(x)
+    mixer.step(x[:, 0], state)
+    mixer(x[:1], cu_seqlens=torch.tensor([0, 5, TOKENS]))
+    mask = torch.arange(TOKENS) < torch.tensor([[TOKENS], [11]])
+    mixer(x, mask=mask)
+    if mixer.reads_backwards:
+        mixer.scan(mixer.project_in(x), reverse=True)
+    if mixer.reads_pairs:
+        for padding in (None, mask):
+            mixer.scan_pair(mixer, mixer.project_in(x), padding)
+    assert {backend for _, backend in asked} <= {"torch"}, asked
+    assert {op for op, _ in asked} & set(mixer.operations) or not mixer.operations
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_every_model_builds(group, option, compose_config, tmp_path):
         backbone = assemble.build_backbone(config, info)
     assert sum(parameter.numel() for parameter in backbone.parameters()) > 0
     assert backbone.num_classes == 2 if info is SMALL else backbone.vocab_size == 8
+
+
+@pytest.mark.parametrize("model", ["vim", "vit", "token"])
+def test_the_override_that_the_readme_names_has_second_derivatives(model, compose_config, tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    paragraph = next(paragraph for paragraph in readme.split("\n\n") if "`create_graph=True`" in paragraph)
+    (override,) = re.findall(r"`(\S+=reference)`", paragraph)
+    config = compose_config("train", *chosen("model", model), "mixer=deltanet", override, f"output={tmp_path}")
+    config = {**assemble.plain(config), "compile": None}
+    config["model"] |= {"embed_dim": 16, "depth": 1} if model != "token" else {"d_model": 16, "depth": 1}
+    backbone = assemble.build_backbone(config, SMALL if model != "token" else SMALL_PROBE)
+    y = backbone(torch.randn(2, 3, 32, 32)) if model != "token" else backbone(torch.randint(8, (2, 16)))[0]
+    parameters = list(backbone.parameters())
+    first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
+    second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), parameters)
+    assert all(gradient.isfinite().all() for gradient in second)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=str)

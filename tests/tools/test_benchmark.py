@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -14,16 +15,19 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 from longseq import kernels as operations
+from longseq import mixers
 from longseq.kernels import dispatch
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.launch_file import read_launches
 from longseq.kernels.triton_launch import Launch
 from longseq.tools.benchmark import kernels, models, peers, tune
+from longseq.tools.benchmark import work as work_module
 from longseq.tools.benchmark.gate import Gate
 from longseq.tools.benchmark.measure import Outcome, environment, time_in_turn
-from longseq.tools.benchmark.report import make_result, to_markdown, write_result
+from longseq.tools.benchmark.report import find_device, make_result, to_markdown, write_result
 from longseq.tools.benchmark.work import OWN, TABLE, TINY, Work, choose_work
 
 CPU = torch.device("cpu")
@@ -232,16 +236,41 @@ def test_shapes_can_be_chosen(tmp_path):
         (["shapes=[{op: delta_rule, variant: fast, B: 1, T: 1}]"], "variant='fast': delta_rule takes one of plain"),
         (["shapes=[{op: delta_rule, B: 1, T: 0}]"], "T=0: sizes are whole numbers above 0"),
         (["shapes=[{op: delta_rule, B: 1}]"], "delta_rule without T: give its sizes"),
-        (["dtypes=[int8]"], "dtype int8 is unknown"),
+        (["shapes=delta_rule"], "shapes=delta_rule is no list of anything: write shapes=[...]"),
+        (["shapes=[delta_rule]"], "shapes has 'delta_rule': write {op: NAME, B: 1, T: 2048, ...}"),
+        (["ops=delta_rule"], "ops=delta_rule is no list of anything"),
+        (["ops=[]"], "ops=[] is no list of anything"),
+        (["backends=[]"], "backends=[] is no list of anything"),
+        (["backends=[foo]"], "backends has 'foo': choose from reference, torch, triton"),
+        (
+            ["ops=[cumulative_softmax]", "shapes=[{op: cumulative_softmax, B: 1, T: 2, D: 2}]", "backends=[triton]"],
+            "backends has 'triton': choose from reference, torch",
+        ),
+        (["dtypes=[int8]"], "dtypes has 'int8': choose from bfloat16, float16, float32"),
+        (["dtypes=[float32,float64]"], "dtypes has 'float64': choose from bfloat16, float16, float32"),
+        (["dtypes=[]"], "dtypes=[] is no list of anything"),
+        (["dtypes=null"], "dtypes=None is no list of anything"),
         (["device=abacus"], "device=abacus is unknown"),
+        (["device=meta"], "device=meta is unknown"),
+        (["device=cuda"], "device=cuda: torch sees no GPU here"),
         (["output=rows.txt"], "output=rows.txt is no name for JSON rows"),
     ],
 )
 def test_mistakes_are_one_line(overrides, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         run(kernels, "kernels", "ops=[short_convolution]", "seconds=0.001", *overrides)
     assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir()), "nothing is measured"
+
+
+def test_a_gpu_that_is_not_there_is_a_mistake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="device=cuda:2: torch sees 2 GPUs here, counted from 0"):
+        find_device("cuda:2")
 
 
 @pytest.mark.parametrize("work", [*TABLE, *OWN], ids=lambda work: f"{work.op}-{work.shape}")
@@ -326,11 +355,50 @@ def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
         (["image.peers=[diet_tiny]"], "diet_tiny, which timm does not know"),
         (["image.sizes=[224]"], "give [[PIXELS, BATCH], ...]"),
         (["image=null", "text.peers=[opt]"], "text.peers has opt"),
+        (["text.mixers=[longhron]"], "did you mean 'longhorn'?"),
+        (["text=null", "image.sizes=[]"], "image.sizes=[] leaves nothing to measure"),
+        (["image.sizes=[]"], "image.sizes=[] leaves nothing to measure: name something, or give image=null"),
+        (["image=null", "text.mixers=[]", "text.peers=[]"], "text.mixers=[] text.peers=[] leaves nothing to measure"),
+        (["text.lengths=[]", "text.decoding_batches=[]"], "text.lengths=[] text.decoding_batches=[] leaves nothing"),
+        (["image.mixers=deltanet"], "image.mixers=deltanet is no list"),
+        (["text.lengths=8"], "text.lengths=8 is no list"),
+        (["backend=foo"], "backend=foo is unknown: take auto, reference, torch, triton"),
+        (["device=cuda"], "device=cuda: torch sees no GPU here"),
     ],
 )
-def test_mistakes_about_models_are_one_line(overrides, words, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(words)):
+def test_mistakes_about_models_are_one_line(overrides, words, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
         run(models, "models", *SMALL_MODELS, *overrides, f"output={tmp_path}/rows.json")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir()), "nothing is measured"
+
+
+def test_a_result_says_what_was_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "measure_training", lambda *_: {})
+    monkeypatch.setattr(models, "measure_decoding", lambda *_: {})
+    for mode, said in (("null", False), ("default", True)):
+        result = run(
+            models, "models", *SMALL_MODELS, "image=null", f"compile={mode}", f"output={tmp_path}/{mode}.json"
+        )  # fmt: skip
+        assert any("decoding ran eager" in note for note in result["notes"]) == said
+
+
+def examples_of(verb: str) -> list[list[str]]:
+    """The overrides of the examples that the help of `longseq benchmark VERB` has."""
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        text = compose(f"benchmark_{verb}", return_hydra_config=True).hydra.help.template
+    lines = [line.strip() for line in text.splitlines() if line.startswith(f"  longseq benchmark {verb}")]
+    return [shlex.split(line)[3:] for line in lines]
+
+
+@pytest.mark.parametrize("overrides", examples_of("models"), ids=" ".join)
+def test_the_examples_of_the_help_are_models_that_exist(overrides):
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        config = compose("benchmark_models", overrides)
+    plan = models.plan(OmegaConf.to_container(config, resolve=True), CPU)
+    for name in {row["mixer"] for row, _ in plan if "mixer" in row}:
+        mixers.create(name, 64, backend=config.backend)
 
 
 # ---- longseq benchmark tune
@@ -452,9 +520,47 @@ def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match=r"op=short_convolution has no table of launches .* delta_rule"):
         run(tune, "tune", "device=cpu", "op=short_convolution", f"output={tmp_path}/l.json")
+    with pytest.raises(ValueError, match="dtypes has 'float64': choose from"):
+        run(tune, "tune", "device=cpu", "dtypes=[float64]", f"output={tmp_path}/l.json")
+    with pytest.raises(ValueError, match=r"dtypes=\[\] is no list of anything"):
+        run(tune, "tune", "device=cpu", "dtypes=[]", f"output={tmp_path}/l.json")
+    with pytest.raises(ValueError, match=r"kernels has 'nonsense': choose from advance, advance_wide, "):
+        run(tune, "tune", "device=cpu", "kernels=[prepare,nonsense]", f"output={tmp_path}/l.json")
+    with pytest.raises(ValueError, match=r"shapes=delta_rule is no list"):
+        run(tune, "tune", "device=cpu", "shapes=delta_rule", f"output={tmp_path}/l.json")
     monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "l.json"))
     with pytest.raises(ValueError, match="replaces the table that tuning starts from: unset it"):
         run(tune, "tune", "device=cpu", f"output={tmp_path}/l.json")
+    assert not list(tmp_path.iterdir()), "nothing is measured"
+
+
+def test_an_operation_without_a_shape_is_told_how_to_give_one(monkeypatch):
+    monkeypatch.setattr(work_module, "TABLE", ())
+    monkeypatch.setattr(work_module, "OWN", ())
+    words = "name some in shapes=[...], such as shapes=[{op: recursive_least_squares, B: 1, T: 40, H: 2, K: 16}]"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        tune.choose_shapes("recursive_least_squares", None, torch.device("cuda"))
+    shape = {"op": "recursive_least_squares", "B": 1, "T": 2, "H": 1, "K": 4}
+    assert len(tune.choose_shapes("recursive_least_squares", [shape], torch.device("cuda"))) == 1
+
+
+def test_kernels_that_no_shape_launches_leave_no_file(monkeypatch, tmp_path, module):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(tune, "find_module", lambda op: module)
+    monkeypatch.setattr(tune, "Trial", lambda module, work, *rest: FakeTrial(module, work.shape, lambda launch: 1.0))
+    with pytest.raises(ValueError, match=r"kernels=\['other'\]: no shape that was tried launches any of them"):
+        run(tune, "tune", "device=cpu", "kernels=[other]", f"output={tmp_path}/l.json")
+    assert not (tmp_path / "l.json").exists()
+
+
+def test_readme_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
+    named = ", ".join(sorted(tune.find_tables()))
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        text = compose("benchmark_tune", return_hydra_config=True).hydra.help.template
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for page in (text, readme):
+        assert named in " ".join(page.replace("`", "").split())
 
 
 # ---- results

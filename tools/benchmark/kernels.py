@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longseq import kernels
 from longseq.kernels import explain
+from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tools.benchmark.gate import Function, Gate, Verdict, call_op, options_of, tensors_of
 from longseq.tools.benchmark.measure import (
@@ -30,9 +31,11 @@ from longseq.tools.benchmark.measure import (
 )
 from longseq.tools.benchmark.peers import Peer, Tensors, find_peers
 from longseq.tools.benchmark.report import (
+    check_list,
     check_output,
+    check_shapes,
     find_device,
-    find_dtype,
+    find_dtypes,
     is_emulated,
     make_result,
     to_markdown,
@@ -77,8 +80,13 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     """Measure what `benchmark_kernels.yaml` asks for; print the table and write it with its rows."""
     device = find_device(cfg.device)
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
+    if asked["ops"] is not None:
+        check_list("ops", asked["ops"])
+    check_shapes(asked["shapes"])
     work = choose_work(asked["shapes"], asked["ops"], device)
-    dtypes = [find_dtype(name) for name in asked["dtypes"]]
+    if asked["backends"] is not None:
+        check_list("backends", asked["backends"], sorted({form.name for item in work for form in backends(item.op)}))
+    dtypes = find_dtypes(asked["dtypes"])
     check_output(cfg.output)
     rows: list[dict[str, Any]] = []
     compiled: set[Any] = set()

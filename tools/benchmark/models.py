@@ -20,7 +20,8 @@ import longseq  # noqa: F401  registers the image models
 from longseq import mixers
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.text import TextBackbone, mlp_width
-from longseq.kernels import token_loss
+from longseq.kernels import list_ops, token_loss
+from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
@@ -36,17 +37,24 @@ NOTES = (
     "Decoding: tokens of all sequences a second, one step of the model a token after a prompt, with bfloat16 weights; "
     "graph: the step as a CUDA graph, for states that do not grow.",
 )
+COMPILED = "The models were compiled for training, and image models for inference too; decoding ran eager."
 ON_CPU = "Measured on a CPU: speeds are relative to the first row of the same task and size."
+LISTS = ("models", "mixers", "peers", "lengths", "decoding_batches")  # of the configuration, below image and text
+
 Row = dict[str, Any]
+Task = tuple[Row, Callable[[], Row]]  # what a row is about, and the function that measures the rest
 
 
 def run(cfg: DictConfig) -> Row:
     """Measure what `benchmark_models.yaml` asks for; print the table and write it with its rows."""
     device = find_device(cfg.device)
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
-    if asked["image"] is None and asked["text"] is None:
-        raise ValueError("image=null text=null leaves nothing to measure: keep one")
+    known = sorted({"auto", *(backend.name for op in list_ops() for backend in backends(op))})
+    if asked["backend"] not in known:
+        raise ValueError(f"backend={asked['backend']} is unknown: take {', '.join(known)}")
+    work = plan(asked, device)
     check_output(cfg.output)
+    notes = NOTES if asked["compile"] is None else (*NOTES, COMPILED)
     rows: list[Row] = []
     result: Row = {}
     caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE)
@@ -54,29 +62,49 @@ def run(cfg: DictConfig) -> Row:
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         environment({name: f"{folder}/{name}" for name in caches}),
     ):
-        for row in _measure_all(asked, device):
-            rows.append(row)
-            shown, notes = (rows, NOTES) if device.type == "cuda" else (_relate(rows), (*NOTES, ON_CPU))
-            result = make_result("Whole models", shown, device, notes)
+        for head, measure in work:
+            rows.append(_guard(head, device, measure))
+            if device.type == "cuda":
+                result = make_result("Whole models", rows, device, notes)
+            else:
+                result = make_result("Whole models", _relate(rows), device, (*notes, ON_CPU))
             write_result(result, cfg.output)  # after every row: a model that is too large takes no other with it
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
 
 
-def _measure_all(asked: Row, device: torch.device) -> Iterator[Row]:
-    if asked["image"] is not None:
-        for pixels, batch in _read_sizes(asked["image"]["sizes"]):
-            for head, make in image_models(asked["image"], pixels, asked["backend"]):
-                head = {"task": "image", **head, "pixels": pixels, "batch": batch}
-                yield _guard(head, device, partial(measure_image, make, pixels, batch, asked, device))
-    if asked["text"] is not None:
-        for head, make in language_models(asked["text"], asked["backend"]):
-            for tokens in asked["text"]["lengths"]:
-                where = {"task": "text", **head, "tokens": tokens}
-                yield _guard(where, device, partial(measure_training, make, tokens, asked, device))
-            for batch in asked["text"]["decoding_batches"]:
-                where = {"task": "decoding", **head, "batch": batch}
-                yield _guard(where, device, partial(measure_decoding, make, batch, asked, device))
+def plan(asked: Row, device: torch.device) -> list[Task]:
+    """All that is to be measured. Raises ValueError for what does not exist, before anything is."""
+    if asked["image"] is None and asked["text"] is None:
+        raise ValueError("image=null text=null leaves nothing to measure: keep one")
+    tasks: list[Task] = []
+    for part, find in (("image", _plan_images), ("text", _plan_text)):
+        if asked[part] is None:
+            continue
+        for name in LISTS:
+            if name in asked[part] and not isinstance(asked[part][name], list):
+                raise ValueError(f"{part}.{name}={asked[part][name]} is no list: write {part}.{name}=[...]")
+        found = list(find(asked, device))
+        if not found:
+            empty = " ".join(f"{part}.{name}=[]" for name, value in asked[part].items() if value == [])
+            raise ValueError(f"{empty} leaves nothing to measure: name something, or give {part}=null")
+        tasks += found
+    return tasks
+
+
+def _plan_images(asked: Row, device: torch.device) -> Iterator[Task]:
+    for pixels, batch in _read_sizes(asked["image"]["sizes"]):
+        for head, make in image_models(asked["image"], pixels, asked["backend"]):
+            head = {"task": "image", **head, "pixels": pixels, "batch": batch}
+            yield head, partial(measure_image, make, pixels, batch, asked, device)
+
+
+def _plan_text(asked: Row, device: torch.device) -> Iterator[Task]:
+    for head, make in language_models(asked["text"], asked["backend"]):
+        for tokens in asked["text"]["lengths"]:
+            yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, asked, device)
+        for batch in asked["text"]["decoding_batches"]:
+            yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, asked, device)
 
 
 def _relate(rows: list[Row]) -> list[Row]:

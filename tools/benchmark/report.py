@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+DTYPES = ("bfloat16", "float16", "float32")
 PACKAGES = ("torch", "triton", "timm", "flash-linear-attention", "mamba-ssm", "transformers")
 
 
@@ -23,17 +24,44 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device={name} is unknown: take auto, cpu or cuda") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name} is unknown: take auto, cpu or cuda")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise ValueError(f"device={name}: torch sees no GPU here, take auto or cpu")
+        if (device.index or 0) >= count:
+            raise ValueError(f"device={name}: torch sees {count} GPUs here, counted from 0")
+    return device
 
 
-def find_dtype(name: str) -> torch.dtype:
-    """A floating-point type by its name."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype {name} is unknown: take bfloat16, float16 or float32")
-    return dtype
+def find_dtypes(names: Any) -> list[torch.dtype]:
+    """The types that a configuration asks for."""
+    check_list("dtypes", names, DTYPES)
+    return [getattr(torch, name) for name in names]
+
+
+def check_list(key: str, value: Any, known: Sequence[str] = ()) -> None:
+    """Raise ValueError for a value that is no list, or one of nothing, or has a name that is not among the known."""
+    if not isinstance(value, list) or not value:
+        remedy = f", with names from {', '.join(known)}" if known else ""
+        raise ValueError(f"{key}={value} is no list of anything: write {key}=[...]{remedy}")
+    for name in value if known else ():
+        if name not in known:
+            raise ValueError(f"{key} has {name!r}: choose from {', '.join(known)}")
+
+
+def check_shapes(shapes: Any) -> None:
+    """Raise ValueError for shapes that are neither null nor a list of mappings, whose values `choose_work` checks."""
+    if shapes is None:
+        return
+    check_list("shapes", shapes)
+    for shape in shapes:
+        if not isinstance(shape, dict):
+            raise ValueError(f"shapes has {shape!r}: write {{op: NAME, B: 1, T: 2048, ...}}")
 
 
 def is_emulated() -> bool:

@@ -27,8 +27,16 @@ from longseq.kernels.launch_file import LAUNCHES_VARIABLE, read_launches
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
 from longseq.tools.benchmark.measure import environment, time_in_turn
-from longseq.tools.benchmark.report import check_output, find_device, find_dtype, is_emulated, make_result
-from longseq.tools.benchmark.work import Work, choose_work
+from longseq.tools.benchmark.report import (
+    check_list,
+    check_output,
+    check_shapes,
+    find_device,
+    find_dtypes,
+    is_emulated,
+    make_result,
+)
+from longseq.tools.benchmark.work import TINY, Work, choose_work
 
 # A change must gain this much: less is noise, and the table is to be the same for whoever measures again.
 GAIN = 0.99
@@ -58,13 +66,17 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if os.environ.get(LAUNCHES_VARIABLE):
         raise ValueError(f"{LAUNCHES_VARIABLE} replaces the table that tuning starts from: unset it")
     module = find_module(cfg.op)
-    work = choose_work(asked["shapes"], [cfg.op], device)
+    work = choose_shapes(cfg.op, asked["shapes"], device)
+    dtypes = find_dtypes(asked["dtypes"])
+    if asked["kernels"] is not None:
+        known = {name for launches in module.LAUNCHES.values() for name in launches}
+        check_list("kernels", asked["kernels"], sorted(known))
     held = start_file(check_output(cfg.output), cfg.op, device)
     others = held["launches"]
     tuned: dict[Place, Any] = {}
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
-        for name in asked["dtypes"]:
-            trials = [Trial(module, item, find_dtype(name), device, asked["seconds"]) for item in work]
+        for dtype in dtypes:
+            trials = [Trial(module, item, dtype, device, asked["seconds"]) for item in work]
             for place, launch, row in tune(module, trials, asked["kernels"]):
                 Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
                 tuned[place] = launch
@@ -73,6 +85,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                 held["launches"] = [*others, *best]
                 # After every candidate: one that crashes takes no other with it.
                 Path(cfg.output).write_text(json.dumps(held, indent=2) + "\n")
+    if not tuned:
+        raise ValueError(f"kernels={asked['kernels']}: no shape that was tried launches any of them, name other shapes")
     print(f"written: {cfg.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
     return held
 
@@ -95,8 +109,29 @@ def start_file(file: Path, op: str, device: torch.device) -> dict[str, Any]:
     }
 
 
+def choose_shapes(op: str, shapes: Any, device: torch.device) -> list[Work]:
+    """The calls to tune on. Raises ValueError, with an example, for an operation that needs to be given some."""
+    check_shapes(shapes)
+    try:
+        return choose_work(shapes, [op], device)
+    except ValueError as error:
+        if shapes is not None:
+            raise
+        sizes = next(item.sizes for item in TINY if item.op == op)
+        example = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"{error}, such as shapes=[{{op: {op}, {example}}}]") from None
+
+
 def find_module(op: str) -> ModuleType:
     """The module with an operation's table of launches."""
+    tables = find_tables()
+    if op not in tables:
+        raise ValueError(f"op={op} has no table of launches of its own: choose one of {', '.join(sorted(tables))}")
+    return tables[op]
+
+
+def find_tables() -> dict[str, ModuleType]:
+    """The modules with a table of launches, by operation."""
     tables = {}
     folder = Path(kernels.__file__).parent
     for package in pkgutil.iter_modules([str(folder)]):
@@ -105,9 +140,7 @@ def find_module(op: str) -> ModuleType:
                 module = importlib.import_module(f"longseq.kernels.{package.name}.{found.name}")
                 if hasattr(module, "LAUNCHES"):
                     tables[package.name] = module
-    if op not in tables:
-        raise ValueError(f"op={op} has no table of launches of its own: choose one of {', '.join(sorted(tables))}")
-    return tables[op]
+    return tables
 
 
 class _Watched(dict[Any, Any]):
