@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.dispatch import is_exporting
+
 
 def fit_chunk_size(chunk_size: int, tokens: int) -> int:
     """The chunk size to use for so many tokens: the given one, halved while over an eighth would be padding.
@@ -100,10 +102,10 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     while half < size:
         query = _halves(q, half)[1] * _halves(since, half)[1]
         key = _halves(k, half)[0] * _halves(until, half)[0]
-        pairs = products.reshape(-1, 2, half, half)
-        left = F.pad(torch.cat((pairs[:, 0], torch.bmm(query, key.transpose(-1, -2))), 1), (0, half))
-        products = left + F.pad(pairs[:, 1], (half, 0, half, 0))
-        _merge_decays(since, until, half)
+        early, late = _halves(products, half)
+        left = F.pad(torch.cat((early, torch.bmm(query, key.transpose(-1, -2))), 1), (0, half))
+        products = left + F.pad(late, (half, 0, half, 0))
+        since, until = _merge_decays(since, until, half)
         half *= 2
     return products.reshape(rows, size, size)
 
@@ -139,10 +141,15 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     half = 1
     while half < size:
         value = _halves(v, half)[0] * _halves(until, half)[0]
-        _halves(sums, half)[1].addcmul_(torch.bmm(_below(spaced, size, half), value), _halves(since, half)[1])
-        _merge_decays(since, until, half)
+        across = torch.bmm(_below(spaced, size, half), value)
+        early, late = _halves(sums, half)
+        if _makes_graph():
+            sums = torch.cat((early, torch.addcmul(late, across, _halves(since, half)[1])), 1)
+        else:
+            late.addcmul_(across, _halves(since, half)[1])
+        since, until = _merge_decays(since, until, half)
         half *= 2
-    return sums
+    return sums.view(v.shape)
 
 
 def decayed_sums_backward(weights: Tensor, v: Tensor, g: Tensor, d_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,11 +173,23 @@ def _first_decays(g: Tensor) -> tuple[Tensor, Tensor]:
     return g.exp(), torch.ones_like(g)
 
 
-def _merge_decays(since: Tensor, until: Tensor, half: int) -> None:
-    """Turn decays within blocks of `half` rows, in place, into those within blocks of twice as many; [m, C, K]."""
+def _merge_decays(since: Tensor, until: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Turn decays within blocks of `half` rows, which are overwritten, into those within blocks of twice as many."""
     early, late = _halves(since, half)
-    _halves(until, half)[0].mul_(late[:, -1:])
-    late.mul_(early[:, -1:])
+    first, second = _halves(until, half)
+    whole_early, whole_late = early.narrow(1, half - 1, 1), late.narrow(1, half - 1, 1)
+    if _makes_graph():
+        return torch.cat((early, late * whole_early), 1), torch.cat((first * whole_late, second), 1)
+    first.mul_(whole_late)
+    late.mul_(whole_early)
+    return since, until
+
+
+def _makes_graph() -> bool:
+    """Whether an exported graph is made, in which writing to a part of a tensor takes many nodes and a scatter."""
+    if torch.jit.is_scripting():
+        return False
+    return is_exporting()
 
 
 def _merge_decays_backward(d_since: Tensor, d_until: Tensor, half: int) -> None:
@@ -186,7 +205,7 @@ def _decay_levels(g: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     levels, half = [], 1
     while half < g.shape[-2]:
         levels.append((half, _halves(since, half)[1].clone(), _halves(until, half)[0].clone()))
-        _merge_decays(since, until, half)
+        since, until = _merge_decays(since, until, half)
         half *= 2
     return levels
 
@@ -199,14 +218,14 @@ def _space_evenly(x: Tensor) -> Tensor:
 
 def _below(spaced: Tensor, size: int, half: int) -> Tensor:
     """The lower left quarter of each diagonal block of 2 * half rows: a view [m * C / (2 * half), half, half]."""
-    rows = spaced.view(-1, 2 * half * (size + 1))[:, half * size : 2 * half * size]
-    return rows.unflatten(1, (half, size))[..., :half]
+    rows = spaced.view(-1, 2 * half * (size + 1)).narrow(1, half * size, half * size)
+    return rows.unflatten(1, (half, size)).narrow(2, 0, half)
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """The first and the second halves of each block of 2 * half rows: two views [m * C / (2 * half), half, K]."""
     pairs = x.view(-1, 2, half, x.shape[-1])
-    return pairs[:, 0], pairs[:, 1]
+    return pairs.select(1, 0), pairs.select(1, 1)
 
 
 def unit_lower_inverse(strict: Tensor) -> Tensor:
@@ -220,7 +239,7 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
     size = strict.shape[-1]
     base = min(size, 16)
     spaced = _space_evenly(strict)
-    lower = spaced.view(-1, base * (size + 1))[:, : base * size].unflatten(1, (base, size))[..., :base]
+    lower = spaced.view(-1, base * (size + 1)).narrow(1, 0, base * size).unflatten(1, (base, size)).narrow(2, 0, base)
     index = torch.arange(base, device=strict.device)
     inverse = torch.eye(base, dtype=strict.dtype, device=strict.device).expand(lower.shape)
     half = 1
@@ -231,8 +250,7 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
         half *= 2
     while half < size:
         lower = _below(spaced, size, half)
-        pairs = inverse.unflatten(0, (-1, 2))
-        top, bottom = pairs[:, 0], pairs[:, 1]
+        top, bottom = _halves(inverse, half)
         left = F.pad(torch.cat((top, -torch.bmm(torch.bmm(bottom, lower), top)), 1), (0, half))
         inverse = left + F.pad(bottom, (half, 0, half, 0))
         half *= 2
