@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.dispatch import is_exporting
+
 
 def fit_chunk_size(chunk_size: int, tokens: int) -> int:
     """The chunk size to use for so many tokens: the given one, halved while over an eighth would be padding.
@@ -100,10 +102,10 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     while half < size:
         query = _halves(q, half)[1] * _halves(since, half)[1]
         key = _halves(k, half)[0] * _halves(until, half)[0]
-        pairs = products.reshape(-1, 2, half, half)
-        left = F.pad(torch.cat((pairs[:, 0], torch.bmm(query, key.transpose(-1, -2))), 1), (0, half))
-        products = left + F.pad(pairs[:, 1], (half, 0, half, 0))
-        _merge_decays(since, until, half)
+        early, late = _halves(products, half)
+        left = F.pad(torch.cat((early, torch.bmm(query, key.transpose(-1, -2))), 1), (0, half))
+        products = left + F.pad(late, (half, 0, half, 0))
+        since, until = _merge_decays(since, until, half)
         half *= 2
     return products.reshape(rows, size, size)
 
@@ -112,11 +114,12 @@ def decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, d_products: Tenso
     """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read."""
     d_diagonal = d_products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     d_q, d_k = d_diagonal * k, d_diagonal * q
+    spaced, size = _space_evenly(d_products), d_products.shape[-1]
     d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
     for half, since, until in reversed(_decay_levels(g)):
         _merge_decays_backward(d_since, d_until, half)
         query, key = _halves(q, half)[1] * since, _halves(k, half)[0] * until
-        d_cross = _below(d_products, half)
+        d_cross = _below(spaced, size, half)
         d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
         _halves(d_since, half)[1].addcmul_(d_query, query)
         _halves(d_until, half)[0].addcmul_(d_key, key)
@@ -133,24 +136,31 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """
     size = v.shape[-2]
     sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
+    spaced = _space_evenly(weights)
     since, until = _first_decays(g)
     half = 1
     while half < size:
         value = _halves(v, half)[0] * _halves(until, half)[0]
-        _halves(sums, half)[1].addcmul_(torch.bmm(_below(weights, half), value), _halves(since, half)[1])
-        _merge_decays(since, until, half)
+        across = torch.bmm(_below(spaced, size, half), value)
+        early, late = _halves(sums, half)
+        if _makes_graph():
+            sums = torch.cat((early, torch.addcmul(late, across, _halves(since, half)[1])), 1)
+        else:
+            late.addcmul_(across, _halves(since, half)[1])
+        since, until = _merge_decays(since, until, half)
         half *= 2
-    return sums
+    return sums.view(v.shape)
 
 
 def decayed_sums_backward(weights: Tensor, v: Tensor, g: Tensor, d_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of weights (zero above the diagonal), v and g from that of `decayed_sums`."""
     d_v = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * d_sums
+    spaced, size = _space_evenly(weights), weights.shape[-1]
     d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
     for half, since, until in reversed(_decay_levels(g)):
         _merge_decays_backward(d_since, d_until, half)
         value, d_across = _halves(v, half)[0] * until, _halves(d_sums, half)[1] * since
-        cross = _below(weights, half)
+        cross = _below(spaced, size, half)
         d_value = torch.bmm(cross.transpose(-1, -2), d_across)
         _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
         _halves(d_until, half)[0].addcmul_(d_value, value)
@@ -163,11 +173,23 @@ def _first_decays(g: Tensor) -> tuple[Tensor, Tensor]:
     return g.exp(), torch.ones_like(g)
 
 
-def _merge_decays(since: Tensor, until: Tensor, half: int) -> None:
-    """Turn decays within blocks of `half` rows, in place, into those within blocks of twice as many; [m, C, K]."""
+def _merge_decays(since: Tensor, until: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Turn decays within blocks of `half` rows, which are overwritten, into those within blocks of twice as many."""
     early, late = _halves(since, half)
-    _halves(until, half)[0].mul_(late[:, -1:])
-    late.mul_(early[:, -1:])
+    first, second = _halves(until, half)
+    whole_early, whole_late = early.narrow(1, half - 1, 1), late.narrow(1, half - 1, 1)
+    if _makes_graph():
+        return torch.cat((early, late * whole_early), 1), torch.cat((first * whole_late, second), 1)
+    first.mul_(whole_late)
+    late.mul_(whole_early)
+    return since, until
+
+
+def _makes_graph() -> bool:
+    """Whether an exported graph is made, in which writing to a part of a tensor takes many nodes and a scatter."""
+    if torch.jit.is_scripting():
+        return False
+    return is_exporting()
 
 
 def _merge_decays_backward(d_since: Tensor, d_until: Tensor, half: int) -> None:
@@ -183,21 +205,27 @@ def _decay_levels(g: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     levels, half = [], 1
     while half < g.shape[-2]:
         levels.append((half, _halves(since, half)[1].clone(), _halves(until, half)[0].clone()))
-        _merge_decays(since, until, half)
+        since, until = _merge_decays(since, until, half)
         half *= 2
     return levels
 
 
-def _below(x: Tensor, half: int) -> Tensor:
-    """The lower left quarter of each diagonal block of 2 * half: [m, C, C] -> [m * C / (2 * half), half, half]."""
-    blocks = [x[:, i + half : i + 2 * half, i : i + half] for i in range(0, x.shape[-1], 2 * half)]
-    return torch.stack(blocks, 1).flatten(0, 1)
+def _space_evenly(x: Tensor) -> Tensor:
+    """[m, C, C] -> [m, C (C + 1)], the rows in a line and zeros: blocks on the diagonal, as many as fit, equally far
+    apart, also from those of the next matrix."""
+    return F.pad(x.flatten(1), (0, x.shape[-1]))
+
+
+def _below(spaced: Tensor, size: int, half: int) -> Tensor:
+    """The lower left quarter of each diagonal block of 2 * half rows: a view [m * C / (2 * half), half, half]."""
+    rows = spaced.view(-1, 2 * half * (size + 1)).narrow(1, half * size, half * size)
+    return rows.unflatten(1, (half, size)).narrow(2, 0, half)
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """The first and the second halves of each block of 2 * half rows: two views [m * C / (2 * half), half, K]."""
     pairs = x.view(-1, 2, half, x.shape[-1])
-    return pairs[:, 0], pairs[:, 1]
+    return pairs.select(1, 0), pairs.select(1, 1)
 
 
 def unit_lower_inverse(strict: Tensor) -> Tensor:
@@ -210,8 +238,8 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
     """
     size = strict.shape[-1]
     base = min(size, 16)
-    blocks = [strict[:, i : i + base, i : i + base] for i in range(0, size, base)]
-    lower = torch.stack(blocks, 1).flatten(0, 1)
+    spaced = _space_evenly(strict)
+    lower = spaced.view(-1, base * (size + 1)).narrow(1, 0, base * size).unflatten(1, (base, size)).narrow(2, 0, base)
     index = torch.arange(base, device=strict.device)
     inverse = torch.eye(base, dtype=strict.dtype, device=strict.device).expand(lower.shape)
     half = 1
@@ -221,9 +249,8 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
         inverse = inverse - (part if half == 1 else torch.bmm(torch.bmm(inverse, part), inverse))
         half *= 2
     while half < size:
-        lower = _below(strict, half)
-        pairs = inverse.unflatten(0, (-1, 2))
-        top, bottom = pairs[:, 0], pairs[:, 1]
+        lower = _below(spaced, size, half)
+        top, bottom = _halves(inverse, half)
         left = F.pad(torch.cat((top, -torch.bmm(torch.bmm(bottom, lower), top)), 1), (0, half))
         inverse = left + F.pad(bottom, (half, 0, half, 0))
         half *= 2

@@ -62,8 +62,13 @@ def test_torch_export(op, variant, over_time):
     check(lambda x: module(*x), op, variant, SIZES if over_time else [(1, 70), (5, 70)])
 
 
+# Write strengths that are given, not made of the gates, leave a part of the graph out.
+CONTAINED = [("slot_attention", "write")]
+
+
 @pytest.mark.parametrize(
-    ("op", "variant", "over_time"), [(*case, True) for case in CASES] + [(*case, False) for case in UNROLLED]
+    ("op", "variant", "over_time"),
+    [(*case, True) for case in CASES if case not in CONTAINED] + [(*case, False) for case in UNROLLED],
 )
 def test_onnx(op, variant, over_time):
     onnxruntime = pytest.importorskip("onnxruntime")

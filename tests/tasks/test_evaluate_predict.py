@@ -217,13 +217,17 @@ def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp
             command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))
 
 
-def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command, tiny_overrides):
-    for arguments, message in (
-        (("train", *tiny_overrides, "mixer=longhron"), "longhorn_exact"),
-        (("train", *tiny_overrides, "data=image_folder", "data.root=nowhere"), "data.root=nowhere does not exist"),
-        (("train", *tiny_overrides, "recipe.batch_size=5000"), "choose recipe.batch_size of at most"),
+def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command, command_here, tiny_overrides):
+    for call, arguments, message in (
+        (command_here, ("train", *tiny_overrides, "mixer=longhron"), "longhorn_exact"),
+        (
+            command_here,
+            ("train", *tiny_overrides, "data=image_folder", "data.root=nowhere"),
+            "data.root=nowhere does not exist",
+        ),
+        (command, ("train", *tiny_overrides, "recipe.batch_size=5000"), "choose recipe.batch_size of at most"),
     ):
-        result = command(tmp_path, *arguments)
+        result = call(tmp_path, *arguments)
         assert result.returncode == 2
         assert message in result.stderr
         assert result.stderr.count("\n") == 1

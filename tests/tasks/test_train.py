@@ -104,21 +104,21 @@ def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
     assert "images/s in training" not in capsys.readouterr().out
 
 
-def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command, tiny_overrides):
+def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, tiny_overrides):
     arguments = ("train", *tiny_overrides, "recipe.epochs=1")
     for name, content in (("foreign", "- 1\n"), ("half", "seed: [0,"), ("lacks", "seed: 0\n")):
         (tmp_path / "outputs" / "image" / name / "checkpoints").mkdir(parents=True)
         (tmp_path / "outputs" / "image" / name / "config.yaml").write_text(content)
         (tmp_path / "outputs" / "image" / name / "checkpoints" / "last.ckpt").write_bytes(b"")
-    first = command(tmp_path, *arguments, "resume=true")
+    first = command_here(tmp_path, *arguments, "resume=true")
     assert first.returncode == 0, first.stderr
     assert "nothing to resume: no run of this configuration; starting anew" in first.stdout
     run = only(tmp_path, "outputs/image/*/metrics.json").parent
-    again = command(tmp_path, *arguments, "resume=true")
+    again = command_here(tmp_path, *arguments, "resume=true")
     assert again.returncode == 0, again.stderr
     assert f"this run is finished: outputs/image/{run.name}" in again.stdout
     assert len(list(tmp_path.glob("outputs/image/*/metrics.json"))) == 1
-    other = command(tmp_path, *arguments, "resume=true", "seed=3")
+    other = command_here(tmp_path, *arguments, "resume=true", "seed=3")
     assert f"the newest, outputs/image/{run.name}, differs in seed; starting anew" in other.stdout
 
 
@@ -147,17 +147,16 @@ INTERRUPTIBLE = (
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, command, tiny_overrides):
+def uninterrupted(tmp_path_factory, compose_config, tiny_overrides):
     """The folder of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    result = command(folder, "train", *tiny_overrides, *INTERRUPTIBLE)
-    assert result.returncode == 0, result.stderr
-    return only(folder, "outputs/image/*")
+    train.run(compose_config("train", *tiny_overrides, *INTERRUPTIBLE, f"output={folder / 'run'}"))
+    return folder / "run"
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
-    name, tmp_path, uninterrupted, start, command, tiny_overrides
+    name, tmp_path, uninterrupted, start, command_here, tiny_overrides
 ):
     """Mid-epoch, with an average of the weights, accumulation, drop path, and gradients clipped."""
     process = start(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE)
@@ -171,7 +170,7 @@ def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
     run = only(tmp_path, "outputs/image/*")
     assert 0 < read(run / "checkpoints" / "last.ckpt")["global_step"] < 60
 
-    resumed = command(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE, "resume=true")
+    resumed = command_here(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE, "resume=true")
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing from" in resumed.stdout
     assert_same_weights(*(read(folder / "checkpoints" / "last.ckpt") for folder in (uninterrupted, run)))
@@ -195,7 +194,7 @@ def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
 
 
-def test_two_processes_count_each_test_image_once(tmp_path, command, tiny_overrides):
+def test_two_processes_count_each_test_image_once(tmp_path, command, command_here, tiny_overrides):
     """359 test images do not divide by two. One process alone watches the mixers."""
     watched = ("mixer=linear_attention", "callbacks.telemetry.every_n_steps=5")
     result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim", *watched)
@@ -204,7 +203,7 @@ def test_two_processes_count_each_test_image_once(tmp_path, command, tiny_overri
     board = EventAccumulator(str(run)).Reload()
     assert board.Scalars("telemetry/blocks.0.rows/state_norm")[0].step == 4
     tested = json.loads((run / "metrics.json").read_text())
-    alone = command(tmp_path, "evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu")
+    alone = command_here(tmp_path, "evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu")
     assert alone.returncode == 0, alone.stderr
     evaluated = json.loads((run / "evaluation_test.json").read_text())
     assert tested["test/top1"] == evaluated["test/top1"]

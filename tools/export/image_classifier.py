@@ -136,11 +136,10 @@ def export_image_classifier(
     partial = target.with_name(f".partial.{os.getpid()}.{target.name}")
     try:
         with quiet():
-            FORMATS[format].write(module, example, partial, spec)
+            nodes = FORMATS[format].write(module, example, partial, spec)
             call = FORMATS[format].open_file(partial)
             comparisons = [compare(call, batch, tolerance) for batch in expected]
             file_ms = latency_ms(call, probes[0]) if measure_latency else None
-            nodes = FORMATS[format].count_nodes(partial)
         _check_comparisons(comparisons, tolerance)
         size = partial.stat().st_size
         os.replace(partial, target)

@@ -14,21 +14,20 @@ from longseq.tools.export.graph import call_nodes, capture, foreign_operators
 from longseq.tools.export.metadata import EXTRA_FILE
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["count_nodes", "open_file", "write"]
+__all__ = ["open_file", "write"]
 
 
-def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> None:
-    """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`."""
+def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
+    """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`.
+
+    Returns how often the file uses each operator.
+    """
     program = capture(module, example, spec.axes)
     foreign = foreign_operators(program)
     if foreign:
         raise RuntimeError(f"the program calls {', '.join(sorted(foreign))}, which other processes lack")
     torch.export.save(program, path, extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
-
-
-def count_nodes(path: Path) -> Counter[str]:
-    """How often the file uses each operator."""
-    return Counter(str(node.target) for node in call_nodes(torch.export.load(path)))
+    return Counter(str(node.target) for node in call_nodes(program))
 
 
 def open_file(path: Path) -> Callable[[Tensor], Tensor]:

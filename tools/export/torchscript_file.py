@@ -14,17 +14,22 @@ from torch import Tensor, nn
 from longseq.tools.export.metadata import EXTRA_FILE
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["count_nodes", "open_file", "write"]
+__all__ = ["open_file", "write"]
 
 
-def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> None:
-    """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`."""
+def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
+    """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`.
+
+    Returns how often the file uses each operator.
+    """
     with torch.no_grad():
         traced = torch.jit.freeze(torch.jit.trace(module, example, check_trace=False))
     foreign = {kind for kind in _kinds(traced.inlined_graph) if not kind.startswith(("aten::", "prim::"))}
     if foreign:
         raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
     torch.jit.save(traced, str(path), _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
+    written = torch.jit.load(str(path)).inlined_graph  # less than what was traced
+    return Counter(kind for kind in _kinds(written) if kind != "prim::Constant")
 
 
 def _kinds(block: Any) -> list[str]:
@@ -35,11 +40,6 @@ def _kinds(block: Any) -> list[str]:
         for inner in node.blocks():
             kinds.extend(_kinds(inner))
     return kinds
-
-
-def count_nodes(path: Path) -> Counter[str]:
-    """How often the file uses each operator."""
-    return Counter(kind for kind in _kinds(torch.jit.load(str(path)).inlined_graph) if kind != "prim::Constant")
 
 
 def open_file(path: Path) -> Callable[[Tensor], Tensor]:
