@@ -238,8 +238,8 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
     """
     size = strict.shape[-1]
     base = min(size, 16)
-    spaced = _space_evenly(strict)
-    lower = spaced.view(-1, base * (size + 1)).narrow(1, 0, base * size).unflatten(1, (base, size)).narrow(2, 0, base)
+    blocks = [strict[:, i : i + base, i : i + base] for i in range(0, size, base)]
+    lower = torch.stack(blocks, 1).flatten(0, 1)
     index = torch.arange(base, device=strict.device)
     inverse = torch.eye(base, dtype=strict.dtype, device=strict.device).expand(lower.shape)
     half = 1
@@ -249,7 +249,8 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
         inverse = inverse - (part if half == 1 else torch.bmm(torch.bmm(inverse, part), inverse))
         half *= 2
     while half < size:
-        lower = _below(spaced, size, half)
+        blocks = [strict[:, i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
+        lower = torch.stack(blocks, 1).flatten(0, 1)
         top, bottom = _halves(inverse, half)
         left = F.pad(torch.cat((top, -torch.bmm(torch.bmm(bottom, lower), top)), 1), (0, half))
         inverse = left + F.pad(bottom, (half, 0, half, 0))

@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     # The interpreter puts its functions in the place of the language's when a kernel is launched, and again whenever
     # the kernel calls a function, when all of them stand there already: the search for more takes half of the time.
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    patch_language = interpreter._patch_lang
+    patch_language = getattr(interpreter, "_patch_lang", None)
     restores_nothing = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
 
     def patch_language_once(function: Any) -> Any:
@@ -34,7 +34,8 @@ if not torch.cuda.is_available():
         patched = seen and not any(language.core.is_builtin(module.load) for module in seen)
         return restores_nothing() if patched else patch_language(function)
 
-    interpreter._patch_lang = patch_language_once
+    if patch_language is not None:
+        interpreter._patch_lang = patch_language_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
