@@ -57,7 +57,7 @@ ONE_WAY: tuple[dict[str, Any], ...] = ({}, REVERSED)  # as packed sequences are 
 WAYS = (REVERSED, BOTH_WAYS)
 # Heads that fill a GPU without segments of time, and tokens beside them. Triton compiles kernels of their own for
 # numbers that 16 divides, as it does those of models.
-MANY = {"tokens": 144, "heads": 80}
+MANY = {"tokens": 80, "heads": 80}
 # Rows of a scan of 128 channels with more warps than run at once with all registers.
 CROWD = 260
 
@@ -72,10 +72,11 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     """Calls of many heads, long ones, and ones that are cut into segments of time."""
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)
-    whole = (case._replace(**MANY), case._replace(tokens=1100), case._replace(tokens=2100))
-    if way == BOTH_WAYS:
-        return whole
-    return (*whole, *map(_pack, (whole[0], whole[1]._replace(has_state=True), whole[2])))
+    many, long = case._replace(**MANY), case._replace(tokens=1100)
+    # Just long enough to be cut, and with heads of which all segments fill a GPU.
+    cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
+    packed = () if way == BOTH_WAYS else map(_pack, (many, long._replace(has_state=True), cut, filling))
+    return many, long, cut, filling, *packed
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:
@@ -256,7 +257,7 @@ TRIALS: dict[str, Trial] = {
     "variational_linear_attention": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case("plain", 600), Case("plain", 1100, has_state=False)),
+            *(Case("plain", 130), Case("plain", 600), Case("plain", 1100, has_state=False)),
             # Many heads, which no part cuts into segments of time, and one sequence that both of them cut.
             *(Case("plain", **MANY, has_state=False), Case("plain", 2100, has_state=False)),
             *(_pack(Case("plain", 130)), _pack(Case("plain", 2100, has_state=False))),
