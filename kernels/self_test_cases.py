@@ -35,10 +35,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        told = {"without a state": not self.has_state, "without a gradient": not self.has_gradient}
-        told |= {f"{self.rows} rows": self.batch, f"{self.heads} heads": self.heads, "packed": self.bounds}
-        named = [*self.options, *(word for word, is_told in told.items() if is_told)]
-        return " ".join((self.variant, f"of {self.tokens} tokens", *named))
+        named = [self.variant, f"of {self.tokens} tokens", *self.options]
+        named += [] if self.batch is None else [f"{self.batch} rows"]
+        named += [] if self.heads is None else [f"{self.heads} heads"]
+        named += ["packed"] if self.bounds else []
+        named += [] if self.has_state else ["without a state"]
+        return " ".join(named if self.has_gradient else [*named, "without a gradient"])
 
 
 class Trial(NamedTuple):
@@ -55,9 +57,9 @@ REVERSED = {"reverse": True}
 BOTH_WAYS = {"reverse": "second_half"}
 ONE_WAY: tuple[dict[str, Any], ...] = ({}, REVERSED)  # as packed sequences are read
 WAYS = (REVERSED, BOTH_WAYS)
-# Heads that fill a GPU without segments of time, and tokens beside them. Triton compiles kernels of their own for
-# numbers that 16 divides, as it does those of models.
-MANY = {"tokens": 80, "heads": 80}
+# Heads that fill a GPU without segments of time, and tokens of so many. Triton compiles kernels of their own for numbers
+# that 16 divides, as it does those of models.
+MANY = 80
 # Rows of a scan of 128 channels with more warps than run at once with all registers.
 CROWD = 260
 
@@ -72,7 +74,7 @@ def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
     """Calls of many heads, long ones, and ones that are cut into segments of time."""
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)
-    many, long = case._replace(**MANY), case._replace(tokens=1100)
+    many, long = case._replace(tokens=MANY, heads=MANY), case._replace(tokens=1100)
     # Just long enough to be cut, and with heads of which all segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
     packed = () if way == BOTH_WAYS else map(_pack, (many, long._replace(has_state=True), cut, filling))
@@ -259,7 +261,7 @@ TRIALS: dict[str, Trial] = {
         (
             *(Case("plain", 130), Case("plain", 600), Case("plain", 1100, has_state=False)),
             # Many heads, which no part cuts into segments of time, and one sequence that both of them cut.
-            *(Case("plain", **MANY, has_state=False), Case("plain", 2100, has_state=False)),
+            *(Case("plain", MANY, heads=MANY, has_state=False), Case("plain", 2100, has_state=False)),
             *(_pack(Case("plain", 130)), _pack(Case("plain", 2100, has_state=False))),
         ),
         mixed=("u",),
