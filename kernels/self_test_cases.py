@@ -57,8 +57,8 @@ REVERSED = {"reverse": True}
 BOTH_WAYS = {"reverse": "second_half"}
 ONE_WAY: tuple[dict[str, Any], ...] = ({}, REVERSED)  # as packed sequences are read
 WAYS = (REVERSED, BOTH_WAYS)
-# Heads that fill a GPU without segments of time, and tokens of so many. Triton compiles kernels of their own for numbers
-# that 16 divides, as it does those of models.
+# Heads that fill a GPU without segments of time, and as many tokens. Triton compiles kernels of their own for numbers
+# that 16 divides, as those of models are.
 MANY = 80
 # Rows of a scan of 128 channels with more warps than run at once with all registers.
 CROWD = 260
