@@ -121,7 +121,7 @@ def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     reasons = backend.reasons(call)
     if reasons or backend.name != "triton":
         return reasons
-    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse, call.mixed, call.kind)
+    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse, call.mixed, call.packed, call.kind)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:

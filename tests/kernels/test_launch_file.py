@@ -84,6 +84,32 @@ def test_a_file_of_another_kind_is_refused(name_file, table, content):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"op": "delta_rule"}, " has no 'bytes'"),
+        (["delta_rule"], r" is \['delta_rule'\], but must be an object"),
+        (row(launch=None), " has 'launch': None"),
+        (row(width="64"), " has 'width': '64'"),
+        (row(launch={"block": 64}), r"\.launch has no 'step'"),
+        (row(launch={**BEST, "block": None}), r"\.launch has 'block': None"),
+        (row(launch={**BEST, "waves": 2}), r"\.launch has 'waves', which no launch has"),
+        (row(op="linear_attention", launch={**BEST, "registers": "all"}), r"\.launch has 'registers': 'all'"),
+    ],
+)
+def test_rows_with_something_missing_are_refused(name_file, table, wrong, words):
+    file = name_file(row(), wrong)
+    with pytest.raises(ValueError, match=rf"^LONGSEQ_LAUNCHES={file}, launches\[1\]{words}: write one with") as caught:
+        use_measured("delta_rule", table)
+    assert "\n" not in str(caught.value)
+
+
+def test_registers_may_be_left_out(name_file, table):
+    name_file(row(launch={name: size for name, size in BEST.items() if name != "registers"}))
+    use_measured("delta_rule", table)
+    assert table[2, 64]["prepare"] == Launch(128, 32, 8, 3)
+
+
 def test_a_missing_file_is_refused(monkeypatch, table, tmp_path):
     monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "absent.json"))
     with pytest.raises(ValueError, match=r"absent.json cannot be read"):

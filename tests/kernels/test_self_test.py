@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import threading
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton import CompilationError, OutOfResources
+from triton.runtime.errors import PTXASError
 
 from longseq import kernels
 from longseq.kernels import dispatch, explain, list_ops, self_test, short_convolution
+from longseq.kernels.self_test_cases import REVERSED
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_step_torch
 from longseq.kernels.testing import list_variants, make_inputs, takes
+from longseq.kernels.triton_launch import use_measured
 
 OP = "short_convolution"
+SOURCE = "tl.dot(a, b)"
+CPU = torch.device("cpu")
 TRITON_OPS = [op for op in list_ops() if any(backend.name == "triton" for backend in dispatch.backends(op))]
 
 
@@ -49,7 +57,7 @@ def nan_state(*args, **kwargs):
 
 
 def does_not_compile(*args, **kwargs):
-    raise RuntimeError("at 12:4:\n  unsupported\n  layout")
+    raise CompilationError(SOURCE, ast.parse(SOURCE).body[0], "unsupported\n  layout")
 
 
 def make_changing():
@@ -124,10 +132,10 @@ def test_a_right_kernel_runs_and_is_tested_once(kernel, tests_run, tmp_path):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (wrong_output, "output of the case 'plain' is off by"),
-        (wrong_gradient, "gradient of weight of the case 'plain' is off by"),
-        (nan_state, "final_state of the case 'plain' is off by nan"),
-        (does_not_compile, "RuntimeError: at 12:4: unsupported layout"),
+        (wrong_output, "output of the case 'plain of 5 tokens' is off by"),
+        (wrong_gradient, "gradient of weight of the case 'plain of 5 tokens' is off by"),
+        (nan_state, "final_state of the case 'plain of 5 tokens' is off by nan"),
+        (does_not_compile, "CompilationError: at 1:0: tl.dot(a, b) ^ unsupported layout"),
         (make_changing(), "differs from run to run"),
     ],
     ids=["output", "gradient", "nan", "compilation", "race"],
@@ -170,7 +178,7 @@ def test_each_direction_has_its_verdict(kernel, tests_run, monkeypatch, tmp_path
         y, state = short_convolution_chunk(*args, reverse=reverse, **kwargs)
         return y + 1 if reverse else y, state
 
-    cases = (self_test.Case("plain", 5), self_test.Case("plain", 5, self_test.REVERSED))
+    cases = (self_test.Case("plain", 5), self_test.Case("plain", 5, REVERSED))
     monkeypatch.setattr(self_test, "TRIALS", {OP: self_test.Trial({"W": 4}, cases)})
     kernel(wrong_backwards)
     with warnings.catch_warnings():
@@ -181,6 +189,36 @@ def test_each_direction_has_its_verdict(kernel, tests_run, monkeypatch, tmp_path
     assert torch.equal(y, run(reverse=True, backend="torch")[0])
     assert [test.reverse for test in tests_run] == [False, True]
     assert len(verdict_files(tmp_path)) == 2
+
+
+def test_packed_calls_have_their_verdict(kernel, tests_run, monkeypatch, tmp_path):
+    def wrong_packed(*args, cu_seqlens, **kwargs):
+        y, state = short_convolution_chunk(*args, cu_seqlens=cu_seqlens, **kwargs)
+        return y if cu_seqlens is None else y + 1, state
+
+    cases = (self_test.Case("plain", 5), self_test.Case("plain", 5, bounds=(0, 2, 2, 5)))
+    monkeypatch.setattr(self_test, "TRIALS", {OP: self_test.Trial({"W": 4}, cases)})
+    kernel(wrong_packed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        assert explain(OP)["triton"] == []
+    inputs = make_inputs(OP, tokens=6, segments=2, dtype=torch.float32)
+    packed = {"cu_seqlens": torch.tensor([0, 1, 6])}
+    with pytest.warns(UserWarning, match="refuses the Triton kernels of short_convolution") as caught:
+        y, _ = inputs.run(**packed)
+    assert "output of the case 'plain of 5 tokens packed' is off" in str(caught[0].message)
+    assert torch.equal(y, inputs.run(**packed, backend="torch")[0])
+    assert explain(OP, packed=True)["triton"]
+    assert explain(OP)["triton"] == []
+    assert [test.packed for test in tests_run] == [False, True]
+    assert len(verdict_files(tmp_path)) == 2
+
+
+def test_packed_calls_of_what_is_never_packed_share_the_verdict(kernel, tests_run):
+    kernel(short_convolution_chunk)
+    assert explain(OP, packed=True)["triton"] == explain(OP)["triton"] == []
+    assert len(tests_run) == 1
 
 
 def test_the_callers_modes_and_random_numbers_are_left_alone(kernel, tests_run):
@@ -265,11 +303,90 @@ def test_a_state_without_numbers_is_no_failure(kernel, tests_run):
     assert len(tests_run) == 1
 
 
-def test_a_missing_file_of_launches_is_left_to_the_kernels(kernel, tests_run, monkeypatch, tmp_path):
-    monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "absent.json"))
-    kernel(short_convolution_chunk)
-    assert explain(OP)["triton"] == []
+ERRORS_OF_KERNELS = [
+    OutOfResources(300_000, 232_448, "shared memory"),
+    PTXASError("Internal Triton PTX codegen error"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+]
+ERRORS_OF_THE_MOMENT = [
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+    OSError(28, "No space left on device"),
+    ValueError("something else"),
+]
+
+
+@pytest.mark.parametrize("error", [*ERRORS_OF_KERNELS, *ERRORS_OF_THE_MOMENT], ids=str)
+def test_an_error_of_the_moment_is_not_written_down(kernel, tests_run, tmp_path, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    kernel(fail)
+    with pytest.warns(UserWarning, match="longseq refuses the Triton kernels of short_convolution") as caught:
+        assert explain(OP)["triton"]
+    message = str(caught[0].message)
+    assert f"{type(error).__name__}: {error}" in message
+    assert explain(OP)["triton"], "in this process it stays"
     assert len(tests_run) == 1
+    is_kept = error in ERRORS_OF_KERNELS
+    assert len(verdict_files(tmp_path)) == is_kept
+    assert ("to test again, delete" in message) == is_kept
+
+
+def test_memory_that_runs_out_is_raised(kernel, tests_run, tmp_path):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel(fail)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            explain(OP)
+    assert len(tests_run) == 2
+    assert not verdict_files(tmp_path)
+
+
+def read_named_launches(*args, **kwargs):
+    """As the modules of kernels with a table do when they are imported."""
+    use_measured("delta_rule", {})
+    return short_convolution_chunk(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ('{"capability": null, "launches": [{"op": "delta_rule"}]}', r"launches\[0\] has no 'bytes'"),
+        ('{"capability": [1, 1], "launches": []}', r"was measured on a GPU of capability \[1, 1\]"),
+    ],
+)
+@pytest.mark.parametrize("ask", [run, lambda: explain(OP)], ids=["call", "explain"])
+def test_a_bad_file_of_launches_is_the_callers_mistake(kernel, monkeypatch, tmp_path, content, words, ask):
+    file = tmp_path / "launches.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("LONGSEQ_LAUNCHES", str(file))
+    kernel(read_named_launches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^LONGSEQ_LAUNCHES={file},? {words}") as caught:
+                ask()
+            assert "\n" not in str(caught.value)
+        assert not verdict_files(tmp_path)
+        monkeypatch.delenv("LONGSEQ_LAUNCHES")
+        assert explain(OP)["triton"] == []
+
+
+def test_a_named_file_of_launches_is_told_from_none(kernel, tests_run, monkeypatch, tmp_path):
+    kernel(short_convolution_chunk)
+    (tmp_path / "empty.json").touch()
+    for name in (None, "absent.json", "empty.json"):
+        if name is not None:
+            monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / name))
+        monkeypatch.setattr(self_test, "_VERDICTS", {})
+        assert explain(OP)["triton"] == []
+    assert len(tests_run) == len(verdict_files(tmp_path)) == 3
 
 
 def test_threads_that_call_at_once_share_one_test(kernel, tests_run):
@@ -427,6 +544,122 @@ def test_every_kernel_has_its_trial():
             }
 
 
+LAUNCHED = {
+    (torch.bfloat16, 64): {"short", "advance", "advance in segments"},
+    (torch.bfloat16, 128): {"advance", "advance in segments", "advance_wide", "advance_wide in segments"},
+    (torch.bfloat16, 256): {"advance", "advance in segments"},
+    (torch.float32, 64): {"advance", "advance in segments"},
+    (torch.float32, 128): {"advance", "advance in segments"},
+    (torch.float32, 256): {"advance"},
+}
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Modules of kernels may be imported, and stay what other tests take them for."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def make_cases(op, dtype=torch.bfloat16, **widths):
+    """Each case of an operation, with what a verdict is about, its inputs and cu_seqlens."""
+    trial = self_test.TRIALS[op]
+    for case in trial.cases:
+        reverse, packed = case.options.get("reverse", False), bool(case.bounds)
+        call = reverse, packed, case.kind
+        test = self_test._Test(op, dtype, CPU, reverse, False, packed, case.kind, {**trial.widths, **widths})
+        yield case, call, self_test._make(test, case, dtype), torch.tensor(case.bounds) if packed else None
+
+
+def list_calls(*kinds):
+    """Directions, packed or not as they may be, and kinds."""
+    read = [(False, False), (True, False), ("second_half", False), (False, True), (True, True)]
+    return [(*call, kind) for call in read for kind in kinds]
+
+
+def collect(launches):
+    """What is launched for the sake of each verdict."""
+    found = {}
+    for call, launch in launches:
+        found.setdefault(call, set()).add(launch)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "width"), LAUNCHED)
+def test_cases_reach_every_launch_of_the_delta_rule(plans, dtype, width):
+    from longseq.kernels.delta_rule.triton_delta import _plan
+
+    def find_launches():
+        for case, call, inputs, cu_seqlens in make_cases("delta_rule", dtype, K=16, V=width):
+            k, v = inputs.sequences["k"], inputs.sequences["v"]
+            plan = _plan(k, v, cu_seqlens, dtype == torch.bfloat16)
+            launch = "short" if plan.short else f"{plan.advance}{' in segments' * (plan.span > 0)}"
+            yield (*call, "trained" if case.has_gradient else "read"), launch
+
+    found = collect(find_launches())
+    assert set(found) == {
+        *((*call, "trained") for call in list_calls("", "gated")),
+        *((False, False, kind, "read") for kind in ("", "gated")),
+    }
+    for (*_, use), launches in found.items():
+        assert launches == LAUNCHED[dtype, width] or (use == "read" and launches <= LAUNCHED[dtype, width])
+
+
+@pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan", "longhorn_pair"])
+def test_cases_reach_every_launch_of_the_scans(plans, op):
+    from longseq.kernels.diagonal_scan.triton_scan import BACKWARD, FORWARD, _plan
+    from longseq.kernels.reading import number_of
+
+    def find_launches():
+        for _, call, inputs, cu_seqlens in make_cases(op, N=16):
+            if op == "longhorn_pair":
+                x = inputs.sequences["projected"].chunk(2, -1)[0].repeat(2, 1, 1)
+                key = x[..., :16]
+            else:
+                x, key = inputs.sequences["x"], inputs.sequences["k" if op == "longhorn_scan" else "B"]
+            plan = _plan(x, key, inputs.parameters.get("A"), cu_seqlens, number_of(call[0]))
+            crowded = {plan.crowded(walk, x.shape[2]) for walk in (FORWARD, BACKWARD)}
+            assert len(crowded) == 1
+            yield call, "in parts" if plan.constants["SPAN"] else "crowded" if crowded.pop() else "whole"
+
+    found = collect(find_launches())
+    assert set(found) == ({(False, False, "")} if op == "longhorn_pair" else set(list_calls("")))
+    assert all(launches == {"in parts", "crowded", "whole"} for launches in found.values())
+
+
+@pytest.mark.parametrize(
+    ("op", "refreshed"), [("recursive_least_squares", {True, False}), ("variational_linear_attention", {True})]
+)
+def test_cases_reach_every_launch_of_least_squares(plans, op, refreshed):
+    from longseq.kernels.recursive_least_squares.triton_least_squares import _cut, _plan
+
+    def find_launches():
+        for case, call, inputs, cu_seqlens in make_cases(op):
+            plan = _plan(inputs.sequences["u"], cu_seqlens, "tf32")
+            yield (
+                (call, "in segments" if _cut(plan, inputs.sequences["u"], cu_seqlens)[0] > 1 else "whole"),
+                (case.has_state, inputs.options["refresh_period"] is not None),
+            )
+
+    found = collect(find_launches())
+    one, packed = (False, False, ""), (False, True, "")
+    assert set(found) == {(one, "in segments"), (one, "whole"), (packed, "whole")}
+    for launches in found.values():
+        assert {has_state for has_state, _ in launches} == {True, False}
+    assert {refresh for launches in found.values() for _, refresh in launches} == refreshed
+
+
+def test_cases_pack_an_empty_sequence():
+    for op in TRITON_OPS:
+        cases = self_test.TRIALS[op].cases
+        packed = [case for case in cases if case.bounds]
+        assert all(case.bounds[0] == 0 and case.bounds[-1] == case.tokens for case in packed)
+        ways = (False, True) if takes(op, "reverse") else (False,)
+        expected = {(way, case.kind) for way in ways for case in cases} if takes(op, "cu_seqlens") else set()
+        empty = [case for case in packed if any(a == b for a, b in pairwise(case.bounds))]
+        assert {(case.options.get("reverse", False), case.kind) for case in empty} == expected
+
+
 @pytest.mark.parametrize(
     ("op", "variant", "kind"),
     [
@@ -442,7 +675,7 @@ def test_every_kernel_has_its_trial():
 def test_a_call_is_tested_with_cases_of_its_kind(monkeypatch, op, variant, kind, mixed):
     asked = []
 
-    def find_failures(op, device, dtype, sizes, reverse, mixed, kind):
+    def find_failures(op, device, dtype, sizes, reverse, mixed, packed, kind):
         asked.append((op, dtype, mixed, kind))
         return ["not today"]
 
@@ -487,20 +720,26 @@ def test_emulated_kernels_are_trusted(monkeypatch, tests_run):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("op", [*TRITON_OPS, *dispatch._STEPS, *dispatch.list_local_ops()])
-def test_the_kernels_pass_on_this_gpu(op, dtype, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [
+        *((op, {}) for op in (*TRITON_OPS, *dispatch._STEPS, *dispatch.list_local_ops())),
+        ("delta_rule", {"K": 128, "V": 128}),
+    ],
+)
+def test_the_kernels_pass_on_this_gpu(op, sizes, dtype, monkeypatch, tmp_path):
     monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)
     monkeypatch.setattr(self_test, "_VERDICTS", {})
     trial = self_test.find_trial(op)
-    calls = {(case.options.get("reverse", False), case.kind) for case in trial.cases}
+    calls = {(case.options.get("reverse", False), bool(case.bounds), case.kind) for case in trial.cases}
     if op.endswith("_step"):
         if dtype != torch.float32:
             pytest.skip("the states of one-token kernels are float32")
-        calls = {(False, "")}
-    for reverse, kind in calls:
+        calls = {(False, False, "")}
+    for reverse, packed, kind in sorted(calls, key=str):
         for mixed in (False, True) if trial.mixed and dtype != torch.float32 else (False,):
-            assert self_test.failures(op, torch.device("cuda"), dtype, {}, reverse, mixed, kind) == []
+            assert self_test.failures(op, torch.device("cuda"), dtype, sizes, reverse, mixed, packed, kind) == []
     assert len(verdict_files(tmp_path)) >= len(calls)
 
 

@@ -1,0 +1,269 @@
+"""The cases of the self-test of Triton kernels: of each operation, calls that together launch all of its kernels.
+
+Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones, few side by
+side and many, packed ones with an empty one among them. How an operation launches its kernels depends on the sizes of a
+call: cases stand for the launches that its plan knows, and a test says which of them they reach. A call's kernels are
+tried with the cases that read in its direction, packed as it is, one-token kernels with the variants of all. Models in
+training have no state and precisions of their own: cases like theirs are there for the kernels that they will run,
+which then need no compilation of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Case(NamedTuple):
+    """A call: its variant of longseq.kernels.testing.make_inputs, its tokens and its options."""
+
+    variant: str
+    tokens: int
+    options: Mapping[str, Any] = {}
+    own_parameters: bool = False  # see longseq.kernels.testing.Inputs.with_own_parameters
+    has_state: bool = True  # begins from a state, and the loss sees the last one
+    has_gradient: bool = True
+    batch: int | None = None  # instead of one row, or of one for each direction
+    heads: int | None = None  # instead of the trial's, or the maker's
+    channels: int | None = None  # instead of the trial's
+    bounds: tuple[int, ...] = ()  # of packed sequences, as cu_seqlens
+    kind: str = ""  # of the calls that launch these kernels, as the operation names it; one-token forms have all kinds
+
+    @property
+    def rows(self) -> int:
+        return self.batch or (2 if self.options == BOTH_WAYS else 1)
+
+    @property
+    def name(self) -> str:
+        named = [self.variant, f"of {self.tokens} tokens", *self.options]
+        named += [] if self.batch is None else [f"{self.batch} rows"]
+        named += [] if self.heads is None else [f"{self.heads} heads"]
+        named += ["packed"] if self.bounds else []
+        named += [] if self.has_state else ["without a state"]
+        return " ".join(named if self.has_gradient else [*named, "without a gradient"])
+
+
+class Trial(NamedTuple):
+    """What an operation's kernels are tried with."""
+
+    widths: dict[str, int]  # the dimensions that kernels are compiled for; sizes where a call does not tell them
+    cases: tuple[Case, ...]
+    channels: int | None = None  # D, where it is not a width: more than one program's block
+    mixed: tuple[str, ...] = ()  # arguments that are float32 beside others in half precision in a mixed call
+    narrow: tuple[str, ...] = ()  # arguments in bfloat16, as the result, beside others in float32 in a narrow call
+
+
+REVERSED = {"reverse": True}
+BOTH_WAYS = {"reverse": "second_half"}
+ONE_WAY: tuple[dict[str, Any], ...] = ({}, REVERSED)  # as packed sequences are read
+WAYS = (REVERSED, BOTH_WAYS)
+# Heads that fill a GPU without segments of time, and as many tokens. Triton compiles kernels of their own for numbers
+# that 16 divides, as those of models are.
+MANY = 80
+# Rows of a scan of 128 channels with more warps than run at once with all registers.
+CROWD = 260
+
+
+def _pack(case: Case) -> Case:
+    """Four sequences in place of one: one is empty, one has a single token."""
+    first = 3 * case.tokens // 7
+    return case._replace(bounds=(0, first, first, case.tokens - 1, case.tokens))
+
+
+def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
+    """Calls of many heads, long ones, and ones that are cut into segments of time."""
+    kind = "gated" if variant == "gated" else ""
+    case = Case(variant, 0, way, has_state=False, kind=kind)
+    many, long = case._replace(tokens=MANY, heads=MANY), case._replace(tokens=1100)
+    # Just long enough to be cut, and with heads of which all segments fill a GPU.
+    cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
+    packed = () if way == BOTH_WAYS else map(_pack, (many, long._replace(has_state=True), cut, filling))
+    return many, long, cut, filling, *packed
+
+
+def _scan(way: dict[str, Any]) -> tuple[Case, ...]:
+    """Calls of which time is split into parts, and of more warps than run at once."""
+    parts = Case("plain", 530, way, has_state=False)
+    crowded = Case("plain", 18, way, has_state=False, batch=CROWD, channels=128)
+    if way == BOTH_WAYS:
+        return parts, crowded
+    packed = (
+        _pack(Case("plain", 70, way)),
+        _pack(Case("plain", 2100, way, has_state=False)),
+        Case("plain", 18 * CROWD, way, has_state=False, channels=128, bounds=tuple(range(0, 18 * CROWD + 1, 18))),
+    )
+    return parts, crowded, *packed
+
+
+TRIALS: dict[str, Trial] = {
+    "add_norm": Trial(
+        {"D": 64},
+        (
+            *(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair")),
+            # A residual in float32, the rest in half precision.
+            *(
+                Case(variant, 70, {"dtype": torch.bfloat16}, kind="narrow")
+                for variant in ("plain", "branch", "centred_branch", "pair")
+            ),
+        ),
+        mixed=("weight", "bias"),
+        narrow=("branch",),
+    ),
+    "convolved_features": Trial(
+        {"H": 2, "K": 64, "V": 64, "W": 4},
+        (
+            *(Case(variant, 70, has_state=False) for variant in ("plain", "elu_plus_one", "l1", "relu")),
+            *(Case("plain", 70, way, has_state=False) for way in WAYS),
+            Case("plain", 70, BOTH_WAYS, own_parameters=True, has_state=False),
+            *(Case("plain", 70, way, kind="composed") for way in ({}, *WAYS)),
+            *(_pack(Case("plain", 70, way, has_state=False)) for way in ONE_WAY),
+            *(_pack(Case("plain", 70, way, kind="composed")) for way in ONE_WAY),
+        ),
+        mixed=("weight",),
+    ),
+    "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
+    "delta_rule": Trial(
+        {"K": 64, "V": 64},
+        (
+            # Short ones, which one launch reads through, and with a state.
+            *(Case("write_key", 130), Case("gated_write_key", 130, kind="gated")),
+            *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(Case("gated", 130, way, has_state=False, kind="gated") for way in WAYS),
+            # Cut into segments of time, of which one hands much to the next.
+            *(Case("correlated_keys", 2100), Case("gated", 2100, kind="gated")),
+            *(case for way in ({}, *WAYS) for variant in ("plain", "gated") for case in _delta_rule(variant, way)),
+            # What a model reads without being trained.
+            *(Case("plain", tokens, has_gradient=False) for tokens in (130, 1100)),
+            *(Case("gated", tokens, has_gradient=False, kind="gated") for tokens in (130, 1100)),
+        ),
+        mixed=("beta", "g"),
+    ),
+    "head_features": Trial(
+        {"H": 2, "K": 64, "V": 64},
+        (
+            *(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1")),
+            *(Case(variant, 70, kind="logits") for variant in ("logits", "logits_pair")),
+        ),
+        mixed=("logits",),
+    ),
+    "linear_attention": Trial(
+        {"K": 64, "V": 64},
+        (
+            *(Case("plain", 130, has_state=has_state) for has_state in (False, True)),
+            *(Case("head_gated", 130, has_state=has_state, kind="head") for has_state in (False, True)),
+            *(
+                Case("channel_gated", 130, has_state=False, kind="channel"),
+                Case("value_gated", 130, has_state=False, kind="value"),
+            ),
+            # Strong decays have kernels of their own.
+            *(Case("extreme_channel_decay", 130, kind="channel"), Case("extreme_value_decay", 130, kind="value")),
+            *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(
+                Case(f"{kind}_gated", 130, way, has_state=False, kind=kind)
+                for way in WAYS
+                for kind in ("head", "channel", "value")
+            ),
+            Case("channel_gated", 130, has_gradient=False, kind="channel"),
+            *(_pack(Case("plain", 130, way)) for way in ONE_WAY),
+            *(
+                _pack(Case(f"{kind}_gated", 130, way, kind=kind))
+                for way in ONE_WAY
+                for kind in ("head", "channel", "value")
+            ),
+        ),
+        mixed=("g", "g_value"),
+    ),
+    "longhorn_pair": Trial(
+        {"N": 16, "R": 16, "W": 4},
+        (
+            *(Case("plain", 70), Case("plain", 80, channels=128)),
+            # As of the scan in it, which reads every row both ways.
+            *(Case("plain", 530), Case("plain", 18, batch=CROWD // 2, channels=128)),
+        ),
+        channels=70,
+        mixed=("taps", "offset", "selection", "rate", "rate_offset", "skip"),
+    ),
+    "longhorn_scan": Trial(
+        {"N": 16},
+        (
+            *(Case("plain", 70, way) for way in ({}, REVERSED)),
+            *(Case("plain", 80, way, has_state=False, channels=128) for way in ({}, BOTH_WAYS)),
+            Case("plain", 70, has_gradient=False),
+            *(case for way in ({}, *WAYS) for case in _scan(way)),
+        ),
+        channels=70,
+    ),
+    "map_features": Trial(
+        {"H": 2, "K": 64}, tuple(Case(variant, 70) for variant in ("silu", "relu", "elu_plus_one", "l1", "l2"))
+    ),
+    "orthogonal_recurrence": Trial(
+        {"D": 64, "M": 64, "C": 1},
+        (
+            *(Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
+            *(_pack(Case(variant, 70)) for variant in ("plain", "gated", "encode", "similarity", "ttt")),
+        ),
+        mixed=("gamma", "g"),
+    ),
+    "recursive_least_squares": Trial(
+        {"K": 64},
+        (
+            *(Case("plain", 130), Case("plain", 600, has_state=False)),
+            # As many programs as run at once without segments of time, and segments that begin from a state.
+            *(Case("plain", 130, has_state=False), Case("no_refresh", 600)),
+            *(_pack(Case("plain", 130)), _pack(Case("no_refresh", 130, has_state=False))),
+        ),
+        mixed=("u",),
+    ),
+    "selective_scan": Trial(
+        {"N": 16},
+        (
+            *(Case("plain", 70), Case("plain", 70, REVERSED)),
+            Case("plain", 80, has_state=False, channels=128),
+            Case("plain", 80, BOTH_WAYS, own_parameters=True, has_state=False, channels=128),
+            Case("plain", 70, has_gradient=False),
+            *(case for way in ({}, *WAYS) for case in _scan(way)),
+        ),
+        channels=70,
+        mixed=("delta", "A"),
+    ),
+    "short_convolution": Trial(
+        {"W": 4},
+        (
+            *(Case("silu", 70), Case("plain", 70, REVERSED), Case("silu", 70, BOTH_WAYS)),
+            *(Case(variant, 70, has_state=False, channels=128) for variant in ("silu", "no_bias")),
+            *(
+                Case(variant, 70, BOTH_WAYS, own_parameters=True, has_state=False, channels=128)
+                for variant in ("silu", "no_bias")
+            ),
+            *(_pack(Case("silu", 70, way)) for way in ONE_WAY),
+            *(_pack(Case("no_bias", 70, way, has_state=False, channels=128)) for way in ONE_WAY),
+        ),
+        channels=70,
+        mixed=("weight", "bias"),
+    ),
+    "silu_product": Trial({}, tuple(Case(variant, 70) for variant in ("plain", "skip", "pair")), channels=70),
+    "slot_attention": Trial(
+        {"K": 64, "V": 64, "M": 64},
+        (
+            *(Case("plain", 130, has_state=has_state) for has_state in (False, True)),
+            Case("write", 130, kind="write"),
+            *(Case("plain", 130, way, has_state=False) for way in WAYS),
+            *(Case("write", 130, way, has_state=False, kind="write") for way in WAYS),
+            *(Case("plain", 130, has_gradient=False), Case("write", 130, has_gradient=False, kind="write")),
+            *(_pack(Case("plain", 130, way)) for way in ONE_WAY),
+            *(_pack(Case("write", 130, way, kind="write")) for way in ONE_WAY),
+        ),
+        mixed=("g",),
+    ),
+    "token_loss": Trial({}, (Case("plain", 70),), channels=5008),
+    "variational_linear_attention": Trial(
+        {"K": 64, "V": 64},
+        (
+            *(Case("plain", 130), Case("plain", 600), Case("plain", 1100, has_state=False)),
+            # Many heads, which no part cuts into segments of time, and one sequence that both of them cut.
+            *(Case("plain", MANY, heads=MANY, has_state=False), Case("plain", 2100, has_state=False)),
+            *(_pack(Case("plain", 130)), _pack(Case("plain", 2100, has_state=False))),
+        ),
+        mixed=("u",),
+    ),
+}
