@@ -100,13 +100,13 @@ def test_a_file_of_another_kind_is_refused(name_file, table, content):
 def test_rows_with_something_missing_are_refused(name_file, table, wrong, words):
     file = name_file(row(), wrong)
     with pytest.raises(ValueError, match=rf"^LONGSEQ_LAUNCHES={file}, launches\[1\]{words}: write one with") as caught:
-        use_measured("delta_rule", table)
+        fit_launches("delta_rule", table)
     assert "\n" not in str(caught.value)
 
 
 def test_registers_may_be_left_out(name_file, table):
     name_file(row(launch={name: size for name, size in BEST.items() if name != "registers"}))
-    use_measured("delta_rule", table)
+    fit_launches("delta_rule", table)
     assert table[2, 64]["prepare"] == Launch(128, 32, 8, 3)
 
 

@@ -24,7 +24,7 @@ from longseq.kernels.self_test_cases import REVERSED
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_step_torch
 from longseq.kernels.testing import list_variants, make_inputs, takes
-from longseq.kernels.triton_launch import use_measured
+from longseq.kernels.triton_launch import fit_launches
 
 OP = "short_convolution"
 SOURCE = "tl.dot(a, b)"
@@ -347,7 +347,7 @@ def test_memory_that_runs_out_is_raised(kernel, tests_run, tmp_path):
 
 def read_named_launches(*args, **kwargs):
     """As the modules of kernels with a table do when they are imported."""
-    use_measured("delta_rule", {})
+    fit_launches("delta_rule", {})
     return short_convolution_chunk(*args, **kwargs)
 
 
