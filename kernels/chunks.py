@@ -228,6 +228,12 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     return pairs.select(1, 0), pairs.select(1, 1)
 
 
+def _lower_left(x: Tensor, rows: int, every: int) -> Tensor:
+    """The lower left squares of the diagonal blocks of `every` rows: as `_below`, by copies, which are cheap if few."""
+    squares = [x[:, i + every - rows : i + every, i : i + rows] for i in range(0, x.shape[-1], every)]
+    return torch.stack(squares, 1).flatten(0, 1)
+
+
 def unit_lower_inverse(strict: Tensor) -> Tensor:
     """(I + L)^{-1} for strictly lower triangular L [m, C, C], C a power of two, by block forward substitution.
 
@@ -238,8 +244,7 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
     """
     size = strict.shape[-1]
     base = min(size, 16)
-    blocks = [strict[:, i : i + base, i : i + base] for i in range(0, size, base)]
-    lower = torch.stack(blocks, 1).flatten(0, 1)
+    lower = _lower_left(strict, base, base)
     index = torch.arange(base, device=strict.device)
     inverse = torch.eye(base, dtype=strict.dtype, device=strict.device).expand(lower.shape)
     half = 1
@@ -249,8 +254,7 @@ def unit_lower_inverse(strict: Tensor) -> Tensor:
         inverse = inverse - (part if half == 1 else torch.bmm(torch.bmm(inverse, part), inverse))
         half *= 2
     while half < size:
-        blocks = [strict[:, i + half : i + 2 * half, i : i + half] for i in range(0, size, 2 * half)]
-        lower = torch.stack(blocks, 1).flatten(0, 1)
+        lower = _lower_left(strict, half, 2 * half)
         top, bottom = _halves(inverse, half)
         left = F.pad(torch.cat((top, -torch.bmm(torch.bmm(bottom, lower), top)), 1), (0, half))
         inverse = left + F.pad(bottom, (half, 0, half, 0))

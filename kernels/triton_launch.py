@@ -14,7 +14,7 @@ ROW = {2: 64, 4: 32}
 # As many launches are remembered, and calls that led to one of the delta rule's.
 PREPARED = 1024
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
-ROOMY = SHARED_MEMORY // 2
+ROOMY = SHARED_MEMORY // 2  # GPUs with less take fewer stages
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 

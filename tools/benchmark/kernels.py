@@ -33,7 +33,6 @@ from longseq.tools.benchmark.peers import Peer, Tensors, find_peers
 from longseq.tools.benchmark.report import (
     check_list,
     check_output,
-    check_shapes,
     find_device,
     find_dtypes,
     is_emulated,
@@ -82,7 +81,6 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
     if asked["ops"] is not None:
         check_list("ops", asked["ops"])
-    check_shapes(asked["shapes"])
     work = choose_work(asked["shapes"], asked["ops"], device)
     if asked["backends"] is not None:
         check_list("backends", asked["backends"], sorted({form.name for item in work for form in backends(item.op)}))

@@ -54,16 +54,6 @@ def check_list(key: str, value: Any, known: Sequence[str] = ()) -> None:
             raise ValueError(f"{key} has {name!r}: choose from {', '.join(known)}")
 
 
-def check_shapes(shapes: Any) -> None:
-    """Raise ValueError for shapes that are neither null nor a list of mappings, whose values `choose_work` checks."""
-    if shapes is None:
-        return
-    check_list("shapes", shapes)
-    for shape in shapes:
-        if not isinstance(shape, dict):
-            raise ValueError(f"shapes has {shape!r}: write {{op: NAME, B: 1, T: 2048, ...}}")
-
-
 def is_emulated() -> bool:
     """Whether Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()

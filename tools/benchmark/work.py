@@ -9,6 +9,7 @@ import torch
 
 from longseq.kernels import list_ops
 from longseq.kernels.testing import Inputs, list_variants, make_inputs
+from longseq.tools.benchmark.report import check_list
 
 
 class Work(NamedTuple):
@@ -104,6 +105,7 @@ def choose_work(
         if op not in list_ops():
             raise ValueError(f"ops has {op!r}, which is no operation: choose from {', '.join(list_ops())}")
     if shapes is not None:
+        check_list("shapes", shapes)
         work = [_read_work(shape) for shape in shapes]
     else:
         work = list((*TABLE, *OWN) if device.type == "cuda" else TINY)
@@ -115,6 +117,8 @@ def choose_work(
 
 def _read_work(shape: Mapping[str, Any]) -> Work:
     """A call from `{op: delta_rule, variant: gated, B: 8, T: 2048, H: 16, K: 128, V: 128, options: {}}`."""
+    if not isinstance(shape, Mapping):
+        raise ValueError(f"shapes has {shape!r}: write {{op: NAME, B: 1, T: 2048, ...}}")
     op = shape.get("op")
     if op not in list_ops():
         raise ValueError(f"shapes has op={op!r}, which is no operation: choose from {', '.join(list_ops())}")
