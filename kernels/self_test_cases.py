@@ -207,10 +207,12 @@ TRIALS: dict[str, Trial] = {
     "recursive_least_squares": Trial(
         {"K": 64},
         (
-            *(Case("plain", 130), Case("plain", 600, has_state=False)),
-            # As many programs as run at once without segments of time, and segments that begin from a state.
-            *(Case("plain", 130, has_state=False), Case("no_refresh", 600)),
-            *(_pack(Case("plain", 130)), _pack(Case("no_refresh", 130, has_state=False))),
+            *(Case("plain", 130, way, has_state=has_state) for way in ({}, *WAYS) for has_state in (False, True)),
+            # Cut into segments of time, which begin from a state or not.
+            *(Case("plain", 600, way, has_state=False) for way in ({}, *WAYS)),
+            *(Case("no_refresh", 600, way) for way in ({}, *WAYS)),
+            *(_pack(Case("plain", 130, way)) for way in ONE_WAY),
+            *(_pack(Case("no_refresh", 130, way, has_state=False)) for way in ONE_WAY),
         ),
         mixed=("u",),
     ),
@@ -259,10 +261,12 @@ TRIALS: dict[str, Trial] = {
     "variational_linear_attention": Trial(
         {"K": 64, "V": 64},
         (
-            *(Case("plain", 130), Case("plain", 600), Case("plain", 1100, has_state=False)),
-            # Many heads, which no part cuts into segments of time, and one sequence that both of them cut.
-            *(Case("plain", MANY, heads=MANY, has_state=False), Case("plain", 2100, has_state=False)),
-            *(_pack(Case("plain", 130)), _pack(Case("plain", 2100, has_state=False))),
+            *(Case("plain", tokens, way) for way in ({}, *WAYS) for tokens in (130, 600)),
+            # Many heads, which no part cuts into segments of time, and sequences that one of them cuts or both.
+            *(Case("plain", MANY, way, heads=MANY, has_state=False) for way in ({}, *WAYS)),
+            *(Case("plain", tokens, way, has_state=False) for way in ({}, *WAYS) for tokens in (1100, 2100)),
+            *(_pack(Case("plain", 130, way)) for way in ONE_WAY),
+            *(_pack(Case("plain", 2100, way, has_state=False)) for way in ONE_WAY),
         ),
         mixed=("u",),
     ),

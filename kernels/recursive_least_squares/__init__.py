@@ -17,6 +17,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype, is_mixed
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
@@ -72,6 +73,7 @@ def recursive_least_squares(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, InverseState | None]:
     """Multiply each x by the inverse of lambda0 I plus the sum of u uᵀ so far.
@@ -85,10 +87,13 @@ def recursive_least_squares(
     with u = 0 changes A only by a refresh.
 
     Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64). With
-    `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each segment. Arithmetic
-    and A are float32, or float64 for float64 inputs; y has x's dtype. `chunk_size` changes speed and memory but not the
-    result. In float32 uᵀ A u should stay below 1e6 (‖u‖² below 1e6 lambda0), where the 1 beside it is lost to rounding:
-    beyond, the chunk form is wrong or NaN. Returns (y, final state or None).
+    `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each segment. With
+    `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
+    token and the final state that at the first. With reverse="second_half" the second half of the rows of the batch is
+    read so, and the first half forward. Arithmetic and A are float32, or float64 for float64 inputs; y has x's dtype.
+    `chunk_size` changes speed and memory but not the result. In float32 uᵀ A u should stay below 1e6 (‖u‖² below 1e6
+    lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN. Returns (y, final state
+    or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
@@ -105,9 +110,10 @@ def recursive_least_squares(
         mask=mask,
     )
     check_steps("recursive_least_squares", "initial_state[1]", steps, A)
+    check_reverse("recursive_least_squares", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(x, u, A)
     mixed = is_mixed(x, u)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, mixed=mixed)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
     run = select("recursive_least_squares", backend, call)
     count, (x, u) = mask_tokens(mask, x, u)
     return run(
@@ -121,6 +127,7 @@ def recursive_least_squares(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
 
 

@@ -29,6 +29,7 @@ from longseq.kernels.chunks import fit_chunk_size, join_chunks, scan, split_chun
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
@@ -52,6 +53,7 @@ def recursive_least_squares_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, InverseState | None]:
     """`recursive_least_squares` in chunks; saves its inputs, L and the states between chunks for the backward."""
 
@@ -79,6 +81,7 @@ def recursive_least_squares_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 

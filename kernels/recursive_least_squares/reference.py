@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 # the matrix A [B, H, K, K] and the number of tokens that it has seen [B]
@@ -39,6 +40,7 @@ def recursive_least_squares_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, InverseState | None]:
     """`recursive_least_squares`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -62,6 +64,7 @@ def recursive_least_squares_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )
 
 

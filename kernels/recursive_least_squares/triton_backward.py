@@ -19,11 +19,13 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
+    direction,
     load_block,
     load_tokens,
     sequence,
     store_block,
     store_tokens,
+    token_after,
     unit_of,
 )
 
@@ -57,20 +59,22 @@ def linearize(
     x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
     transitions, read, d_read, weights, d_weights, solved, d_x,
     T, H, x_row, x_token, x_head, u_row, u_token, u_head, do_row, do_token, do_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: Φ, x̃, a and Nᵀ from every even program, β̃, b and the gradient of x from every odd one."""
     head = (tl.program_id(0) // 2 % H).to(tl.int64)
     slot = (tl.program_id(0) // 2 // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT = direction(REVERSE)
     u += row * u_row + start * u_token + head * u_head
+    u_token *= NEXT
     matrix = place * CHUNK * CHUNK
     tokens = place * CHUNK * K
     if tl.program_id(0) % 2 == 0:
         x += row * x_row + start * x_token + head * x_head
-        value = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        value = load_tokens(x, x_token * NEXT, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
         store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
         store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
@@ -85,13 +89,13 @@ def linearize(
     else:
         d_output += row * do_row + start * do_token + head * do_head
         if REFRESHED:
-            added += row * T + start
-        value = load_tokens(d_output, do_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+            added += row * T + token_after(start, 0, T, REVERSE)
+        value = load_tokens(d_output, do_token * NEXT, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
         store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
         store_block(d_read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
         dx = finish(value, among, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
-        store_tokens(d_x + ((row * T + start) * H + head) * K, H * K, live, 0, dx, K, CHUNK, BLOCK)
+        store_tokens(d_x + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, dx, K, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -185,19 +189,21 @@ def retreat(
 def differentiate_directions(
     u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
     T, H, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradient of u."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     matrix = place * CHUNK * CHUNK
     tokens = place * CHUNK * K
     square = place * K * K
 
+    NEXT = direction(REVERSE)
     u += row * u_row + start * u_token + head * u_head
+    u_token *= NEXT
 
     # 2 N D, of D's symmetric part
     d_state = load_block(d_states + square, 0, 0, K, K, BLOCK, BLOCK)
@@ -223,10 +229,10 @@ def differentiate_directions(
     total = multiply(du, state, PRECISION=PRECISION)
     if REFRESHED:
         i = tl.arange(0, CHUNK)
-        before = refreshed_before(added + row * T + start, live, CHUNK)
+        before = refreshed_before(added + row * T + token_after(start, 0, T, REVERSE), live, CHUNK)
         total += before[:, None] * du
         pairs = tl.where(i[:, None] > i[None, :], pairs * (before[:, None] - before[None, :]), 0.0)
         tl.debug_barrier()
         rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         total = multiply(pairs, rows, total, PRECISION=PRECISION)
-    store_tokens(d_u + ((row * T + start) * H + head) * K, H * K, live, 0, -total, K, CHUNK, BLOCK)
+    store_tokens(d_u + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, -total, K, CHUNK, BLOCK)

@@ -1,4 +1,7 @@
-"""Recursive least squares forward in Triton. The formulas are those of triton_least_squares.py, with its names."""
+"""Recursive least squares forward in Triton. The formulas are those of triton_least_squares.py, with its names.
+
+What refreshes add, `added`, comes in the order of reading.
+"""
 
 import triton
 import triton.language as tl
@@ -6,12 +9,14 @@ import triton.language as tl
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
+    direction,
     load_block,
     load_numbers,
     load_tokens,
     sequence,
     store_block,
     store_tokens,
+    token_after,
 )
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
@@ -153,13 +158,13 @@ def first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.co
 
 @triton.jit
 def _absorb(
-    state, rows, added, t, room, written, live,
+    state, rows, added, done, room, written, live,
     REFRESHED: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Y and Yᵀ of a chunk; L^{-1} is left in `room`, which is this program's own like the rows of `written`."""
     offered = product(rows, state, EXACT_A=EXACT)
     if REFRESHED:
-        offered += refreshed_before(added + t, live, CHUNK)[:, None] * rows
+        offered += refreshed_before(added + done, live, CHUNK)[:, None] * rows
     x = inverse_factor(product(offered, tl.trans(rows), EXACT_B=EXACT), live, room, CHUNK)
     y = product(x, offered)
     return y, transpose(y, written, CHUNK, K, CHUNK, BLOCK)
@@ -188,7 +193,7 @@ def _total(added, live, CHUNK: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexp
 def advance(
     u, added, initial, cu_seqlens, segment_starts, refused, states, inverse, written, final,
     first, segments, span, T, H, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr, HAS_INITIAL: tl.constexpr,
     SEGMENTED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head of one sequence: A before each chunk, L^{-1} and Y of each, and the final A."""
@@ -196,9 +201,11 @@ def advance(
     head = (tl.program_id(0) // segments % H).to(tl.int64)
     n = (tl.program_id(0) // segments // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    u += row * u_row + head * u_head
+    first_token = token_after(0, start, end, REVERSE)
+    u += row * u_row + first_token * u_token + head * u_head
+    u_token *= direction(REVERSE)
     if REFRESHED:
-        added += row * T
+        added += row * T + token_after(first_token, 0, T, REVERSE)
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     begin = segment * span
     stop = tl.minimum(begin + span, chunks)
@@ -213,21 +220,21 @@ def advance(
         elif segment > 0:
             place = (n * H + head) * segments + segment
             state = load_block(segment_starts + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
-    t = start + begin * CHUNK
-    later = load_rows(u + t * u_token, u_token, end - t, K, EXACT, CHUNK, BLOCK)
+    done = n * 0 + begin * CHUNK  # of 64 bits, like n
+    later = load_rows(u + done * u_token, u_token, end - start - done, K, EXACT, CHUNK, BLOCK)
     for m in tl.range(begin, stop, num_stages=1):  # no load may overtake the writing of what it reads back
-        t = start + m * CHUNK
-        live = (end - t).to(tl.int32)
+        done = n * 0 + m * CHUNK
+        live = (end - start - done).to(tl.int32)
         place = (slot + m) * H + head
         rows = later
-        later = load_rows(u + (t + CHUNK) * u_token, u_token, live - CHUNK, K, EXACT, CHUNK, BLOCK)
+        later = load_rows(u + (done + CHUNK) * u_token, u_token, live - CHUNK, K, EXACT, CHUNK, BLOCK)
         store_block(states + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
         room = inverse + place * CHUNK * CHUNK
         own = written + place * CHUNK * K
-        y, columns = _absorb(state, rows, added, t, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
+        y, columns = _absorb(state, rows, added, done, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
         state -= product(columns, y)
         if REFRESHED:
-            state += _total(added + t, live, CHUNK, K, BLOCK)
+            state += _total(added + done, live, CHUNK, K, BLOCK)
     if stop == chunks:
         store_block(final + (n * H + head) * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
 
@@ -267,19 +274,21 @@ def finish(
 def read_out(
     x, u, added, cu_seqlens, sequence_of, states, inverse, written, output,
     T, H, x_row, x_token, x_head, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REFRESHED: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the output."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT = direction(REVERSE)
     u += row * u_row + start * u_token + head * u_head
     x += row * x_row + start * x_token + head * x_head
+    u_token *= NEXT
     if REFRESHED:
-        added += row * T + start
-    read = load_tokens(x, x_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        added += row * T + token_after(start, 0, T, REVERSE)
+    read = load_tokens(x, x_token * NEXT, live, 0, K, CHUNK, BLOCK).to(tl.float32)
     weights, left = respond(read, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
     y = finish(read, weights, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
-    store_tokens(output + ((row * T + start) * H + head) * K, H * K, live, 0, y, K, CHUNK, BLOCK)
+    store_tokens(output + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, y, K, CHUNK, BLOCK)

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.reading import Reverse, number_of, turn
 from longseq.kernels.recursive_least_squares.reference import InverseState, refresh_due, symmetric
 from longseq.kernels.recursive_least_squares.triton_backward import (
     accumulate,
@@ -137,11 +138,13 @@ def recursive_least_squares(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     lambda0: float,
+    reverse: int,
     precision: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns y in `dtype`, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
-    chunk, L^{-1} and Y. `added` [B, T] in float32 is what a refresh adds to the diagonal after each token."""
+    chunk, L^{-1} and Y. `added` [B, T] in float32 is what a refresh adds to the diagonal after each token, in the order
+    of reading."""
     x, u = channels_adjacent(x), channels_adjacent(u)
     added = None if added is None else added.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
@@ -151,7 +154,7 @@ def recursive_least_squares(
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     output, final, states, inverse, written = _allocate(plan, x, u, dtype)
-    walk = {"REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
+    walk = {"REVERSE": reverse, "REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
     segment_starts, refused = None, None
     with torch.cuda.device_of(u):  # Triton launches on the current device
         if segments > 1:
@@ -165,11 +168,12 @@ def recursive_least_squares(
             if added is not None:
                 transfer[(plan.slots * heads,)](
                     u, added, meeting, entering, tokens, heads, *strides(u),
-                    EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
+                    REVERSE=reverse, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
                 )  # fmt: skip
             summarize[(2 * plan.sequences * heads * (segments - 1),)](
                 u, added, meeting, entering, passed, segments, span, tokens, heads, *strides(u),
-                REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("summarize"),
+                REVERSE=reverse, REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes,
+                **plan.options("summarize"),
             )  # fmt: skip
             connect[(plan.sequences * heads,)](
                 initial_state, passed, starts, 1.0 / lambda0, segments,
@@ -186,13 +190,14 @@ def recursive_least_squares(
         read_out[(plan.slots * heads,)](
             x, u, added, cu_seqlens, sequence_of, states, inverse, written, output,
             tokens, heads, *strides(x), *strides(u),
-            REFRESHED=added is not None, PRECISION=precision, **plan.constants, **plan.options("read_out"),
+            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision,
+            **plan.constants, **plan.options("read_out"),
         )  # fmt: skip
     return output, final, states, inverse, written
 
 
 @recursive_least_squares.register_fake
-def _(x, u, added, initial_state, cu_seqlens, lambda0, precision, dtype):
+def _(x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype):
     return _allocate(_plan(u, cu_seqlens, precision), x, u, dtype)
 
 
@@ -217,6 +222,7 @@ def recursive_least_squares_backward(
     written: Tensor,
     d_output: Tensor,
     d_final: Tensor | None,
+    reverse: int,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (of the wider of its and the output's types), of u and of the first A (in float32)."""
@@ -239,7 +245,8 @@ def recursive_least_squares_backward(
             x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
             transitions, read, d_read, weights, d_weights, solved, d_x,
             tokens, heads, *strides(x), *strides(u), *strides(d_output),
-            REFRESHED=added is not None, PRECISION=precision, **plan.constants, **plan.options("linearize"),
+            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision,
+            **plan.constants, **plan.options("linearize"),
         )  # fmt: skip
         segment_transitions, segment_gains = None, None
         if segments > 1:
@@ -258,7 +265,7 @@ def recursive_least_squares_backward(
         differentiate_directions[(plan.slots * heads,)](
             u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
             tokens, heads, *strides(u),
-            REFRESHED=added is not None, PRECISION=precision,
+            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision,
             **plan.constants, **plan.options("differentiate_directions"),
         )  # fmt: skip
     if cu_seqlens is None:
@@ -268,7 +275,7 @@ def recursive_least_squares_backward(
 
 
 @recursive_least_squares_backward.register_fake
-def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, precision):
+def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, reverse, precision):
     sequences = count_sequences(u.shape[0], cu_seqlens)
     return _gradient(x, d_output), u.new_empty(u.shape), states.new_empty((sequences, *states.shape[1:]))
 
@@ -279,7 +286,7 @@ def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    x, u, added, initial_state, cu_seqlens, _, ctx.precision, ctx.dtype = inputs
+    x, u, added, initial_state, cu_seqlens, _, ctx.reverse, ctx.precision, ctx.dtype = inputs
     _, _, *kept = output
     ctx.save_for_backward(x, u, added, cu_seqlens, *kept)
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
@@ -290,10 +297,10 @@ def _differentiate(ctx, d_output, d_final, *_):
     x, u, added, cu_seqlens, *kept = ctx.saved_tensors
     d_output = x.new_zeros(x.shape, dtype=ctx.dtype) if d_output is None else d_output
     d_x, d_u, d_initial = recursive_least_squares_backward(
-        x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.precision
+        x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.reverse, ctx.precision
     )
     d_initial = None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype)
-    return d_x, d_u, None, d_initial, None, None, None, None
+    return d_x, d_u, None, d_initial, *(None,) * 5
 
 
 recursive_least_squares.register_autograd(_differentiate, setup_context=_setup_context)
@@ -311,6 +318,7 @@ def recursive_least_squares_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, InverseState | None]:
     """`recursive_least_squares` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
 
@@ -320,21 +328,33 @@ def recursive_least_squares_triton(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(u.device)
     precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
     A, steps = (None, None) if initial_state is None else initial_state
-    seen, final_steps = count_steps(count, steps, cu_seqlens)
+    seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
     added = refresh_due(seen, count, refresh_period, refresh, torch.float32) if refresh_period else None
-    y, final, *_ = recursive_least_squares(x, u, added, A, cu_seqlens, float(lambda0), precision, x.dtype)
+    y, final, *_ = recursive_least_squares(
+        x, u, added, A, cu_seqlens, float(lambda0), number_of(reverse), precision, x.dtype
+    )
     return y, (final, final_steps) if output_final_state else None
 
 
-def count_steps(count: Tensor, steps: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """How many tokens count up to each one [B, T] and in all [B or segments], with the `steps` before them."""
+def count_steps(
+    count: Tensor, steps: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How many tokens count up to each one, and which do, [B, T] in the order of reading; and in all [B or segments].
+
+    With the `steps` before them.
+    """
+    if reverse:
+        count = turn(count, reverse)
     seen = count.cumsum(1)
     if cu_seqlens is None:
         seen = seen if steps is None else seen + steps[:, None]
-        return seen, seen[:, -1].clone()
+        return seen, count, seen[:, -1].clone()
     tokens = count.shape[1]
     bounds = cu_seqlens.clamp(0, tokens)
+    if reverse:  # the last segment comes first
+        bounds, steps = tokens - bounds.flip(0), None if steps is None else steps.flip(0)
     before = torch.nn.functional.pad(seen[0], (1, 0))[bounds]
     first = -before[:-1] if steps is None else steps - before[:-1]
     segment = torch.searchsorted(bounds, torch.arange(tokens, device=bounds.device, dtype=bounds.dtype), right=True) - 1
-    return seen + first[segment.clamp(0, first.shape[0] - 1)], first + before[1:]
+    seen, last = seen + first[segment.clamp(0, first.shape[0] - 1)], first + before[1:]
+    return seen, count, last.flip(0) if reverse else last

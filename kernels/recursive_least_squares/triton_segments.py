@@ -30,13 +30,21 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
     refreshed_before,
     transpose,
 )
-from longseq.kernels.triton_tiles import PLAIN, load_block, load_numbers, store_block, unit_lower_inverse
+from longseq.kernels.triton_tiles import (
+    PLAIN,
+    direction,
+    load_block,
+    load_numbers,
+    store_block,
+    token_after,
+    unit_lower_inverse,
+)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def transfer(
     u, added, meeting, entering, T, H, u_row, u_token, u_head,
-    K: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: M U and M (e ⊙ U); not a number where M could be large."""
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -47,7 +55,8 @@ def transfer(
     live = T - start
     i = tl.arange(0, CHUNK)
     before = refreshed_before(added + n * T + start, live, CHUNK)
-    rows = load_rows(u + n * u_row + start * u_token + head * u_head, u_token, live, K, EXACT, CHUNK, BLOCK)
+    u += n * u_row + token_after(start, 0, T, REVERSE) * u_token + head * u_head
+    rows = load_rows(u, u_token * direction(REVERSE), live, K, EXACT, CHUNK, BLOCK)
     lower = product(rows, tl.trans(rows), EXACT_A=EXACT) * (before[None, :] - before[:, None])
     lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
     largest = tl.max(tl.max(tl.abs(lower), 1), 0)
@@ -61,14 +70,16 @@ def transfer(
 @triton.jit(do_not_specialize=WALK)
 def summarize(
     u, added, meeting, entering, passed, segments, span, T, H, u_row, u_token, u_head,
-    K: tl.constexpr, REFRESHED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One segment, but the last, of one head of one sequence: what (I, 0), or of odd programs (0, I), becomes."""
     from_z = tl.program_id(0) % 2
     segment = tl.program_id(0) // 2 % (segments - 1)
     head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
     n = (tl.program_id(0) // 2 // (segments - 1) // H).to(tl.int64)
-    u += n * u_row + head * u_head
+    u += n * u_row + token_after(0, n * 0, T, REVERSE) * u_token + head * u_head
+    u_token *= direction(REVERSE)
     chunks = tl.cdiv(T, CHUNK)
     x = identity(BLOCK) * (1 - from_z)
     z = identity(BLOCK) * from_z

@@ -17,6 +17,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype, is_mixed
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.recursive_least_squares import check_refresh, check_steps, inverse_reasons, mask_tokens
 from longseq.kernels.steps import register_steps, select_step
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
@@ -81,6 +82,7 @@ def variational_linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, VariationalState | None]:
     """Replace what a key reads, written along the directions that earlier tokens have used least.
@@ -99,9 +101,11 @@ def variational_linear_attention(
 
     Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V],
     A [B, H, K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0. With `cu_seqlens` [N + 1] (0,
-    the end of each packed segment) B is 1 and states have one row for each segment. Arithmetic and state are float32,
-    or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of two, changes speed and memory but not the
-    result. Returns (o, final state or None).
+    the end of each packed segment) B is 1 and states have one row for each segment. With `reverse` sequences are read
+    from their last token to their first: the initial state is the one behind the last token and the final state that at
+    the first. With reverse="second_half" the second half of the rows of the batch is read so, and the first half
+    forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of
+    two, changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
@@ -126,9 +130,10 @@ def variational_linear_attention(
         mask=mask,
     )
     check_steps(op, "initial_state[3]", steps, S)
+    check_reverse(op, reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(v, q, k, u, S, A, z)
     mixed = is_mixed(v, u)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, mixed=mixed)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
     run = select(op, backend, call)
     count, (k, v, u) = mask_tokens(mask, k, v, u)
     return run(
@@ -148,6 +153,7 @@ def variational_linear_attention(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.variational_linear_attention.reference import VariationalState, first_state, unit
@@ -31,6 +32,7 @@ def variational_linear_attention_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, VariationalState | None]:
     """`variational_linear_attention` in chunks."""
 
@@ -50,6 +52,7 @@ def variational_linear_attention_chunk(
             output_final_state=True,
             cu_seqlens=None,
             chunk_size=chunk_size,
+            reverse=False,
         )
         o, memory = delta_rule_chunk(
             q,
@@ -82,4 +85,5 @@ def variational_linear_attention_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.delta_rule.reference import delta_rule_step_torch
 from longseq.kernels.orthogonal_recurrence.reference import mend_squares
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, each, run_recurrence, run_segments, token
 from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
 from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step_torch
@@ -66,6 +67,7 @@ def variational_linear_attention_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, VariationalState | None]:
     """`variational_linear_attention`, one token at a time. `chunk_size` has no meaning here."""
 
@@ -99,6 +101,7 @@ def variational_linear_attention_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )
 
 

@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.triton_launch import block_width, count_sequences, count_slots, sequence_of_slots, strides
-from longseq.kernels.triton_tiles import PLAIN, load_numbers, load_tokens, sequence, store_tokens
+from longseq.kernels.triton_tiles import (
+    PLAIN,
+    direction,
+    load_numbers,
+    load_tokens,
+    sequence,
+    store_tokens,
+    token_after,
+)
 from longseq.kernels.variational_linear_attention.triton_unit import differentiate_unit
 
 CHUNK = 64  # tokens
@@ -22,14 +30,14 @@ STEP = 64  # sums of chunks that are added up at a time
 
 
 @triton.jit
-def _place(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr):
+def _place(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
     """The sequence of a chunk, its batch row, first token, number of tokens, and the first slot of the sequence."""
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = tl.load(sequence_of + slot).to(tl.int64)
     row, start, end, first = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    start += (slot - first) * CHUNK
-    return n, row, start, end - start, first
+    done = (slot - first) * CHUNK
+    return n, row, token_after(done, start, end, REVERSE), end - start - done, first
 
 
 @triton.jit
@@ -45,13 +53,14 @@ def _add_up(sums, begin, end, H, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.
 @triton.jit(do_not_specialize=PLAIN)
 def sum_keys(
     k, cu_seqlens, sequence_of, sums, T, H, k_row, k_token, k_head,
-    K: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of the keys of one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
-    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
+    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    NEXT = direction(REVERSE)
+    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     e = tl.arange(0, BLOCK)
     tl.store(sums + (slot * H + head) * K + e, tl.sum(key.to(tl.float32), 0), mask=e < K)
 
@@ -60,55 +69,61 @@ def sum_keys(
 def divide(
     values, q, k, initial, cu_seqlens, sequence_of, sums, output, products, final,
     eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, k_row, k_token, k_head,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr,
     CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the quotients and n; of the last chunk of a sequence also the last z."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    NEXT = direction(REVERSE)
     e = tl.arange(0, BLOCK)
     before = _add_up(sums + head * K, first, slot, H, K, STEP, BLOCK)
     if HAS_INITIAL:
         before += tl.load(initial + (n * H + head) * K + e, mask=e < K, other=0.0).to(tl.float32)
-    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
+    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     key = key.to(tl.float32)
     if (live <= CHUNK) & ((live > 0) | (slot == first)):
         tl.store(final + (n * H + head) * K + e, before + tl.sum(key, 0), mask=e < K)
-    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
+    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token * NEXT, live, 0, K, CHUNK, BLOCK)
     weight = tl.sum((before[None, :] + tl.cumsum(key, 0)) * query.to(tl.float32), 1)
     i = tl.arange(0, CHUNK)
-    tl.store(products + (row * T + start + i) * H + head, weight, mask=i < live)
-    value = load_tokens(values + row * o_row + start * o_token + head * o_head, o_token, live, 0, V, CHUNK, BLOCK_V)
+    tl.store(products + (row * T + start + i * NEXT) * H + head, weight, mask=i < live)
+    value = load_tokens(
+        values + row * o_row + start * o_token + head * o_head, o_token * NEXT, live, 0, V, CHUNK, BLOCK_V
+    )
     value /= tl.where(weight < eps, eps, weight)[:, None]
-    store_tokens(output + ((row * T + start) * H + head) * V, H * V, live, 0, value, V, CHUNK, BLOCK_V)
+    store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, 0, value, V, CHUNK, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_values(
     values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, sums,
     eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradients of o and n, and the sum of dn q."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
-    value = load_tokens(values + row * o_row + start * o_token + head * o_head, o_token, live, 0, V, CHUNK, BLOCK_V)
+    value = load_tokens(
+        values + row * o_row + start * o_token + head * o_head, o_token * NEXT, live, 0, V, CHUNK, BLOCK_V
+    )
     d_output += row * do_row + start * do_token + head * do_head
-    gradient = load_tokens(d_output, do_token, live, 0, V, CHUNK, BLOCK_V).to(tl.float32)
-    weight = load_numbers(products + token, H, live, CHUNK)
+    gradient = load_tokens(d_output, do_token * NEXT, live, 0, V, CHUNK, BLOCK_V).to(tl.float32)
+    weight = load_numbers(products + token, H * NEXT, live, CHUNK)
     small = weight < eps
     weight = tl.where(small, eps, weight)
     # the quotient first: n² could be out of range where it is not
     d_weight = tl.where(small, 0.0, -tl.sum(value / weight[:, None] * gradient, 1) / weight)
     i = tl.arange(0, CHUNK)
-    tl.store(d_products + token + i * H, d_weight, mask=i < live)
+    tl.store(d_products + token + i * (H * NEXT), d_weight, mask=i < live)
     gradient /= weight[:, None]
-    store_tokens(d_values + token * V, H * V, live, 0, gradient, V, CHUNK, BLOCK_V)
-    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
+    store_tokens(d_values + token * V, H * V * NEXT, live, 0, gradient, V, CHUNK, BLOCK_V)
+    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token * NEXT, live, 0, K, CHUNK, BLOCK)
     e = tl.arange(0, BLOCK)
     total = tl.sum(query.to(tl.float32) * d_weight[:, None], 0)
     tl.store(sums + (slot * H + head) * K + e, total, mask=e < K)
@@ -118,7 +133,7 @@ def differentiate_values(
 def differentiate_keys(
     q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
     d_q, d_k, d_initial, T, H, q_row, q_token, q_head, k_row, k_token, k_head,
-    K: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     UNIT: tl.constexpr, OF_KEY: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradients of q and k; of the first chunk of a sequence also that of the first z.
@@ -127,22 +142,23 @@ def differentiate_keys(
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     state = (n * H + head) * K
     e = tl.arange(0, BLOCK)
     before = _add_up(sums + head * K, first, slot, H, K, STEP, BLOCK)
     if HAS_INITIAL:
         before += tl.load(initial + state + e, mask=e < K, other=0.0).to(tl.float32)
-    weight = load_numbers(d_products + token, H, live, CHUNK)
-    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token, live, 0, K, CHUNK, BLOCK)
+    weight = load_numbers(d_products + token, H * NEXT, live, CHUNK)
+    key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     key = key.to(tl.float32)
-    dq = load_tokens(d_query + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    dq = load_tokens(d_query + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
     dq += (before[None, :] + tl.cumsum(key, 0)) * weight[:, None]
-    store_tokens(d_q + token * K, H * K, live, 0, dq, K, CHUNK, BLOCK)
+    store_tokens(d_q + token * K, H * K * NEXT, live, 0, dq, K, CHUNK, BLOCK)
 
-    dk = load_tokens(d_read + token * K, H * K, live, 0, K, CHUNK, BLOCK)
-    by_alpha = load_tokens(d_solved + token * K, H * K, live, 0, K, CHUNK, BLOCK)
+    dk = load_tokens(d_read + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+    by_alpha = load_tokens(d_solved + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
     if not OF_KEY:
         dk += by_alpha
     if UNIT:
@@ -152,19 +168,19 @@ def differentiate_keys(
     after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
     if HAS_FINAL:
         after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
-    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token, live, 0, K, CHUNK, BLOCK)
+    query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token * NEXT, live, 0, K, CHUNK, BLOCK)
     query = query.to(tl.float32) * weight[:, None]
     dk += after[None, :] + tl.cumsum(query, 0, reverse=True)
-    store_tokens(d_k + token * K, H * K, live, 0, dk, K, CHUNK, BLOCK)
+    store_tokens(d_k + token * K, H * K * NEXT, live, 0, dk, K, CHUNK, BLOCK)
     if slot == first:
         tl.store(d_initial + state + e, after + tl.sum(query, 0), mask=e < K)
 
 
-def _constants(k: Tensor, cu_seqlens: Tensor | None, value_dim: int = 0) -> dict[str, object]:
+def _constants(k: Tensor, cu_seqlens: Tensor | None, reverse: int, value_dim: int = 0) -> dict[str, object]:
     """The compile-time arguments and options of a kernel, of values too if it has any."""
     key_dim = k.shape[3]
-    constants: dict[str, object] = {"K": key_dim, "PACKED": cu_seqlens is not None, "CHUNK": CHUNK}
-    constants["BLOCK"] = block_width(key_dim)
+    constants: dict[str, object] = {"K": key_dim, "PACKED": cu_seqlens is not None, "REVERSE": reverse}
+    constants |= {"CHUNK": CHUNK, "BLOCK": block_width(key_dim)}
     if value_dim:
         constants |= {"V": value_dim, "BLOCK_V": block_width(value_dim)}
     return constants | {"num_warps": 4 if max(key_dim, value_dim) <= 64 else 8}
@@ -176,6 +192,7 @@ def divide_by_keys(
     k: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    reverse: int,
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -188,12 +205,12 @@ def divide_by_keys(
     sums, final = allocate_sums(k, cu_seqlens), _state(values, k, cu_seqlens)
     output = values.new_empty(values.shape, dtype=dtype)
     sum_keys[(slots * heads,)](
-        k, cu_seqlens, sequence_of, sums, tokens, heads, *strides(k), **_constants(k, cu_seqlens)
+        k, cu_seqlens, sequence_of, sums, tokens, heads, *strides(k), **_constants(k, cu_seqlens, reverse)
     )
     divide[(slots * heads,)](
         values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final,
         eps, tokens, heads, *strides(values), *strides(q), *strides(k),
-        HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, values.shape[3]),
+        HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, reverse, values.shape[3]),
     )  # fmt: skip
     return output, final, products, sums
 
@@ -209,7 +226,14 @@ def _state(values: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def divide_by_keys_backward(
-    values: Tensor, q: Tensor, cu_seqlens: Tensor | None, products: Tensor, sums: Tensor, d_output: Tensor, eps: float
+    values: Tensor,
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    reverse: int,
+    products: Tensor,
+    sums: Tensor,
+    d_output: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the values and of n, and the sums of dn q of each chunk."""
     tokens, heads = q.shape[1:3]
@@ -218,7 +242,7 @@ def divide_by_keys_backward(
     differentiate_values[(sums.shape[0] * heads,)](
         values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums,
         eps, tokens, heads, *strides(values), *strides(q), *strides(d_output),
-        **_constants(q, cu_seqlens, values.shape[3]),
+        **_constants(q, cu_seqlens, reverse, values.shape[3]),
     )  # fmt: skip
     return d_values, d_products, d_sums
 
@@ -228,6 +252,7 @@ def add_gradients_of_keys(
     k: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    reverse: int,
     sums: Tensor,
     d_products: Tensor,
     d_sums: Tensor,
@@ -247,6 +272,6 @@ def add_gradients_of_keys(
         d_q, d_k, d_initial, tokens, heads, *strides(q), *strides(k),
         HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
         OF_KEY=normalize_alpha, STEP=STEP,
-        **_constants(k, cu_seqlens) | {"num_warps": 8},
+        **_constants(k, cu_seqlens, reverse) | {"num_warps": 8},
     )  # fmt: skip
     return d_q, d_k, d_initial

@@ -13,6 +13,7 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backward
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.recursive_least_squares.reference import refresh_due
 from longseq.kernels.recursive_least_squares.triton_least_squares import (
     count_steps,
@@ -46,6 +47,7 @@ def variational_linear_attention(
     z: Tensor | None,
     cu_seqlens: Tensor | None,
     lambda0: float,
+    reverse: int,
     eps: float,
     normalize_key: bool,
     normalize_alpha: bool,
@@ -53,7 +55,7 @@ def variational_linear_attention(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Returns o in v's dtype, the final S, A and z in float32, and if `save` what the backward pass needs. `added`
-    [B, T] in float32 is what a refresh adds to the diagonal of A after each token."""
+    [B, T] in float32 is what a refresh adds to the diagonal of A after each token, in the order of reading."""
     q, k = channels_adjacent(q), channels_adjacent(k)
     z = None if z is None else z.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -68,31 +70,32 @@ def variational_linear_attention(
             A,
             cu_seqlens,
             lambda0,
+            reverse,
             _precision(v),
             torch.float32,
         )
         write = unit(alpha, unit_dtype) if normalize_alpha else alpha
         strength = torch.ones_like(k[..., 0])
         o, memory, kept = delta_rule(
-            q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, 0, half, save, False
+            q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save, False
         )
         # without the division for the last z alone
         values = o if normalizer else torch.zeros_like(o)
-        quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, eps, v.dtype)
+        quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, reverse, eps, v.dtype)
         o = quotient if normalizer else o.to(v.dtype, copy=True)
     units = [*([read] if normalize_key else []), *([write] if normalize_alpha else [])]
     return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
 
 
 @variational_linear_attention.register_fake
-def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, eps, normalize_key, normalize_alpha, normalizer, save):
+def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, reverse, eps, normalize_key, normalize_alpha, normalizer, save):
     half = _half(v, normalize_key, normalize_alpha)
     read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
     strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
     alpha, inverse, *found = recursive_least_squares(
-        k, _directions(k, u), added, A, cu_seqlens, lambda0, _precision(v), torch.float32
+        k, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v), torch.float32
     )
-    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, 0, half, save, False)
+    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save, False)
     units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
     products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
     kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
@@ -121,6 +124,7 @@ def variational_linear_attention_backward(
     d_memory: Tensor | None,
     d_inverse: Tensor | None,
     d_last: Tensor | None,
+    reverse: int,
     eps: float,
     normalize_key: bool,
     normalize_alpha: bool,
@@ -139,21 +143,21 @@ def variational_linear_attention_backward(
     with torch.cuda.device_of(q):
         if normalizer:
             d_values, d_products, d_sums = divide_by_keys_backward(
-                values, q, cu_seqlens, products, key_sums, d_output, eps
+                values, q, cu_seqlens, reverse, products, key_sums, d_output, eps
             )
         else:
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
         strength = torch.ones_like(k[..., 0])
         d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
-            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, 0, half
+            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half
         )
         d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
         d_solved, d_u, d_A = recursive_least_squares_backward(
             k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse,
-            _precision(d_output),
+            reverse, _precision(d_output),
         )  # fmt: skip
         d_q, d_k, d_z = add_gradients_of_keys(
-            q, k, z, cu_seqlens, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+            q, k, z, cu_seqlens, reverse, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
             normalize_key, normalize_alpha,
         )  # fmt: skip
     return d_q, d_k, d_v.to(d_output.dtype, copy=True), d_u if u is not None else k.new_empty(0), d_S, d_A, d_z
@@ -190,7 +194,7 @@ def _differentiate(ctx, d_output, d_memory, d_inverse, d_last, *_):
         q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *ctx.options
     )
     d_states = [None if dtype is None else d.to(dtype) for d, dtype in zip(d_states, ctx.dtypes, strict=True)]
-    return d_q, d_k, d_v, None if u is None else d_u, None, *d_states, *(None,) * 7
+    return d_q, d_k, d_v, None if u is None else d_u, None, *d_states, *(None,) * 8
 
 
 variational_linear_attention.register_autograd(_differentiate, setup_context=_setup_context)
@@ -214,18 +218,19 @@ def variational_linear_attention_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, VariationalState | None]:
     """`variational_linear_attention` in Triton kernels. `chunk_size` has no meaning here."""
     S, A, z, steps = (None,) * 4 if initial_state is None else initial_state
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    seen, final_steps = count_steps(count, steps, cu_seqlens)
+    seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
     added = None
     if u is not None and refresh_period:
         added = refresh_due(seen, count, refresh_period, refresh, torch.float32)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, u, S, A, z))
     with without_autocast(k):
         o, *states, _ = variational_linear_attention(
-            q, k, v, u, added, S, A, z, cu_seqlens, float(lambda0), float(eps),
+            q, k, v, u, added, S, A, z, cu_seqlens, float(lambda0), number_of(reverse), float(eps),
             normalize_key, normalize_alpha, normalizer, save,
         )  # fmt: skip
     return o, (*states, final_steps) if output_final_state else None

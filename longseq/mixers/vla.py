@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -66,6 +67,8 @@ class VLA(Mixer):
 
     paper = "VLA (arXiv:2605.11196), Algorithm 1"
     operations = ("short_convolution", "variational_linear_attention")
+    reads_backwards = True
+    reads_pairs = True
 
     def __init__(
         self,
@@ -114,18 +117,24 @@ class VLA(Mixer):
             self.penalty.uniform_(-bound, bound)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, VLAState]:
         convolution = None if state is None else state.convolution
+        reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is not None:
-            projected, convolution = self.convolution(projected, convolution, cu_seqlens=cu_seqlens, mask=mask)
+            projected, convolution = self.convolution(projected, convolution, **reading)
         o, memory = variational_linear_attention(
-            *self._features(projected),
+            *self._features(projected, self.penalty),
             **self._options(),
-            mask=mask,
+            **reading,
             initial_state=None if state is None else tuple(state[1:]),
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
             backend=self.backend,
         )
         assert memory is not None
@@ -134,12 +143,35 @@ class VLA(Mixer):
         self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(state.inverse))
         return o.flatten(-2), state
 
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        penalty = None
+        if self.penalty is not None:
+            penalty = torch.stack((self.penalty, backward.penalty))[:, None, None]
+        if self.convolution is None:
+            q, k, v, u = self._features(projected, penalty)
+            q, k, v = twice(q), twice(k), twice(v)
+        else:
+            both = self.convolution.convolve_pair(backward.convolution, projected, mask)
+            q, k, v, u = self._features(both.unflatten(0, (2, -1)), penalty)
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        o, _ = variational_linear_attention(
+            q,
+            k,
+            v,
+            None if u is None else u.flatten(0, 1),
+            **self._options(),
+            mask=None if mask is None else twice(mask),
+            reverse="second_half",
+            backend=self.backend,
+        )
+        return o.unflatten(0, (2, -1)).sum(0).flatten(-2)
+
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, VLAState]:
         convolution = state.convolution
         if self.convolution is not None:
             projected, convolution = self.convolution.step(projected, convolution)
         o, memory = variational_linear_attention_step(
-            *self._features(projected),
+            *self._features(projected, self.penalty),
             state=tuple(state[1:]),
             **self._options(),
             backend=self.step_backend,
@@ -167,13 +199,13 @@ class VLA(Mixer):
             "normalizer": self.normalizer,
         }
 
-    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
+    def _features(self, projected: Tensor, penalty: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`, with `penalty [..., H, K, K]` as W_u."""
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
         options: dict[str, Any] = {"dtype": torch.promote_types(k.dtype, torch.float32), "backend": self.local_backend}
         u = None
-        if self.penalty is not None:
-            u = torch.einsum("...hk,hjk->...hj", k, self.penalty.to(k.dtype))
+        if penalty is not None:
+            u = torch.einsum("...hk,...hjk->...hj", k, penalty.to(k.dtype))
             scale = 1 / math.sqrt(self.head_dim) if self.scale_penalty else 1.0
             u = map_features(u, norm="l2", scale=scale, **options)
         q, k = (map_features(x, feature_map="elu_plus_one", **options) for x in (q, k))

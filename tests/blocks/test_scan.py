@@ -131,8 +131,14 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, m
         torch.testing.assert_close(paired[name], value, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("options", [{"convolution_width": 0}, {"backend": "reference"}])
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        *((name, {"convolution_width": 0}) for name in ("deltanet", "gated_deltanet")),
+        *((name, {"backend": "reference"}) for name in ("deltanet", "gated_deltanet")),
+        *(("vla", options) for options in ({"convolution_width": 4}, {"update_penalty": False})),
+    ],
+)
 def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
     torch.manual_seed(0)
     layer = Directions(partial(mixers.create, mixer, WIDTH, **options), scan_orders("cross")).double()
@@ -172,7 +178,7 @@ def count_calls(layer, x):
 
 
 @pytest.mark.parametrize("share", ["projections", "all"])
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla"])
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla", "vla"])
 def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     if torch.cuda.is_available():
         pytest.skip("the kernels are emulated only where there is no GPU")

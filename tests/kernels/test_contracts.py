@@ -192,6 +192,17 @@ def test_reverse_reads_from_the_end(op, backend):
         assert_same(gradients(inputs, backend=backend, reverse=True, cu_seqlens=cu_seqlens), expected)
 
 
+@pytest.mark.parametrize(
+    ("op", "backend"), [form for form in BACKENDS if takes(form[0], "reverse") and takes(form[0], "mask")]
+)
+def test_padding_stays_where_it_is_in_reverse(op, backend):
+    inputs = make_inputs(op, tokens=19)
+    mask = torch.rand((2, 19), generator=torch.Generator().manual_seed(0)) < 0.7
+    expected, state = inputs.run_turned(backend="reference", mask=mask.flip(1))
+    actual, last = inputs.run(backend=backend, mask=mask, reverse=True)
+    assert_same(results(actual[mask], last), results(expected[mask], state))
+
+
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize(("op", "backend"), [form for form in BACKENDS if takes(form[0], "reverse")])
 def test_half_of_the_rows_is_read_from_the_end(op, backend, tokens):

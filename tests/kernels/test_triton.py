@@ -86,8 +86,9 @@ def test_reading_in_reverse(interpreted, op, bounds):
     # Two heads are read in packed segments, two rows without.
     shape = {"sizes": {"H": 1}} if bounds is None else {"segments": len(bounds) - 1}
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
-    activations = ("identity", "relu_squared")  # between two passes, whose order they do not see
-    for variant in [name for name in list_variants(op)[:4] if name not in activations]:
+    # What is done to each token alone, or chosen by its contents, does not see the order.
+    unordered = ("identity", "relu_squared", "repeated_directions", "extreme_directions", "no_normalizer")
+    for variant in [name for name in list_variants(op)[:4] if name not in unordered]:
         inputs = make_inputs(op, variant, tokens=40, **shape)  # more than a chunk of the delta rule's float32 form
         exact = gradients(inputs, run=Inputs.run_turned, backend="reference", **options)
         inputs = make_inputs(op, variant, tokens=40, dtype=torch.float32, **shape)
@@ -106,6 +107,8 @@ def test_reading_in_reverse(interpreted, op, bounds):
         ("short_convolution", "silu", 35),
         ("convolved_features", "plain", 35),
         ("slot_attention", "write", 35),
+        ("recursive_least_squares", "plain", 18),  # more than a chunk of float32
+        ("variational_linear_attention", "plain", 35),
     ],
 )
 def test_reading_half_of_the_rows_in_reverse(interpreted, op, variant, tokens):
@@ -524,13 +527,17 @@ def refused(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("variant", ["plain", "extreme_directions"])
-def test_least_squares_in_segments_of_time(interpreted, refused, variant):
-    inputs = make_inputs("recursive_least_squares", variant, batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1})
+@pytest.mark.parametrize(
+    ("variant", "reverse"), [("plain", False), ("extreme_directions", False), ("plain", "second_half")]
+)
+def test_least_squares_in_segments_of_time(interpreted, refused, variant, reverse):
+    shape = {"batch": 2 if reverse else 1, "tokens": 300, "sizes": {"H": 1}}
+    inputs = make_inputs("recursive_least_squares", variant, dtype=torch.float16, **shape)
     u = inputs.sequences["u"] / 4
     inputs = inputs.replace({name: x.float() for name, x in inputs.tensors.items() if name != "u"} | {"u": u})
-    exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
-    actual = gradients(inputs, backend="triton")
+    run = Inputs.run_both_ways if reverse else Inputs.run
+    exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="torch")
+    actual = gradients(inputs, backend="triton", reverse=reverse)
     assert refused == [variant == "extreme_directions"]
     for name, value in exact.items():
         assert error(actual[name], value) <= (1e-3 if name == "gradient of u" else 2e-5), name
@@ -563,6 +570,16 @@ def test_least_squares_of_what_is_not_a_number(interpreted, op):
     assert o[0, 5:, 0].isnan().all()
     assert o[1].isfinite().all()
     assert o[0, :, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
+    inputs = make_inputs(op, tokens=20, dtype=torch.float32)
+    mask = torch.rand((2, 20), generator=torch.Generator().manual_seed(0)) < 0.7
+    expected = inputs.run_turned(backend="reference", mask=mask.flip(1))
+    actual = inputs.run(backend="triton", mask=mask, reverse=True)
+    for name, value in results(expected[0][mask], expected[1]).items():
+        torch.testing.assert_close(results(actual[0][mask], actual[1])[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e30])
@@ -1174,6 +1191,33 @@ def test_variational_linear_attention_on_the_gpu(shape, dtype):
     arguments["z"] = normal(segments, heads, key_dim).sigmoid()
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
     assert_accurate_in_every_run(variational_linear_attention_from, arguments, dtype, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reading", ["reverse", "packed", "second_half"])
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_least_squares_from_a_state_backwards_on_the_gpu(op, reading, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
+
+    rows, heads, width = 1 if reading == "packed" else 2, 3, 64
+    function, arguments = gpu_arguments(op, rows, 1300, heads * width, width, dtype)
+    segments = 4 if reading == "packed" else rows
+    arguments["A"] = inverse_state(normal, segments, heads, width)
+    if op == "recursive_least_squares":
+        function = recursive_least_squares_from
+    else:
+        function = variational_linear_attention_from
+        arguments["S"], arguments["z"] = normal(segments, heads, width, width), normal(segments, heads, width).sigmoid()
+    options = {"reverse": "second_half" if reading == "second_half" else True}
+    if reading == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 500, 500, 501, 1300], device="cuda")
+    else:
+        options["mask"] = torch.rand((rows, 1300), device="cuda", generator=generator) < 0.9
+    assert_accurate_in_every_run(function, arguments, dtype, **options)
 
 
 @pytest.mark.gpu
