@@ -129,8 +129,12 @@ class VLA(Mixer):
         reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is not None:
             projected, convolution = self.convolution(projected, convolution, **reading)
+        q, k, v, u = self._features(projected, self.penalty)
         o, memory = variational_linear_attention(
-            *self._features(projected, self.penalty),
+            q,
+            k,
+            v,
+            u,
             **self._options(),
             **reading,
             initial_state=None if state is None else tuple(state[1:]),
