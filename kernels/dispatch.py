@@ -1,6 +1,7 @@
 """The registry of operations and their backends: which one runs, and why the others do not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -112,8 +113,43 @@ def explain(
     `backend="auto"` runs the first one whose list is empty. `sizes` maps dimension names to sizes, for example
     `{"T": 197, "K": 64}`; a backend that limits a size is silent about sizes that are not given.
     """
-    call = Call(torch.device(device), dtype, packed, exporting, sizes or {})
+    return explain_call(op, Call(torch.device(device), dtype, packed, exporting, sizes or {}))
+
+
+def explain_call(op: str, call: Call) -> dict[str, list[str]]:
+    """`explain` for a call in every detail, as `record_calls` finds it."""
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
+
+
+# Of each `record_calls` that is open, what it has found.
+_RECORDS: list[list[tuple[str, str, Call]]] = []
+
+
+@contextmanager
+def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
+    """Collect the calls made inside: an operation, the backend asked for, and what backends judge the call by.
+
+    For layers on empty tensors (torch's meta device): whatever is asked for, the torch backend runs. What it calls in
+    turn is not collected.
+    """
+    calls: list[tuple[str, str, Call]] = []
+    _RECORDS.append(calls)
+    try:
+        yield calls
+    finally:
+        _RECORDS.remove(calls)
+
+
+def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        records, _RECORDS[:] = _RECORDS[:], []
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _RECORDS[:] = records
+
+    return call
 
 
 def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
@@ -130,6 +166,9 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     Raises ValueError with every reason when the named backend, or each backend, refuses the call.
     """
     candidates = backends(op)
+    if _RECORDS:
+        _RECORDS[-1].append((op, name, call))
+        return _without_record(next(backend.function for backend in candidates if backend.name == "torch"))
     if name != "auto":
         candidates = tuple(backend for backend in candidates if backend.name == name)
         if not candidates:

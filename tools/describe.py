@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from longseq import mixers
+from longseq.blocks.positions import Layout
 from longseq.blocks.scan import Directions
-from longseq.kernels import explain
+from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import assemble
@@ -202,16 +203,30 @@ def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict[str, Any]:
-    """For each kernel operation that the model calls: the backend that runs, and what speaks against the others."""
-    layers = [module for module in model.modules() if isinstance(module, mixers.Mixer)]
-    asked = {op: layer.backend for layer in layers for op in layer.operations}
-    sizes = {} if tokens is None else {"T": tokens}
-    judged = {}
-    for op in sorted(asked):
-        reasons = explain(op, device=device, sizes=sizes)
-        willing = [backend for backend, against in reasons.items() if not against and asked[op] in ("auto", backend)]
-        judged[op] = {"asked": asked[op], "runs": willing[0] if willing else None, "backends": reasons}
-    return judged
+    """For each operation that the mixing layers call: the backend that runs, and what speaks against the others.
+
+    Layers that call one operation differently can have one backend each, and reasons that hold for some of them.
+    """
+    judged: dict[str, Any] = {}
+    for op, asked, call in _find_calls(model):
+        sizes = call.sizes if tokens is None or "T" not in call.sizes else {**call.sizes, "T": tokens}
+        reasons = explain_call(op, dataclasses.replace(call, device=torch.device(device), sizes=sizes))
+        willing = [backend for backend, against in reasons.items() if not against and asked in ("auto", backend)]
+        found = judged.setdefault(op, {"asked": asked, "runs": [], "backends": {name: [] for name in reasons}})
+        found["runs"] = list(dict.fromkeys([*found["runs"], *willing[:1]]))
+        for name, against in reasons.items():
+            found["backends"][name] = list(dict.fromkeys([*found["backends"][name], *against]))
+    return dict(sorted(judged.items()))
+
+
+def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
+    """The calls of operations in a pass through each mixing layer, without data and over a few tokens."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Directions)]
+    with record_calls() as calls, torch.no_grad():
+        for layer in layers:
+            empty = copy.deepcopy(layer).to("meta").eval()
+            empty(torch.empty(1, 4, empty.mixers[0].d_model, device="meta"), Layout(2, 2, None))
+    return calls
 
 
 def find_devices() -> list[str]:
@@ -305,9 +320,9 @@ def _title(facts: Mapping[str, Any]) -> str:
 
 
 def _verdict(backend: str, against: list[str], judged: Mapping[str, Any]) -> str:
-    if against:
-        return "cannot run: " + "; ".join(against)
-    return "runs" if backend == judged["runs"] else "could run"
+    if backend in judged["runs"]:
+        return "runs" + (" in some layers; not: " + "; ".join(against) if against else "")
+    return "cannot run: " + "; ".join(against) if against else "could run"
 
 
 def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
