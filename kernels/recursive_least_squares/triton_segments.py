@@ -78,7 +78,7 @@ def summarize(
     segment = tl.program_id(0) // 2 % (segments - 1)
     head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
     n = (tl.program_id(0) // 2 // (segments - 1) // H).to(tl.int64)
-    u += n * u_row + token_after(0, n * 0, T, REVERSE) * u_token + head * u_head
+    u += n * u_row + token_after(n * 0, 0, T, REVERSE) * u_token + head * u_head
     u_token *= direction(REVERSE)
     chunks = tl.cdiv(T, CHUNK)
     x = identity(BLOCK) * (1 - from_z)
