@@ -1,46 +1,21 @@
 """Kernels compiled side by side: what is left out of a call, what is compiled, and whom it leaves alone."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-# Without a GPU: kernels are compiled for one that is not there, and what would launch them writes them down.
 PROCESS = """
 import threading
 import torch, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+import absent_gpu
 
-launched = []
-
-
-class Launcher:
-    def __init__(self, source, metadata):
-        self.name = metadata.name
-
-    def __call__(self, *args):
-        launched.append(self.name)
-
-
-class Utils:
-    def load_binary(self, name, binary, shared, device):
-        return object(), object(), 0, 0, 1024
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 2**18}
-
-
-class Driver:
-    launcher_cls, utils = Launcher, Utils()
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-
-driver.set_active(Driver())
+launched = absent_gpu.launched
+absent_gpu.activate()
 
 
 @triton.jit
@@ -71,6 +46,7 @@ def run(tmp_path, monkeypatch, case):
     (tmp_path / "case.py").write_text(PROCESS.replace("CASE", case))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     subprocess.run([sys.executable, tmp_path / "case.py"], check=True)
 
 
