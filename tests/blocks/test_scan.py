@@ -131,8 +131,15 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, m
         torch.testing.assert_close(paired[name], value, rtol=1e-9, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("options", [{"convolution_width": 0}, {"backend": "reference"}])
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        *((name, {"convolution_width": 0}) for name in ("deltanet", "gated_deltanet")),
+        *((name, {"backend": "reference"}) for name in ("deltanet", "gated_deltanet")),
+        ("lattice", {"forget_gate": False, "chunk_size": 4}),
+        ("lattice", {"normalize_key": True, "sparsity": 0.1}),
+    ],
+)
 def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
     torch.manual_seed(0)
     layer = Directions(partial(mixers.create, mixer, WIDTH, **options), scan_orders("cross")).double()
@@ -172,7 +179,9 @@ def count_calls(layer, x):
 
 
 @pytest.mark.parametrize("share", ["projections", "all"])
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla"])
+@pytest.mark.parametrize(
+    "mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla", "lattice", "ttt"]
+)
 def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     if torch.cuda.is_available():
         pytest.skip("the kernels are emulated only where there is no GPU")
