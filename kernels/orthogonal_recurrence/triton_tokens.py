@@ -125,17 +125,17 @@ def advance_tokens(
     k += row * k_row + first * k_token + head * k_head
     v += row * v_row + first * v_token + head * v_head
     gamma += row * gamma_row + first * gamma_token + head * gamma_head
-    output += ((row * T + first) * H + head) * D
-    q_token *= NEXT
-    k_token *= NEXT
-    v_token *= NEXT
-    gamma_token *= NEXT
     if GATED:
         g += row * g_row + first * g_token + head * g_head
         g_token *= NEXT
     if SHRUNK:
         threshold += row * threshold_row + first * threshold_token + head * threshold_head
         threshold_token *= NEXT
+    output += ((row * T + first) * H + head) * D
+    q_token *= NEXT
+    k_token *= NEXT
+    v_token *= NEXT
+    gamma_token *= NEXT
 
     state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
     r = _reciprocal_lengths(state, OBJECTIVE)
@@ -362,7 +362,7 @@ def retreat_tokens(
                 D, M, OBJECTIVE, UNIT, GATED, SHRUNK, BLOCK_D, BLOCK_M,
             )  # fmt: skip
             tl.debug_barrier()  # what one thread of the program wrote above, another one reads below
-            last = first + (count - 1) * NEXT
+            last = first + count * NEXT - NEXT
             live = count > 0
             query = _load_vector(q_0 + last * q_token, live, M, BLOCK_M)
             d_read = _load_vector(d_output_0 + last * do_token, live, D, BLOCK_D)

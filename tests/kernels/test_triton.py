@@ -81,16 +81,19 @@ def test_second_derivatives_are_refused(interpreted, op):
 
 
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
-@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 39, 40)], ids=["one_segment", "packed"])
-def test_reading_in_reverse(interpreted, op, bounds):
+@pytest.mark.parametrize("packed", [False, True], ids=["one_segment", "packed"])
+def test_reading_in_reverse(interpreted, op, packed):
+    # More than a chunk of the delta rule's float32 form. What is emulated token by token has tests of its own.
+    tokens = 7 if op == "orthogonal_recurrence" else 40
+    bounds = (0, 3, 3, tokens - 1, tokens)
     # Two heads are read in packed segments, two rows without.
-    shape = {"sizes": {"H": 1}} if bounds is None else {"segments": len(bounds) - 1}
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    shape = {"segments": len(bounds) - 1} if packed else {"sizes": {"H": 1}}
+    options = {"cu_seqlens": torch.tensor(bounds)} if packed else {}
     activations = ("identity", "relu_squared")  # between two passes, whose order they do not see
     for variant in [name for name in list_variants(op)[:4] if name not in activations]:
-        inputs = make_inputs(op, variant, tokens=40, **shape)  # more than a chunk of the delta rule's float32 form
+        inputs = make_inputs(op, variant, tokens=tokens, **shape)
         exact = gradients(inputs, run=Inputs.run_turned, backend="reference", **options)
-        inputs = make_inputs(op, variant, tokens=40, dtype=torch.float32, **shape)
+        inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32, **shape)
         assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
 
 
