@@ -200,7 +200,12 @@ TRIALS: dict[str, Trial] = {
         {"D": 64, "M": 64, "C": 1},
         (
             *(Case("plain", 130), Case("gated", 70), Case("encode", 70), Case("similarity", 70), Case("ttt", 70)),
-            *(_pack(Case(variant, 70)) for variant in ("plain", "gated", "encode", "similarity", "ttt")),
+            *(Case(variant, 70, way) for way in WAYS for variant in ("plain", "gated", "encode", "similarity", "ttt")),
+            *(
+                _pack(Case(variant, 70, way))
+                for way in ONE_WAY
+                for variant in ("plain", "gated", "encode", "similarity", "ttt")
+            ),
         ),
         mixed=("gamma", "g"),
     ),

@@ -39,6 +39,18 @@ def token_after(done, start, end, REVERSE: tl.constexpr):
 
 
 @triton.jit
+def first_read(n, sequences, start, end, REVERSE: tl.constexpr):
+    """The token that is read first of sequence n of so many, from start to end, and 1, or -1 if that is the last one.
+
+    For a program that reads several sequences, whose own number does not tell how it reads one of them.
+    """
+    if REVERSE == SECOND_HALF:
+        forward = n < sequences // 2
+        return tl.where(forward, start, end - 1), tl.where(forward, 1, -1)
+    return token_after(0, start, end, REVERSE), direction(REVERSE)
+
+
+@triton.jit
 def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
     """The batch row, first token, end and first slot of sequence n."""
     if PACKED:

@@ -21,6 +21,7 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     orthogonal_recurrence_step_torch,
 )
 from longseq.kernels.precision import call_dtype, is_mixed
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
@@ -77,6 +78,7 @@ def orthogonal_recurrence(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 1,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Write to each slot only what is orthogonal to it: a gradient step per token on how well the slots compress it.
@@ -96,15 +98,18 @@ def orthogonal_recurrence(
     columns are brought to unit length first. A zero column stays zero until it is written. Tokens with gamma = 0 and
     g = 0 leave the state as it is.
 
-    `chunk_size` is part of the definition: the Δ_t of a chunk of C tokens (counted from the start of each sequence) are
-    found from the state before the chunk and added up without N, but o_t is read from N(S_t), and at the end of the
-    chunk the state becomes N(S_t). C = 1 is the exact recurrence, sequential in time. C > 1 is an approximation whose
-    chunks are matrix products, and takes no threshold. A sequence that is cut at a multiple of C, with the state
+    `chunk_size` is part of the definition: the Δ_t of a chunk of C tokens (counted from where a sequence begins to be
+    read) are found from the state before the chunk and added up without N, but o_t is read from N(S_t), and at the end
+    of the chunk the state becomes N(S_t). C = 1 is the exact recurrence, sequential in time. C > 1 is an approximation
+    whose chunks are matrix products, and takes no threshold. A sequence that is cut at a multiple of C, with the state
     carried over, gives the same numbers.
 
     Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g, threshold [B, T, H] with g <= 0 (a log); states
-    [B, H, D, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, D, M].
-    Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. Returns (o, final state or None).
+    [B, H, D, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, D, M]. With
+    `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
+    token and the final state that at the first. With reverse="second_half" the second half of the rows of the batch is
+    read so, and the first half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's
+    dtype. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
     checked by the torch and reference backends; the triton backend does not wait to read them.
@@ -130,11 +135,12 @@ def orthogonal_recurrence(
         },
         cu_seqlens,
     ) | {"C": chunk_size}
+    check_reverse("orthogonal_recurrence", reverse, sizes["B"], cu_seqlens)
     if initial_state is None:
         raise ValueError("orthogonal_recurrence: initial_state is None, but must hold the first slots, its columns")
     dtype = call_dtype(v, q, k, gamma, g, threshold, initial_state)
     mixed = is_mixed(v, gamma, g)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, mixed=mixed)
+    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
     run = select("orthogonal_recurrence", backend, call)
     return run(
         q,
@@ -150,6 +156,7 @@ def orthogonal_recurrence(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
+        reverse=reverse,
     )
 
 

@@ -43,6 +43,7 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     normalise_columns,
 )
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -61,6 +62,7 @@ def orthogonal_recurrence_chunk(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward."""
     unit = has_unit_columns(objective, normalize)
@@ -86,6 +88,7 @@ def orthogonal_recurrence_chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -43,6 +44,7 @@ def orthogonal_recurrence_reference(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`orthogonal_recurrence`, one token at a time, from slots that are frozen for `chunk_size` tokens."""
     unit = has_unit_columns(objective, normalize)
@@ -67,6 +69,7 @@ def orthogonal_recurrence_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )
 
 

@@ -24,12 +24,14 @@ from longseq.kernels.triton_tiles import (
     decay_between,
     decay_since,
     decay_until,
+    direction,
     load_block,
     load_numbers,
     load_tokens,
     sequence,
     store_block,
     store_tokens,
+    token_after,
 )
 
 UNSPECIALISED = [*PLAIN, "sequences", "slot_of_finals", "gamma_row", "gamma_token", "gamma_head"]
@@ -111,28 +113,34 @@ def decays_until_end(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexp
 
 
 @triton.jit
+def place_chunk(done, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
+    """The first token of a chunk before which `done` tokens of its sequence are read, and how many it has."""
+    return token_after(done, start, end, REVERSE), tl.minimum(end - (start + done), CHUNK)
+
+
+@triton.jit
 def numbers_of_chunk(
-    gamma, g, gamma_token, g_token, first, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr
+    gamma, g, gamma_token, g_token, first, live, NEXT, GATED: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """Of each token its strength times its decay until the chunk's end, [C], and the decay of the whole chunk."""
-    weight = load_numbers(gamma + first * gamma_token, gamma_token, live, BLOCK_C)
+    weight = load_numbers(gamma + first * gamma_token, gamma_token * NEXT, live, BLOCK_C)
     whole = tl.full((), 1.0, tl.float32)
     if GATED:
-        weight *= decay_until(g + first * g_token, g_token, live, BLOCK_C)
-        whole = tl.exp(tl.sum(load_numbers(g + first * g_token, g_token, live, BLOCK_C), 0))
+        weight *= decay_until(g + first * g_token, g_token * NEXT, live, BLOCK_C)
+        whole = tl.exp(tl.sum(load_numbers(g + first * g_token, g_token * NEXT, live, BLOCK_C), 0))
     return weight, whole
 
 
 @triton.jit
 def load_side(
-    k, v, k_token, v_token, first, live, column, OF_VALUES: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    k, v, k_token, v_token, first, live, NEXT, column, OF_VALUES: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Values [C, D] or keys [C, BLOCK] of the tokens of a chunk from `first` on."""
     if OF_VALUES:
-        side = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D)
+        side = load_tokens(v + first * v_token, v_token * NEXT, live, 0, D, BLOCK_C, BLOCK_D)
     else:
-        side = load_tokens(k + first * k_token, k_token, live, column, M, BLOCK_C, BLOCK)
+        side = load_tokens(k + first * k_token, k_token * NEXT, live, column, M, BLOCK_C, BLOCK)
     return side
 
 
@@ -147,8 +155,8 @@ def advance_chunks(
     k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, T, H, slot_of_finals,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, SAVE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK slots of one head of one sequence: of each chunk the state before it and H ("encode": a).
 
@@ -162,6 +170,7 @@ def advance_chunks(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT = direction(REVERSE)
     k += row * k_row + head * k_head
     v += row * v_row + head * v_head
     gamma += row * gamma_row + head * gamma_head
@@ -174,18 +183,18 @@ def advance_chunks(
     if UNIT:
         # The state of an empty segment is not looked at, so not normalised either.
         state *= tl.where(chunks > 0, reciprocal_root(of_slots(state * state)), 1.0)
-    live = tl.minimum(end - start, CHUNK)
-    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, start, live, GATED, BLOCK_C)
+    first, live = place_chunk(0, start, end, REVERSE, CHUNK)
+    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, GATED, BLOCK_C)
     for m in tl.range(0, chunks, num_stages=STAGES):
         place = (slot + m) * H + head
-        first = start + m * CHUNK
-        live = tl.minimum(end - first, CHUNK)
-        source = load_side(k, v, k_token, v_token, first, live, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
-        goal = load_side(k, v, k_token, v_token, first, live, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
+        first, live = place_chunk(m * CHUNK, start, end, REVERSE, CHUNK)
+        source = load_side(k, v, k_token, v_token, first, live, NEXT, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
+        goal = load_side(k, v, k_token, v_token, first, live, NEXT, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
         # A turn early: the compiler does not prefetch strided numbers of 16 bits.
-        following = start + tl.minimum(m + 1, chunks - 1) * CHUNK
-        live = tl.minimum(end - following, CHUNK)
-        next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, following, live, GATED, BLOCK_C)
+        following, live = place_chunk(tl.minimum(m + 1, chunks - 1) * CHUNK, start, end, REVERSE, CHUNK)
+        next_weight, next_whole = numbers_of_chunk(
+            gamma, g, gamma_token, g_token, following, live, NEXT, GATED, BLOCK_C
+        )
 
         store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
@@ -201,8 +210,8 @@ def advance_chunks(
             answer = precise_product(source, slots, True, DTYPE)
             error = goal.to(tl.float32)
             if OBJECTIVE == "ttt":
-                direction, shrinkage, along = decoded(answer, error)
-                error = (error - direction * along) * shrinkage
+                unit, shrinkage, along = decoded(answer, error)
+                error = (error - unit * along) * shrinkage
             else:
                 error -= answer
             store_block(found + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
@@ -347,21 +356,27 @@ def read_out(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: its outputs, from BLOCK slots at a time."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     live = tl.minimum(live, CHUNK)
+    NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
     gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    q_token *= NEXT
+    k_token *= NEXT
+    v_token *= NEXT
+    gamma_token *= NEXT
     if GATED:
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
     gate = log_gates(g, g_token, live, GATED, BLOCK_C)
     since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
@@ -395,4 +410,4 @@ def read_out(
     products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
     o += product(h_t, products, PRECISION)
     output += ((row * T + start) * H + head) * D
-    store_tokens(output, H * D, live, 0, tl.trans(o), D, BLOCK_C, BLOCK_D)
+    store_tokens(output, H * D * NEXT, live, 0, tl.trans(o), D, BLOCK_C, BLOCK_D)

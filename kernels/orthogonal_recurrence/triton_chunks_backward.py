@@ -24,6 +24,7 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     log_gates,
     numbers_of_chunk,
     of_slots,
+    place_chunk,
     precise_product,
     product,
     slot_lengths,
@@ -38,6 +39,7 @@ from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
     chunk,
     decay_since,
+    direction,
     load_block,
     load_numbers,
     load_tokens,
@@ -65,8 +67,8 @@ def differentiate_outputs(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, do_row, do_token, do_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradient of q, and what outputs leave for c, H, the log gates and the state.
 
@@ -78,16 +80,23 @@ def differentiate_outputs(
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     live = tl.minimum(live, CHUNK)
+    NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
     gamma += row * gamma_row + start * gamma_token + head * gamma_head
     d_output += row * do_row + start * do_token + head * do_head
     d_q += ((row * T + start) * H + head) * M
+    q_token *= NEXT
+    k_token *= NEXT
+    v_token *= NEXT
+    gamma_token *= NEXT
+    do_token *= NEXT
     if GATED:
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
     gate = log_gates(g, g_token, live, GATED, BLOCK_C)
     since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
@@ -156,7 +165,7 @@ def differentiate_outputs(
                 d_norms = tl.where(norms <= 1e-24, 0.0, -0.5 * d_read * read * shorter)
                 if not BOTH:
                     store_block(d_squared + place * CHUNK * M, e, 0, d_norms, M, CHUNK, BLOCK, BLOCK_C)
-            store_tokens(d_q, H * M, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
+            store_tokens(d_q, H * M * NEXT, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
 
         d_c = tl.zeros_like(a)
         d_a = tl.zeros_like(a)
@@ -287,8 +296,8 @@ def retreat_chunks(
     d_directions, d_states, d_after, d_found, d_values, d_initial, T, H, slot_of_finals,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK slots of one head of one sequence: the gradients of the states after its chunks, before N (`d_after`).
 
@@ -302,6 +311,7 @@ def retreat_chunks(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    NEXT = direction(REVERSE)
     k += row * k_row + head * k_head
     v += row * v_row + head * v_head
     gamma += row * gamma_row + head * gamma_head
@@ -314,24 +324,20 @@ def retreat_chunks(
     if HAS_FINAL:
         d_state = load_outside(d_final + corner, column, D, M, BLOCK_D, BLOCK)
     # Of a sequence without chunks, what is loaded here is not used.
-    first = start + tl.maximum(chunks - 1, 0) * CHUNK
-    live = tl.minimum(end - first, CHUNK)
-    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, GATED, BLOCK_C)
+    first, live = place_chunk(tl.maximum(chunks - 1, 0) * CHUNK, start, end, REVERSE, CHUNK)
+    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, GATED, BLOCK_C)
     for back in tl.range(0, chunks, num_stages=STAGES):
         m = chunks - 1 - back
         place = (slot + m) * H + head
-        first = start + m * CHUNK
-        live = tl.minimum(end - first, CHUNK)
-        source = load_side(k, v, k_token, v_token, first, live, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
+        first, live = place_chunk(m * CHUNK, start, end, REVERSE, CHUNK)
+        source = load_side(k, v, k_token, v_token, first, live, NEXT, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
         place_after = tl.where(back == 0, slot_of_finals + n, slot + m + 1) * H + head
         state = load_block(states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
         after = load_block(states + place_after * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
         d_before = load_block(d_states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D)
         # A turn early: the compiler does not prefetch strided numbers of 16 bits.
-        earlier = start + tl.maximum(m - 1, 0) * CHUNK
-        next_weight, next_whole = numbers_of_chunk(
-            gamma, g, gamma_token, g_token, earlier, tl.minimum(end - earlier, CHUNK), GATED, BLOCK_C
-        )
+        earlier, count = place_chunk(tl.maximum(m - 1, 0) * CHUNK, start, end, REVERSE, CHUNK)
+        next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, earlier, count, NEXT, GATED, BLOCK_C)
         if UNIT:
             shorter = load_slots(lengths + place * M, column, M, 1.0, BLOCK)
             # From the gradient of slots that N left to that of the ones before.
@@ -363,7 +369,8 @@ def retreat_chunks(
                 error += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
                 if OBJECTIVE == "ttt":
                     z = precise_product(source, state, True, DTYPE)
-                    value = load_tokens(v + first * v_token, v_token, live, 0, D, BLOCK_C, BLOCK_D).to(tl.float32)
+                    value = load_tokens(v + first * v_token, v_token * NEXT, live, 0, D, BLOCK_C, BLOCK_D)
+                    value = value.to(tl.float32)
                     h = load_block(found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
                     d_z, d_value = decoded_backward(z, value, h, error)
                     store_block(d_values + place * CHUNK * D, 0, 0, d_value, CHUNK, D, BLOCK_C, BLOCK_D)
@@ -397,22 +404,27 @@ def differentiate_inputs(
     from_gates, d_k, d_v, d_gamma, d_g, T, H,
     k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradients of k, v, gamma and g."""
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     live = tl.minimum(live, CHUNK)
+    NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     k += row * k_row + start * k_token + head * k_head
     v += row * v_row + start * v_token + head * v_head
     gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    k_token *= NEXT
+    v_token *= NEXT
+    gamma_token *= NEXT
     if GATED:
         g += row * g_row + start * g_token + head * g_head
+        g_token *= NEXT
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
     until = decays_until_end(g, g_token, live, GATED, BLOCK_C)
     h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
@@ -449,20 +461,20 @@ def differentiate_inputs(
                 d_value -= product(tl.trans(kept), d_answers * r, PRECISION)
         else:
             d_key -= product(kept, tl.trans(error), PRECISION) * r
-        store_tokens(d_k + token * M, H * M, live, e, tl.trans(d_key), M, BLOCK_C, BLOCK)
+        store_tokens(d_k + token * M, H * M * NEXT, live, e, tl.trans(d_key), M, BLOCK_C, BLOCK)
     if OBJECTIVE == "decode":
         d_value = error
     elif OBJECTIVE == "ttt":
         d_value = load_block(d_values + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
     else:
         d_value = tl.trans(d_value)
-    store_tokens(d_v + token * D, H * D, live, 0, d_value, D, BLOCK_C, BLOCK_D)
+    store_tokens(d_v + token * D, H * D * NEXT, live, 0, d_value, D, BLOCK_C, BLOCK_D)
     i = tl.arange(0, BLOCK_C)
-    tl.store(d_gamma + token + i * H, d_strength, mask=i < live)
+    tl.store(d_gamma + token + i * H * NEXT, d_strength, mask=i < live)
     if GATED:
         # W's last row and b's last number alone act on the state after the chunk.
         whole = tl.exp(tl.sum(load_numbers(g, g_token, live, BLOCK_C), 0))
         d_gates = tl.sum(tl.where(i[:, None] < i[None, :], (until * d_until)[:, None], 0.0), 0)
         d_gates += whole * d_whole
         d_gates += tl.load(from_gates + place * CHUNK + i, mask=i < CHUNK, other=0.0)
-        tl.store(d_g + token + i * H, d_gates, mask=i < live)
+        tl.store(d_g + token + i * H * NEXT, d_gates, mask=i < live)

@@ -25,6 +25,7 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks_backward import (
     retreat_chunks,
 )
 from longseq.kernels.orthogonal_recurrence.triton_tokens import advance_tokens, retreat_tokens
+from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
     TRITON_DTYPES,
     Launch,
@@ -120,14 +121,14 @@ class _Form(NamedTuple):
 
 def _form(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, threshold: Tensor | None, cu_seqlens: Tensor | None,
-    objective: str, unit: bool, chunk_size: int,
+    objective: str, unit: bool, chunk_size: int, reverse: int,
 ) -> _Form:  # fmt: skip
     batch, tokens, _, width = v.shape
     columns = k.shape[3]
     chunk = min(chunk_size, tokens)
     constants: dict[str, Any] = {
         "D": width, "M": columns, "OBJECTIVE": objective, "UNIT": unit, "GATED": g is not None,
-        "PACKED": cu_seqlens is not None,
+        "PACKED": cu_seqlens is not None, "REVERSE": reverse,
     }  # fmt: skip
     block_d, block_m = next_power_of_2(width), next_power_of_2(columns)
     sequence_of = None
@@ -170,6 +171,7 @@ def orthogonal_recurrence(
     unit: bool,
     scale: float,
     chunk_size: int,
+    reverse: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns o [B, T, H, D] in v's dtype, the final state [B or segments, H, D, M] in float32, and if `save` what the
@@ -178,7 +180,7 @@ def orthogonal_recurrence(
     initial_state = initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     tokens, heads = v.shape[1:3]
-    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
+    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
     output, final, kept = _allocate(form, k, v, save)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         if form.is_exact:
@@ -193,8 +195,8 @@ def orthogonal_recurrence(
 
 
 @orthogonal_recurrence.register_fake
-def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, save):
-    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
+def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
+    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
     output, final, kept = _allocate(form, k, v, save)
     return output, final, kept if save else []
 
@@ -270,6 +272,7 @@ def orthogonal_recurrence_backward(
     unit: bool,
     scale: float,
     chunk_size: int,
+    reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, gamma, g, threshold (empty if there is none) and of the initial state."""
     q, k, v, d_output = (channels_adjacent(x) for x in (q, k, v, d_output))
@@ -278,7 +281,7 @@ def orthogonal_recurrence_backward(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     tokens, heads, width = v.shape[1:]
     columns = k.shape[3]
-    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size)
+    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
     grads = _gradients_like(q, k, v, gamma, g, threshold, initial_state)
     with torch.cuda.device_of(q):
         if form.is_exact:
@@ -349,7 +352,7 @@ def _differentiate_chunks(
 @orthogonal_recurrence_backward.register_fake
 def _(
     q, k, v, gamma, g, threshold, initial_state, cu_seqlens, kept, d_output, d_final, objective, unit, scale,
-    chunk_size,
+    chunk_size, reverse,
 ):  # fmt: skip
     return _gradients_like(q, k, v, gamma, g, threshold, initial_state)
 
@@ -367,7 +370,7 @@ def _gradients_like(
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.objective, ctx.unit, ctx.scale, ctx.chunk_size, ctx.saved = inputs
+    tensors, (*ctx.options, ctx.saved) = inputs[:8], inputs[8:]
     ctx.save_for_backward(*tensors, *output[2])
     ctx.set_materialize_grads(False)
 
@@ -380,7 +383,7 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         d_output = v.new_zeros(v.shape)
     d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial = orthogonal_recurrence_backward(
-        *tensors, list(kept), d_output, d_final, ctx.objective, ctx.unit, ctx.scale, ctx.chunk_size
+        *tensors, list(kept), d_output, d_final, *ctx.options
     )
     return (
         d_q,
@@ -390,7 +393,7 @@ def _differentiate(ctx, d_output, d_final, *_):
         None if g is None else d_g,
         None if threshold is None else d_threshold,
         d_initial.to(initial_state.dtype),
-        *(None,) * 6,
+        *(None,) * 7,
     )
 
 
@@ -412,13 +415,13 @@ def orthogonal_recurrence_triton(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int,
+    reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
     """`orthogonal_recurrence` in Triton kernels."""
     tensors = (q, k, v, gamma, g, threshold, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     unit = has_unit_columns(objective, normalize)
-    o, final, _ = orthogonal_recurrence(
-        q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, float(scale), chunk_size, save
-    )
+    options = objective, unit, float(scale), chunk_size, number_of(reverse), save
+    o, final, _ = orthogonal_recurrence(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None

@@ -20,7 +20,7 @@ program's own (written and read soon after each other, so mostly in the cache), 
 import triton
 import triton.language as tl
 
-from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block
+from longseq.kernels.triton_tiles import PLAIN, direction, first_read, load_block, sequence, store_block, token_after
 
 UNSPECIALISED = [*PLAIN, "sequences", "gamma_row", "gamma_token", "gamma_head"]
 UNSPECIALISED += ["threshold_row", "threshold_token", "threshold_head"]
@@ -112,22 +112,30 @@ def advance_tokens(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, threshold_row, threshold_token, threshold_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    SHRUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, EVERY: tl.constexpr,
+    SHRUNK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, EVERY: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence: its outputs and final state, and to SAVE them the states before every EVERY tokens."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
-    q += row * q_row + start * q_token + head * q_head
-    k += row * k_row + start * k_token + head * k_head
-    v += row * v_row + start * v_token + head * v_head
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    first = token_after(0, start, end, REVERSE)
+    NEXT = direction(REVERSE)
+    q += row * q_row + first * q_token + head * q_head
+    k += row * k_row + first * k_token + head * k_head
+    v += row * v_row + first * v_token + head * v_head
+    gamma += row * gamma_row + first * gamma_token + head * gamma_head
     if GATED:
-        g += row * g_row + start * g_token + head * g_head
+        g += row * g_row + first * g_token + head * g_head
+        g_token *= NEXT
     if SHRUNK:
-        threshold += row * threshold_row + start * threshold_token + head * threshold_head
-    output += ((row * T + start) * H + head) * D
+        threshold += row * threshold_row + first * threshold_token + head * threshold_head
+        threshold_token *= NEXT
+    output += ((row * T + first) * H + head) * D
+    q_token *= NEXT
+    k_token *= NEXT
+    v_token *= NEXT
+    gamma_token *= NEXT
 
     state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
     r = _reciprocal_lengths(state, OBJECTIVE)
@@ -166,7 +174,7 @@ def advance_tokens(
         if UNIT:
             read *= r
         _store_vector(output, tl.sum(state * read[None, :], 1), D, BLOCK_D)
-        output += H * D
+        output += H * D * NEXT
         query = next_query
         key = next_key
         value = next_value
@@ -310,7 +318,7 @@ def retreat_tokens(
     gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, threshold_row, threshold_token, threshold_head,
     do_row, do_token, do_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    SHRUNK: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, EVERY: tl.constexpr,
+    SHRUNK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_FINAL: tl.constexpr, EVERY: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Heads of sequences, one after the other: gradients of all inputs. `scratch` has EVERY tokens for each program."""
@@ -323,18 +331,19 @@ def retreat_tokens(
         head = (work % H).to(tl.int64)
         n = (work // H).to(tl.int64)
         row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
-        q_0 = q + row * q_row + start * q_token + head * q_head
-        k_0 = k + row * k_row + start * k_token + head * k_head
-        v_0 = v + row * v_row + start * v_token + head * v_head
-        gamma_0 = gamma + row * gamma_row + start * gamma_token + head * gamma_head
+        token_0, NEXT = first_read(n, sequences, start, end, REVERSE)
+        q_0 = q + row * q_row + token_0 * q_token + head * q_head
+        k_0 = k + row * k_row + token_0 * k_token + head * k_head
+        v_0 = v + row * v_row + token_0 * v_token + head * v_head
+        gamma_0 = gamma + row * gamma_row + token_0 * gamma_token + head * gamma_head
         g_0 = gamma_0
         if GATED:
-            g_0 = g + row * g_row + start * g_token + head * g_head
+            g_0 = g + row * g_row + token_0 * g_token + head * g_head
         threshold_0 = gamma_0
         if SHRUNK:
-            threshold_0 = threshold + row * threshold_row + start * threshold_token + head * threshold_head
-        d_output_0 = d_output + row * do_row + start * do_token + head * do_head
-        place_0 = (row * T + start) * H + head
+            threshold_0 = threshold + row * threshold_row + token_0 * threshold_token + head * threshold_head
+        d_output_0 = d_output + row * do_row + token_0 * do_token + head * do_head
+        place_0 = (row * T + token_0) * H + head
 
         d_state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
         if HAS_FINAL:
@@ -342,25 +351,27 @@ def retreat_tokens(
         segments = tl.cdiv((end - start).to(tl.int32), EVERY)
         for back in range(0, segments):
             m = segments - 1 - back
-            first = m.to(tl.int64) * EVERY
-            count = tl.minimum(end - start - first, EVERY).to(tl.int32)
+            done = m.to(tl.int64) * EVERY
+            count = tl.minimum(end - start - done, EVERY).to(tl.int32)
+            first = done * NEXT  # tokens from the one that is read first
             after = _recompute_segment(
                 k_0 + first * k_token, v_0 + first * v_token, gamma_0 + first * gamma_token, g_0 + first * g_token,
                 threshold_0 + first * threshold_token, states + ((slot + m) * H + head) * D * M,
-                before, directions, answers, lengths, count, k_token, v_token, gamma_token, g_token, threshold_token,
+                before, directions, answers, lengths, count,
+                k_token * NEXT, v_token * NEXT, gamma_token * NEXT, g_token * NEXT, threshold_token * NEXT,
                 D, M, OBJECTIVE, UNIT, GATED, SHRUNK, BLOCK_D, BLOCK_M,
             )  # fmt: skip
             tl.debug_barrier()  # what one thread of the program wrote above, another one reads below
-            last = first + count - 1
+            last = first + count * NEXT - NEXT
             live = count > 0
             query = _load_vector(q_0 + last * q_token, live, M, BLOCK_M)
             d_read = _load_vector(d_output_0 + last * do_token, live, D, BLOCK_D)
             for i in range(0, count):
                 t = count - 1 - i
-                token = first + t
+                token = first + t * NEXT
                 slots = load_block(before + t * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M)
-                next_query = _load_vector(q_0 + (token - 1) * q_token, t > 0, M, BLOCK_M)
-                next_d_read = _load_vector(d_output_0 + (token - 1) * do_token, t > 0, D, BLOCK_D)
+                next_query = _load_vector(q_0 + (token - NEXT) * q_token, t > 0, M, BLOCK_M)
+                next_d_read = _load_vector(d_output_0 + (token - NEXT) * do_token, t > 0, D, BLOCK_D)
                 key = _load_vector(k_0 + token * k_token, live, M, BLOCK_M)
                 value = _load_vector(v_0 + token * v_token, live, D, BLOCK_D)
                 h = _load_vector(directions + t * D, live, D, BLOCK_D)

@@ -13,7 +13,8 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -40,6 +41,8 @@ class CompressionMixer(Mixer):
     """
 
     operations: ClassVar[tuple[str, ...]] = ("short_convolution", "orthogonal_recurrence")
+    reads_backwards = True
+    reads_pairs = True
 
     slots: Tensor
 
@@ -90,14 +93,41 @@ class CompressionMixer(Mixer):
         self.slots.copy_(torch.linalg.qr(random).Q)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, CompressionState]:
         rows = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
-        shared, v, gate, gamma, g = self._split(projected)
-        q, last = self.query_convolution(shared, convolution, cu_seqlens=cu_seqlens, mask=mask)
-        k, _ = self.key_convolution(shared, convolution, cu_seqlens=cu_seqlens, mask=mask)
+        shared, v, gate, rates = self._split(projected)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
+        q, last = self.query_convolution(shared, convolution, **options)
+        k, _ = self.key_convolution(shared, convolution, **options)
+        gamma, g = self._gamma(rates), self._log_decay(rates)
         self._observe_gates(gamma, g, mask)
+        o, final = self._recur(q, k, v, gamma, g, memory, **options)
+        self._observe_memory(final)
+        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, final)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        shared, v, gate, rates = self._split(projected)
+        q = self.query_convolution.convolve_pair(backward.query_convolution, shared, mask)
+        k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
+        gamma, g = twice(self._gamma(rates)), self._log_decay(rates, backward)
+        memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
+        real = None if mask is None else twice(mask)
+        o, _ = self._recur(q, k, twice(v), gamma, g, memory, mask=real, reverse="second_half")
+        return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
+
+    def _recur(
+        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, *,
+        cu_seqlens: Tensor | None = None, mask: Tensor | None, reverse: Reverse,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What the memory gives at the queries, `[B, T, H, D]`, and the last memory."""
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
         o, final = orthogonal_recurrence(
@@ -111,14 +141,15 @@ class CompressionMixer(Mixer):
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             chunk_size=self.chunk_size,
+            reverse=reverse,
             backend=self.backend,
         )
         assert final is not None
-        self._observe_memory(final)
-        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, final)
+        return o, final
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, CompressionState]:
-        shared, v, gate, gamma, g = self._split(projected)
+        shared, v, gate, rates = self._split(projected)
+        gamma, g = self._gamma(rates), self._log_decay(rates)
         q, last = self.query_convolution.step(shared, state.convolution)
         k, _ = self.key_convolution.step(shared, state.convolution)
         o, memory = orthogonal_recurrence_step(
@@ -140,14 +171,23 @@ class CompressionMixer(Mixer):
     def _first_memory(self, batch: int, dtype: Any) -> Tensor:
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """What queries and keys share, values, the output's gate, γ and log μ `[..., H]`."""
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What queries and keys share, values, the output's gate, and what γ and μ are made of `[..., H or 2 H]`."""
         shared, v, gate, rates = projected.split(self.widths, dim=-1)
-        rates = at_least_float32(rates)
-        gamma = GAMMA_ACTIVATIONS[self.gamma_activation](rates[..., : self.num_heads])
+        return shared, v, gate, at_least_float32(rates)
+
+    def _gamma(self, rates: Tensor) -> Tensor:
+        return GAMMA_ACTIVATIONS[self.gamma_activation](rates[..., : self.num_heads])
+
+    def _log_decay(self, rates: Tensor, backward: Any = None) -> Tensor | None:
+        """log μ `[..., H]`, where there is a forget gate; of a pair `[2 B, T, H]`."""
         if self.forget_bias is None:
-            return shared, v, gate, gamma, None
-        return shared, v, gate, gamma, functional.logsigmoid(rates[..., self.num_heads :] + self.forget_bias)
+            return None
+        logits = rates[..., self.num_heads :]
+        if backward is None:
+            return functional.logsigmoid(logits + self.forget_bias)
+        (bias,) = self.stack_parameters(backward, "forget_bias")
+        return functional.logsigmoid(logits + bias[:, None, None]).flatten(0, 1)
 
     def _to_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))

@@ -137,6 +137,8 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, m
         *((name, {"convolution_width": 0}) for name in ("deltanet", "gated_deltanet")),
         *((name, {"backend": "reference"}) for name in ("deltanet", "gated_deltanet")),
         *(("vla", options) for options in ({"convolution_width": 4}, {"update_penalty": False})),
+        ("lattice", {"forget_gate": False, "chunk_size": 4}),
+        ("lattice", {"normalize_key": True, "sparsity": 0.1}),
     ],
 )
 def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
@@ -178,7 +180,9 @@ def count_calls(layer, x):
 
 
 @pytest.mark.parametrize("share", ["projections", "all"])
-@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla", "vla"])
+@pytest.mark.parametrize(
+    "mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla", "vla", "lattice", "ttt"]
+)
 def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     if torch.cuda.is_available():
         pytest.skip("the kernels are emulated only where there is no GPU")

@@ -8,6 +8,7 @@ import torch
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.orthogonal_recurrence import OBJECTIVES
 from longseq.kernels.testing import (
+    Inputs,
     assert_accurate,
     assert_equal_up_to_rounding,
     gradients,
@@ -126,6 +127,21 @@ def test_packed_sequences_have_chunks_of_their_own(variant):
     inputs = make_inputs(OP, variant, tokens=29, segments=4)
     expected = gradients(inputs, backend="reference", cu_seqlens=bounds, chunk_size=4)
     assert_same(gradients(inputs, backend="torch", cu_seqlens=bounds, chunk_size=4), expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("variant", ["gated", "ttt"])
+def test_chunks_count_from_where_reading_begins(backend, variant):
+    bounds = torch.tensor([0, 7, 7, 8, 29])
+    calls = [
+        (make_inputs(OP, variant, tokens=29), True, {}),
+        (make_inputs(OP, variant, tokens=29, segments=4), True, {"cu_seqlens": bounds}),
+        (make_inputs(OP, variant, tokens=29), "second_half", {}),
+    ]
+    for inputs, reverse, options in calls:
+        run = Inputs.run_turned if reverse is True else Inputs.run_both_ways
+        expected = gradients(inputs, run=run, backend="reference", chunk_size=4, **options)
+        assert_same(gradients(inputs, backend=backend, chunk_size=4, reverse=reverse, **options), expected)
 
 
 @pytest.mark.parametrize("variant", CHUNKED)

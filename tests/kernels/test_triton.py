@@ -81,17 +81,20 @@ def test_second_derivatives_are_refused(interpreted, op):
 
 
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
-@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 39, 40)], ids=["one_segment", "packed"])
-def test_reading_in_reverse(interpreted, op, bounds):
+@pytest.mark.parametrize("packed", [False, True], ids=["one_segment", "packed"])
+def test_reading_in_reverse(interpreted, op, packed):
+    # More than a chunk of the delta rule's float32 form. What is emulated token by token has tests of its own.
+    tokens = 7 if op == "orthogonal_recurrence" else 40
+    bounds = (0, 3, 3, tokens - 1, tokens)
     # Two heads are read in packed segments, two rows without.
-    shape = {"sizes": {"H": 1}} if bounds is None else {"segments": len(bounds) - 1}
-    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
+    shape = {"segments": len(bounds) - 1} if packed else {"sizes": {"H": 1}}
+    options = {"cu_seqlens": torch.tensor(bounds)} if packed else {}
     # What is done to each token alone, or chosen by its contents, does not see the order.
     unordered = ("identity", "relu_squared", "repeated_directions", "extreme_directions", "fixed", "paper")
     for variant in [name for name in list_variants(op)[:4] if name not in unordered]:
-        inputs = make_inputs(op, variant, tokens=40, **shape)  # more than a chunk of the delta rule's float32 form
+        inputs = make_inputs(op, variant, tokens=tokens, **shape)
         exact = gradients(inputs, run=Inputs.run_turned, backend="reference", **options)
-        inputs = make_inputs(op, variant, tokens=40, dtype=torch.float32, **shape)
+        inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32, **shape)
         assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
 
 
@@ -840,6 +843,24 @@ ORTHOGONAL_SHAPES = [
     (2, 300, 3, 128, 128, "ttt", False, True, False, 16, None),
     (2, 300, 3, 128, 128, "ttt", False, True, False, 64, None),
 ]
+# and how they are read
+ORTHOGONAL_REVERSED = [
+    (2, 300, 3, 64, 64, "decode", True, True, True, 1, None, True),
+    (4, 300, 3, 64, 64, "decode", True, True, True, 1, None, "second_half"),
+    (4, 100, 3, 100, 50, "ttt", False, True, True, 1, None, "second_half"),
+    # more heads than programs of the backward pass, which has scratch memory for some 480
+    (200, 40, 6, 64, 64, "decode", True, True, False, 1, None, "second_half"),
+    (1, 400, 2, 16, 16, "similarity", True, True, True, 1, (0, 3, 3, 150, 399, 400), True),
+    (2, 300, 3, 64, 64, "decode", True, True, False, 16, None, True),
+    (2, 300, 3, 64, 64, "decode", True, True, False, 16, None, "second_half"),
+    (2, 300, 3, 64, 64, "encode", True, True, False, 16, None, "second_half"),
+    (2, 300, 3, 64, 64, "decode", True, True, False, 64, None, True),
+    (4, 300, 3, 64, 64, "decode", True, True, False, 64, None, "second_half"),
+    (2, 300, 3, 128, 128, "ttt", False, True, False, 64, None, "second_half"),
+    (1, 400, 2, 64, 64, "encode", True, True, False, 16, (0, 64, 65, 400), True),
+    (1, 400, 2, 128, 128, "decode", False, True, False, 32, (0, 3, 3, 150, 399, 400), True),
+    (1, 400, 2, 128, 128, "similarity", True, True, False, 64, (0, 64, 65, 400), True),
+]
 # (batch, tokens, heads, K, V, gate, its largest size, segments)
 LINEAR_SHAPES = [
     (2, 300, 3, 64, 32, None, 0.0, None),
@@ -1084,6 +1105,18 @@ def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, gated, w
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", ORTHOGONAL_SHAPES, ids=lambda shape: "-".join(map(str, shape[1:10])))
 def test_orthogonal_recurrence_on_the_gpu(shape, dtype):
+    assert_orthogonal_recurrence_is_accurate(shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", ORTHOGONAL_REVERSED, ids=lambda shape: "-".join(map(str, (*shape[:10], shape[11]))))
+def test_orthogonal_recurrence_in_reverse_on_the_gpu(shape, dtype):
+    *shape, reverse = shape
+    assert_orthogonal_recurrence_is_accurate(shape, dtype, reverse=reverse)
+
+
+def assert_orthogonal_recurrence_is_accurate(shape, dtype, **reading):
     batch, tokens, heads, width, slots, objective, normalize, gated, shrunk, chunk_size, bounds = shape
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -1097,7 +1130,7 @@ def test_orthogonal_recurrence_on_the_gpu(shape, dtype):
         arguments["threshold"] = normal(batch, tokens, heads).sigmoid() * 0.01
     segments = batch if bounds is None else len(bounds) - 1
     arguments["initial_state"] = normal(segments, heads, width, slots)
-    options = {"objective": objective, "normalize": normalize, "chunk_size": chunk_size, "scale": 0.5}
+    options = {"objective": objective, "normalize": normalize, "chunk_size": chunk_size, "scale": 0.5, **reading}
     if bounds is not None:
         options["cu_seqlens"] = torch.tensor(bounds, device="cuda")
     # What is within its rounding of the threshold is shrunk to zero by one form, and passes a gradient in the other.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longseq.kernels import explain, orthogonal_recurrence
-from longseq.kernels.testing import assert_accurate, error, gradients, list_variants, make_inputs
+from longseq.kernels.testing import Inputs, assert_accurate, error, gradients, list_variants, make_inputs
 
 OP = "orthogonal_recurrence"
 CHUNKED = [variant for variant in list_variants(OP) if variant != "l1"]  # the threshold needs the exact form
@@ -24,9 +24,9 @@ def short_stretches(monkeypatch):
     monkeypatch.setattr(triton_orthogonal, "SCRATCH", 300)
 
 
-def assert_as_accurate_as_torch(inputs, **options):
+def assert_as_accurate_as_torch(inputs, exact=None, **options):
     """Compare outputs, final state and gradients with float64; the torch form in float32 sets the bar."""
-    exact = gradients(inputs, backend="torch", **options)
+    exact = gradients(inputs, backend="torch", **options) if exact is None else exact
     single = inputs.map(torch.Tensor.float)
     plain, actual = gradients(single, backend="torch", **options), gradients(single, backend="triton", **options)
     for name, value in exact.items():
@@ -40,11 +40,7 @@ def unnormalized(inputs, objective):
 @pytest.mark.parametrize("variant", CHUNKED)
 def test_chunks_equal_their_definition(interpreted, variant):
     inputs = make_inputs(OP, variant, batch=1, tokens=7)
-    exact = gradients(inputs, backend="reference", chunk_size=3)
-    single = inputs.map(torch.Tensor.float)
-    plain, actual = (gradients(single, backend=name, chunk_size=3) for name in ("torch", "triton"))
-    for name, value in exact.items():
-        assert_accurate(actual[name], plain[name], value, name)
+    assert_as_accurate_as_torch(inputs, gradients(inputs, backend="reference", chunk_size=3), chunk_size=3)
 
 
 @pytest.mark.parametrize("tokens", [1, 33])
@@ -107,6 +103,25 @@ def test_packed_half_precision(interpreted, short_stretches, chunk_size, dtype):
         assert error(actual[name], value) <= 2 * torch.finfo(actual[name].dtype).eps + 1e-5, name
 
 
+@pytest.mark.parametrize(
+    ("variant", "tokens", "chunk_size"), [("l1", 6, 1), ("ttt", 5, 3), ("encode", 5, 3), ("unnormalized", 19, 17)]
+)
+def test_half_of_the_rows_is_read_from_the_end(interpreted, short_stretches, variant, tokens, chunk_size):
+    inputs = make_inputs(OP, variant, tokens=tokens)  # four heads for three programs of the exact form's backward pass
+    if variant == "l1":
+        inputs = replace(inputs, sequences={**inputs.sequences, "g": -inputs.sequences["gamma"]})
+    exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference", chunk_size=chunk_size)
+    assert_as_accurate_as_torch(inputs, exact, chunk_size=chunk_size, reverse="second_half")
+
+
+@pytest.mark.parametrize(("variant", "chunk_size"), [("l1", 1), ("gated", 4), ("ttt", 17)])
+def test_packed_segments_read_from_their_ends(interpreted, short_stretches, variant, chunk_size):
+    bounds = torch.tensor(BOUNDS)
+    inputs = make_inputs(OP, variant, tokens=BOUNDS[-1], segments=len(BOUNDS) - 1, sizes={"H": 1})
+    exact = gradients(inputs, run=Inputs.run_turned, backend="reference", cu_seqlens=bounds, chunk_size=chunk_size)
+    assert_as_accurate_as_torch(inputs, exact, cu_seqlens=bounds, chunk_size=chunk_size, reverse=True)
+
+
 def test_an_empty_segment_returns_its_state(interpreted):
     inputs = make_inputs(OP, tokens=4, segments=2, dtype=torch.float32).map(lambda x: 2 * x)
     for chunk_size in (1, 2):
@@ -141,7 +156,7 @@ def test_inference_keeps_no_states(interpreted):
 
     x, gamma, state = torch.ones(1, 5, 1, 4), torch.ones(1, 5, 1), torch.eye(4)[None, None]
     for chunk_size in (1, 2):
-        options = "decode", True, 1.0, chunk_size, False
+        options = "decode", True, 1.0, chunk_size, 0, False
         assert triton_orthogonal.orthogonal_recurrence(x, x, x, gamma, None, None, state, None, *options)[2] == []
 
 
