@@ -143,9 +143,10 @@ def test_registers_may_be_left_out(name_file, table):
 WALK = {"entries": 4, "vector": 4, "tokens": 4, "registers": 255}
 
 
-def test_walks_of_the_scans_come_from_a_file(interpreted, name_file):
+def test_walks_of_the_scans_come_from_a_file(interpreted, monkeypatch, name_file):
     from longseq.kernels.diagonal_scan.triton_scan import Walk
 
+    monkeypatch.setattr(triton_launch, "shared_memory", lambda: 99 * 1024)  # of which walks have no use
     place = {"op": "diagonal_scan", "bytes": 4, "width": 16}
     tables = {(4, 16): dict.fromkeys(("forward", "backward"), Walk(8, 2, 4, 255))}
     name_file(row(**place, kernel="forward", launch={**WALK, "tokens": 16, "registers": None}))

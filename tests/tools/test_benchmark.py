@@ -498,6 +498,7 @@ def test_shapes_that_share_a_launch_decide_together(module, tables):
 def test_only_the_kernels_that_are_asked_for_change(module, tables):
     trial = FakeTrial(module, "shape", lambda launch: 1 / launch.warps)
     assert list(tune.tune(tables, [trial], ["other"])) == []
+    assert list(tune.tune(tables, [trial], None, trial.places)) == []
 
 
 def fake_trials(monkeypatch: pytest.MonkeyPatch, module: Any, cost: Any) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -51,11 +51,11 @@ CHOICES = {
     "vector": (1, 2, 4, 8),
     "tokens": (1, 2, 4, 8, 16),
 }
-Tables = Mapping[str, ModuleType]  # by operation, the modules with a table LAUNCHES
+Tables = Mapping[str, ModuleType]  # the modules with a table LAUNCHES, by the folder of kernels that they stand in
 
 
 class Place(NamedTuple):
-    """Where a launch stands: in which operation's table, under which key, for which kernel."""
+    """Where a launch stands: in which folder's table, under which key, for which kernel."""
 
     op: str
     bytes: int
@@ -86,7 +86,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
         for dtype in dtypes:
             trials = [Trial(tables, item, dtype, device, asked["seconds"], gradients) for item in work]
-            for place, launch, row in tune(tables, trials, asked["kernels"]):
+            for place, launch, row in tune(tables, trials, asked["kernels"], set(file.tuned)):
                 Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
                 file.add(place, launch, row)
     if not file.tuned:
@@ -157,9 +157,9 @@ def choose_shapes(op: str, shapes: Any, device: torch.device) -> list[Work]:
         raise ValueError(f"{error}, such as shapes=[{{op: {op}, {example}}}]") from None
 
 
-def find_tables() -> dict[str, ModuleType]:
-    """The modules with a table of launches, by the folder of kernels that they stand in."""
-    tables = {}
+def find_tables() -> Tables:
+    """The modules with a table of launches."""
+    tables: dict[str, ModuleType] = {}
     folder = Path(kernels.__file__).parent
     for package in pkgutil.iter_modules([str(folder)]):
         for found in pkgutil.iter_modules([str(folder / package.name)]) if package.ispkg else ():
@@ -278,15 +278,15 @@ class Trial:
 
 
 def tune(
-    tables: Mapping[str, Any], trials: list[Trial], only: list[str] | None = None
+    tables: Mapping[str, Any], trials: list[Trial], only: list[str] | None = None, done: Collection[Place] = ()
 ) -> Iterator[tuple[Place, Any, dict[str, Any]]]:
     """Yield for every candidate the place that it was tried at, the best launch there so far, and its row.
 
     A candidate is judged by all shapes whose calls take their launch from that place: by the geometric mean of their
-    times.
+    times. Places that are done stay as they are.
     """
     for place in dict.fromkeys(place for trial in trials for place in trial.places):
-        if only and place.kernel not in only:
+        if place in done or (only and place.kernel not in only):
             continue
         users = [trial for trial in trials if place in trial.places]
         table = tables[place.op].LAUNCHES[place.bytes, place.width]
