@@ -1,14 +1,20 @@
 """The file of launches that `longseq benchmark tune` writes, and that LONGSEQ_LAUNCHES names for the Triton kernels.
 
-{"gpu": ..., "capability": [9, 0], "versions": {...}, "date": ..., "command": ..., "rows": [...],
- "launches": [{"op": "delta_rule", "bytes": 2, "width": 64, "kernel": "prepare",
-               "launch": {"block": 64, "step": 0, "warps": 4, "stages": 1, "registers": null}, ...}, ...]}
+{"launches": [{"op": "delta_rule", "capability": [9, 0], "bytes": 2, "width": 64, "kernel": "prepare",
+               "launch": {"block": 64, "step": 0, "warps": 4, "stages": 1, "registers": null}, "run": 0}, ...],
+ "rows": [{"op": "delta_rule", "capability": [9, 0], ..., "milliseconds": {...}, "kept": true, "run": 0}, ...],
+ "runs": [{"gpu": ..., "command": ..., "versions": {...}, "date": ...}, ...]}
+
+A row is about one kernel on one family of GPUs: `op` names the table by the folder of kernels that it stands in,
+`capability` the family (null: Triton's interpreter), and `launch` has the fields of the table's entries. Kernels take
+the launches of the GPU that is here and pass over the others. "rows" are the candidates that were measured. "runs" are
+those of `tune` that wrote to the file, each with its circumstances; `run` is the number of the row's, from 0.
 """
 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 LAUNCHES_VARIABLE = "LONGSEQ_LAUNCHES"
 
@@ -19,24 +25,29 @@ def file_of_launches() -> Path | None:
     return Path(name) if name else None
 
 
-# What a row of the file holds, and its launch.
-_ROW = {"op": str, "bytes": int, "width": int, "kernel": str, "launch": dict}
-_LAUNCH = {"block": int, "step": int, "warps": int, "stages": int}
-_OPTIONAL = {"registers": int | None}
+# What a row of the file holds.
+_ROW = {"op": str, "capability": list | None, "bytes": int, "width": int, "kernel": str, "launch": dict, "run": int}
 
 
-def read_launches(file: Path) -> dict[str, Any]:
-    """What a file of launches holds. Raises ValueError for a file that is none."""
-    remedy = f"write one with `longseq benchmark tune output={file}`, or unset {LAUNCHES_VARIABLE}"
+def named_file(file: Path) -> tuple[str, str]:
+    """The file of the environment as errors name it, and what to do about it."""
+    remedy = f"write one with `longseq benchmark tune output=NEW.json`, or unset {LAUNCHES_VARIABLE}"
+    return f"{LAUNCHES_VARIABLE}={file}", remedy
+
+
+def read_launches(file: Path, name: str, remedy: str) -> dict[str, Any]:
+    """What a file of launches holds. Raises ValueError, with that name and remedy, for a file that is none."""
     try:
         held = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{LAUNCHES_VARIABLE}={file} cannot be read ({error}): {remedy}") from None
-    if not isinstance(held, dict) or not isinstance(held.get("launches"), list) or "capability" not in held:
-        raise ValueError(f"{LAUNCHES_VARIABLE}={file} holds no launches with their capability: {remedy}")
-    for number, row in enumerate(held["launches"]):
-        if fault := _find_fault(row):
-            raise ValueError(f"{LAUNCHES_VARIABLE}={file}, launches[{number}]{fault}: {remedy}")
+        raise ValueError(f"{name} cannot be read ({error}): {remedy}") from None
+    for part in ("launches", "rows", "runs"):
+        if not isinstance(held, dict) or not isinstance(held.get(part), list):
+            raise ValueError(f"{name} holds no {part}: {remedy}")
+    for part in ("launches", "rows"):
+        for number, row in enumerate(held[part]):
+            if fault := _find_fault(row, len(held["runs"])):
+                raise ValueError(f"{name}, {part}[{number}]{fault}: {remedy}")
     return held
 
 
@@ -45,17 +56,30 @@ def is_about_launches(error: Exception) -> bool:
     return isinstance(error, ValueError) and str(error).startswith(f"{LAUNCHES_VARIABLE}=")
 
 
-def _find_fault(row: Any) -> str | None:
+def find_misfit(entry: Any, kernel: str, launch: dict[str, Any]) -> str | None:
+    """Why a launch cannot take the place of a kernel's entry in a table, if it cannot."""
+    kinds = get_type_hints(type(entry))
+    for name in launch:
+        if name not in kinds:
+            return f" has {name!r}, which no such launch has"
+    if fault := _find_wrong({**entry._field_defaults, **launch}, kinds):
+        return fault
+    fault = type(entry)(**launch).find_fault(kernel)
+    return fault and f" has {fault}"
+
+
+def _find_fault(row: Any, runs: int) -> str | None:
     """What is wrong with a row of the file, if anything is."""
     if not isinstance(row, dict):
         return f" is {row!r}, but must be an object"
     if fault := _find_wrong(row, _ROW):
         return fault
-    launch = row["launch"]
-    for name in launch:
-        if name not in _LAUNCH | _OPTIONAL:
-            return f".launch has {name!r}, which no launch has"
-    fault = _find_wrong(launch, {**_LAUNCH, **{name: kind for name, kind in _OPTIONAL.items() if name in launch}})
+    capability = row["capability"]
+    if capability is not None and (len(capability) != 2 or not all(isinstance(x, int) for x in capability)):
+        return f" has 'capability': {capability!r}"
+    if not 0 <= row["run"] < runs:
+        return f" has 'run': {row['run']}, and there are {runs}"
+    fault = _find_wrong(row["launch"], dict.fromkeys(row["launch"], int | None))
     return fault and f".launch{fault}"
 
 

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.launch_file import LAUNCHES_VARIABLE, file_of_launches, read_launches
+from longseq.kernels.launch_file import file_of_launches, find_misfit, named_file, read_launches
 
 # By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
 ROW = {2: 64, 4: 32}
@@ -37,6 +37,19 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, int | None]:
         """What Triton itself is told."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+    def find_fault(self, kernel: str) -> str | None:
+        """Why no kernel can be launched so; what else is wrong with it, its compilation shows."""
+        return find_uneven(self, ("block", "step"), least=0) or find_uneven(self, ("warps",))
+
+
+def find_uneven(launch: Any, names: tuple[str, ...], least: int = 1) -> str | None:
+    """The first of these numbers of a launch that is no power of two, nor 0 where that is the least."""
+    for name in names:
+        number = getattr(launch, name)
+        if number < least or number & (number - 1):
+            return f"{name}={number}, which is no power of two"
+    return None
 
 
 class Prepared:
@@ -84,38 +97,50 @@ class Prepared:
 find_launch = lru_cache(PREPARED)(Prepared)
 
 
-def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Launch]]) -> None:
+def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Any]]) -> None:
     """Change the table of an operation's launches, measured on an H200, for the GPU that is here.
 
     Where a program has less than half of the H200's shared memory (compute capabilities 8.6, 8.9 and 12.0: 99 KiB),
-    walks have fewer stages, so that their tiles fit. What the file holds that the environment names comes after that.
+    walks have fewer stages, so that their tiles fit. What the file that the environment names holds for GPUs of this
+    capability comes after that. The entries are a `Launch` or another NamedTuple with the method `find_fault`.
 
-    Raises ValueError for a file that does not fit: measured on another kind of GPU, or for other kernels.
+    Raises ValueError for a file that does not fit: measured on other kinds of GPU alone, or for other kernels.
     """
     if shared_memory() < ROOMY:
         for (_, width), table in launches.items():
             most = 2 if width <= 128 else 1
-            table.update({name: launch._replace(stages=min(launch.stages, most)) for name, launch in table.items()})
+            for name, launch in table.items():
+                if isinstance(launch, Launch):
+                    table[name] = launch._replace(stages=min(launch.stages, most))
     file = file_of_launches()
     if file is None:
         return
-    held = read_launches(file)
-    here = list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-    if held["capability"] != here:
+    named, remedy = named_file(file)
+    rows = read_launches(file, named, remedy)["launches"]
+    here = capability_here()
+    if all(row["capability"] != here for row in rows):
+        measured = " and ".join(sorted({str(row["capability"]) for row in rows}))
         raise ValueError(
-            f"{LAUNCHES_VARIABLE}={file} was measured on a GPU of capability {held['capability']}, and this one has "
+            f"{named} was measured on {f'GPUs of capability {measured}' if rows else 'no GPU'}, and this one has "
             f"{here}: unset it, or measure here with `longseq benchmark tune`"
         )
-    for row in held["launches"]:
-        if row["op"] != op:
+    for number, row in enumerate(rows):
+        if row["op"] != op or row["capability"] != here:
             continue
-        table = launches.get((row["bytes"], row["width"]), {})
-        if row["kernel"] not in table:
+        table, kernel = launches.get((row["bytes"], row["width"]), {}), row["kernel"]
+        if kernel not in table:
             raise ValueError(
-                f"{LAUNCHES_VARIABLE}={file} has {row['kernel']} of {row['bytes']} bytes and width {row['width']}, "
-                f"which {op} does not launch: measure again with `longseq benchmark tune`"
+                f"{named} has {kernel} of {row['bytes']} bytes and width {row['width']}, which {op} does not launch: "
+                f"measure again with `longseq benchmark tune`"
             )
-        table[row["kernel"]] = Launch(**row["launch"])
+        if fault := find_misfit(table[kernel], kernel, row["launch"]):
+            raise ValueError(f"{named}, launches[{number}].launch{fault}: {remedy}")
+        table[kernel] = type(table[kernel])(**row["launch"])
+
+
+def capability_here() -> list[int] | None:
+    """The compute capability of the current GPU; None where there is none."""
+    return list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
 def shared_memory() -> int:

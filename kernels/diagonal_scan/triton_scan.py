@@ -27,6 +27,8 @@ from longseq.kernels.triton_launch import (
     count_sequences,
     count_slots,
     find_launch,
+    find_uneven,
+    fit_launches,
     next_power_of_2,
     sequence_of_slots,
 )
@@ -38,6 +40,7 @@ class Walk(NamedTuple):
     entries: int  # of a state's row in one thread, at most
     vector: int  # adjacent channels in one thread
     tokens: int  # taken at a time
+    registers: int | None  # at most, of a thread
 
     def tile(self, width: int) -> dict[str, int]:
         """The part of a state that one warp holds."""
@@ -45,26 +48,46 @@ class Walk(NamedTuple):
         sharing = width // entries
         return {"P": entries, "Q": sharing, "BLOCK_D": max(32 // sharing, 1) * self.vector}
 
+    def find_fault(self, kernel: str) -> str | None:
+        """Why no such kernel can walk so."""
+        whole = STACKED if kernel.startswith("backward") else CHECKPOINT
+        if self.tokens < 1 or whole % self.tokens:
+            return f"tokens={self.tokens}, of which {whole} is no multiple"
+        return find_uneven(self, ("entries", "vector"))
 
-# FORWARD was compared with other walks on an H200, the walks backward in a form before the last one.
-FORWARD = Walk(8, 2, 8)  # of summaries, too
-BACKWARD = Walk(4, 4, 4)
-BACKWARD_CROWDED = Walk(4, 4, 2)
+
 CHECKPOINT = 16
+STACKED = 4  # tokens whose gradients the walk backward stores at a time, at most
 # Time is split into parts if there are fewer warps than the first number, into enough for about the second: as many as
 # an H200 runs at once if each has all registers that a thread can have. Of more than that, with fewer registers half as
-# many again run at once.
+# many again run at once: walks are crowded. Counted are the warps of FORWARD and BACKWARD, whatever the table has.
 FEWEST_WARPS = 512
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
+# FORWARD was compared with other walks on an H200, the walks backward in a form before the last one.
+FORWARD = Walk(8, 2, 8, REGISTERS)  # of summaries, too
+BACKWARD = Walk(4, 4, 4, REGISTERS)
+# By the bytes of a state's numbers, float32 whatever the inputs are, and the width, N up to the next power of two.
+LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
+    (4, width): {
+        "summarize": FORWARD,
+        "summarize_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
+        "forward": FORWARD,
+        "forward_crowded": FORWARD._replace(registers=REGISTERS_CROWDED),
+        "backward": BACKWARD,
+        "backward_crowded": BACKWARD._replace(tokens=2, registers=REGISTERS_CROWDED),
+    }
+    for width in (1, 2, 4, 8, 16, 32, 64)
+}
+fit_launches("diagonal_scan", LAUNCHES)
 SHORTEST_PART = 128
 FEWEST_PARTS = 4  # fewer would not win back that all of the work is done twice
 PREPARED = 64  # tokens of a program that prepares keys and queries
 GATHERED = 16  # tokens of a program that adds up their gradients
 LOG2E = 1.4426950408889634
-assert all(CHECKPOINT % walk.tokens == 0 for walk in (FORWARD, BACKWARD, BACKWARD_CROWDED))
-assert SHORTEST_PART % CHECKPOINT == 0
+assert not any(walk.find_fault(kernel) for table in LAUNCHES.values() for kernel, walk in table.items())
+assert SHORTEST_PART % CHECKPOINT == CHECKPOINT % STACKED == 0
 
 
 class _Plan(NamedTuple):
@@ -80,10 +103,15 @@ class _Plan(NamedTuple):
         """Whether a walk has more warps than run at once with all registers."""
         return self.slots * cdiv(channels, walk.tile(self.width)["BLOCK_D"]) > WARPS
 
+    def walk(self, kernel: str, channels: int) -> Walk:
+        """The table's walk of a kernel."""
+        crowded = self.crowded(BACKWARD if kernel == "backward" else FORWARD, channels)
+        return LAUNCHES[4, self.width][f"{kernel}_crowded" if crowded else kernel]
+
     def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
         """The constants of a walk."""
         tile = walk.tile(self.width)
-        options = {"num_warps": 1, "maxnreg": REGISTERS_CROWDED if self.crowded(walk, channels) else REGISTERS}
+        options = {"num_warps": 1, "maxnreg": walk.registers}
         even = channels % tile["BLOCK_D"] == 0
         return {**self.constants, **tile, **options, "EVEN": even, "VECTOR": walk.vector, "TOKENS": walk.tokens}
 
@@ -139,7 +167,7 @@ def _summarize(
         return None, None
     tokens, channels = x.shape[1:]
     products, ends = (x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32) for _ in range(2))
-    constants = plan.launch(FORWARD, channels)
+    constants = plan.launch(plan.walk("summarize", channels), channels)
     launch = find_launch(
         summarize, x.device, plan.slots * cdiv(channels, constants["BLOCK_D"]),
         (tokens, channels, _half(A), *_strides(x, rate)), ADJOINT=adjoint, **constants,
@@ -176,7 +204,7 @@ def diagonal_scan(
         plan = _plan(x, key, A, cu_seqlens, reverse)
         prepared = _prepare(plan, key, query)
         products, ends = _summarize(plan, x, rate, prepared, A, cu_seqlens, adjoint=False)
-        constants = plan.launch(FORWARD, channels)
+        constants = plan.launch(plan.walk("forward", channels), channels)
         launch = find_launch(
             forward, x.device, plan.slots * cdiv(channels, constants["BLOCK_D"]),
             (tokens, channels, _half(A), *_strides(x, rate)),
@@ -238,7 +266,7 @@ def differentiate_scan(
         if plan.constants["SPAN"] and d_output.shape[0] < batch:
             d_output = torch.cat((d_output, d_output))
         products, ends = _summarize(plan, d_output, rate, prepared, A, cu_seqlens, adjoint=True)
-        walk = BACKWARD_CROWDED if plan.crowded(BACKWARD, channels) else BACKWARD
+        walk = plan.walk("backward", channels)
         constants = plan.launch(walk, channels)
         blocks = cdiv(channels, constants["BLOCK_D"])
         d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)

@@ -27,9 +27,9 @@ def name_file(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(triton_launch, "shared_memory", lambda: triton_launch.SHARED_MEMORY)
 
-    def write(*rows, capability=(9, 0)):
+    def write(*rows):
         file = tmp_path / "launches.json"
-        file.write_text(json.dumps({"capability": capability, "launches": rows}))
+        file.write_text(json.dumps({"launches": rows, "rows": [], "runs": [{"gpu": "H200"}]}))
         monkeypatch.setenv("LONGSEQ_LAUNCHES", str(file))
         return file
 
@@ -37,7 +37,8 @@ def name_file(monkeypatch, tmp_path):
 
 
 def row(**changes):
-    return {"op": "delta_rule", "bytes": 2, "width": 64, "kernel": "prepare", "launch": BEST, **changes}
+    place = {"op": "delta_rule", "capability": [9, 0], "bytes": 2, "width": 64, "kernel": "prepare"}
+    return {**place, "launch": BEST, "run": 0, **changes}
 
 
 def test_without_a_file_the_table_stays(monkeypatch, table):
@@ -68,13 +69,35 @@ def test_rows_of_no_kernel_are_refused(name_file, table, change):
         fit_launches("delta_rule", table)
 
 
-def test_another_gpu_is_refused(name_file, table):
-    name_file(row(), capability=(8, 0))
-    with pytest.raises(ValueError, match=r"capability \[8, 0\], and this one has \[9, 0\]: unset it"):
+def test_a_gpu_takes_the_rows_of_its_family(name_file, table):
+    other = {**BEST, "warps": 16}
+    name_file(row(), row(capability=[8, 0], launch=other), row(capability=[8, 0], kernel="advance", launch=other))
+    fit_launches("delta_rule", table)
+    assert table == {(2, 64): {"prepare": Launch(128, 32, 8, 3, 168), "advance": Launch(32, 0, 4, 1)}}
+
+
+def test_where_other_operations_alone_were_measured_the_table_stays(name_file, table):
+    name_file(row(op="linear_attention"), row(capability=[8, 0], kernel="rest"))
+    before = {key: dict(launches) for key, launches in table.items()}
+    fit_launches("delta_rule", table)
+    assert table == before
+
+
+def test_a_file_of_other_gpus_is_refused(name_file, table):
+    name_file(row(capability=[8, 0]), row(op="linear_attention", capability=None))
+    words = r"GPUs of capability None and \[8, 0\], and this one has \[9, 0\]: unset it, or measure here"
+    with pytest.raises(ValueError, match=words) as caught:
+        fit_launches("delta_rule", table)
+    assert "\n" not in str(caught.value)
+    name_file()
+    with pytest.raises(ValueError, match=r"was measured on no GPU, and this one has \[9, 0\]: unset it"):
         fit_launches("delta_rule", table)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"launches": []}', '{"launches": {}, "capability": null}'])
+OF_THE_HEAD = '{"capability": [9, 0], "launches": [{"op": "delta_rule"}], "rows": []}'
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"launches": []}', '{"launches": {}}', OF_THE_HEAD])
 def test_a_file_of_another_kind_is_refused(name_file, table, content):
     name_file().write_text(content)
     with pytest.raises(
@@ -87,13 +110,20 @@ def test_a_file_of_another_kind_is_refused(name_file, table, content):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"op": "delta_rule"}, " has no 'bytes'"),
+        ({"op": "delta_rule"}, " has no 'capability'"),
+        ({"op": "delta_rule", "capability": None}, " has no 'bytes'"),
         (["delta_rule"], r" is \['delta_rule'\], but must be an object"),
         (row(launch=None), " has 'launch': None"),
         (row(width="64"), " has 'width': '64'"),
+        (row(capability=9), " has 'capability': 9"),
+        (row(capability=[9]), r" has 'capability': \[9\]"),
+        (row(capability=["9", "0"]), r" has 'capability': \['9', '0'\]"),
+        (row(run=1), " has 'run': 1, and there are 1"),
         (row(launch={"block": 64}), r"\.launch has no 'step'"),
         (row(launch={**BEST, "block": None}), r"\.launch has 'block': None"),
-        (row(launch={**BEST, "waves": 2}), r"\.launch has 'waves', which no launch has"),
+        (row(launch={**BEST, "block": 48}), r"\.launch has block=48, which is no power of two"),
+        (row(launch={**BEST, "warps": 0}), r"\.launch has warps=0, which is no power of two"),
+        (row(launch={**BEST, "waves": 2}), r"\.launch has 'waves', which no such launch has"),
         (row(op="linear_attention", launch={**BEST, "registers": "all"}), r"\.launch has 'registers': 'all'"),
     ],
 )
@@ -108,6 +138,33 @@ def test_registers_may_be_left_out(name_file, table):
     name_file(row(launch={name: size for name, size in BEST.items() if name != "registers"}))
     fit_launches("delta_rule", table)
     assert table[2, 64]["prepare"] == Launch(128, 32, 8, 3)
+
+
+WALK = {"entries": 4, "vector": 4, "tokens": 4, "registers": 255}
+
+
+def test_walks_of_the_scans_come_from_a_file(interpreted, monkeypatch, name_file):
+    from longseq.kernels.diagonal_scan.triton_scan import Walk
+
+    monkeypatch.setattr(triton_launch, "shared_memory", lambda: 99 * 1024)  # of which walks have no use
+    place = {"op": "diagonal_scan", "bytes": 4, "width": 16}
+    tables = {(4, 16): dict.fromkeys(("forward", "backward"), Walk(8, 2, 4, 255))}
+    name_file(row(**place, kernel="forward", launch={**WALK, "tokens": 16, "registers": None}))
+    fit_launches("diagonal_scan", tables)
+    assert tables == {(4, 16): {"forward": Walk(4, 4, 16, None), "backward": Walk(8, 2, 4, 255)}}
+
+    for wrong, words in (
+        ({"tokens": 8}, "tokens=8, of which 4 is no multiple"),
+        ({"tokens": 0}, "tokens=0, of which 4 is no multiple"),
+        ({"entries": 3}, "entries=3, which is no power of two"),
+        ({"vector": -1}, "vector=-1, which is no power of two"),
+        ({"vector": None}, "'vector': None"),
+        ({"warps": 1}, "'warps', which no such launch has"),
+    ):
+        file = name_file(row(**place, kernel="backward", launch={**WALK, **wrong}))
+        with pytest.raises(ValueError, match=rf"^LONGSEQ_LAUNCHES={file}, launches\[0\]\.launch has {words}: "):
+            fit_launches("diagonal_scan", tables)
+    assert tables[4, 16]["backward"] == Walk(8, 2, 4, 255)
 
 
 def test_a_missing_file_is_refused(monkeypatch, table, tmp_path):

@@ -345,6 +345,10 @@ def test_memory_that_runs_out_is_raised(kernel, tests_run, tmp_path):
     assert not verdict_files(tmp_path)
 
 
+def named_launches(**row):
+    return {"launches": [row], "rows": [], "runs": [{}]}
+
+
 def read_named_launches(*args, **kwargs):
     """As the modules of kernels with a table do when they are imported."""
     fit_launches("delta_rule", {})
@@ -356,8 +360,12 @@ def read_named_launches(*args, **kwargs):
     [
         (None, "cannot be read"),
         ("{", "cannot be read"),
-        ('{"capability": null, "launches": [{"op": "delta_rule"}]}', r"launches\[0\] has no 'bytes'"),
-        ('{"capability": [1, 1], "launches": []}', r"was measured on a GPU of capability \[1, 1\]"),
+        ('{"capability": null, "launches": [{"op": "delta_rule"}], "rows": []}', "holds no runs"),
+        (json.dumps(named_launches(op="delta_rule")), r"launches\[0\] has no 'capability'"),
+        (
+            json.dumps(named_launches(op="sum", capability=[1, 1], bytes=2, width=64, kernel="add", launch={}, run=0)),
+            r"was measured on GPUs of capability \[1, 1\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("ask", [run, lambda: explain(OP)], ids=["call", "explain"])

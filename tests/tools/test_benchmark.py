@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import itertools
 import json
 import os
 import re
@@ -22,11 +24,12 @@ from longseq import mixers
 from longseq.kernels import dispatch
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.launch_file import read_launches
-from longseq.kernels.triton_launch import Launch
+from longseq.kernels.testing import list_variants
+from longseq.kernels.triton_launch import Launch, fit_launches
 from longseq.tools.benchmark import kernels, models, peers, tune
 from longseq.tools.benchmark import work as work_module
 from longseq.tools.benchmark.gate import Gate
-from longseq.tools.benchmark.measure import Outcome, environment, time_in_turn
+from longseq.tools.benchmark.measure import Outcome, Times, environment, time_in_turn
 from longseq.tools.benchmark.report import find_device, make_result, to_markdown, write_result
 from longseq.tools.benchmark.work import OWN, TABLE, TINY, Work, choose_work
 
@@ -91,9 +94,11 @@ def test_the_torch_form_passes_the_gate(work, dtype):
 def test_what_is_wrong_does_not_pass(triton_form):
     gate = Gate(DELTA, torch.bfloat16, CPU)
     triton_form(wrong_delta_rule)
-    verdict = gate.judge_backend("triton")
-    assert not verdict.passed
-    assert verdict.words.startswith("WRONG: ")
+    for judge in (gate, Gate(DELTA, torch.bfloat16, CPU, gradients=False)):
+        verdict = judge.judge_backend("triton")
+        assert not verdict.passed
+        assert verdict.words.startswith("WRONG: ")
+    assert verdict.words.startswith("WRONG: output at ")
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
         o, state = delta_rule_chunk(*args, **kwargs)
@@ -409,8 +414,9 @@ class FakeTrial:
 
     def __init__(self, module: Any, shape: str, cost: Any) -> None:
         self.module, self.cost = module, cost
-        self.work, self.dtype = types.SimpleNamespace(op="op", shape=shape), torch.bfloat16
-        self.places = tune.find_places(module, lambda: module.LAUNCHES[2, 64]["read"])
+        self.work, self.dtype = types.SimpleNamespace(op="op", variant="plain", shape=shape), torch.bfloat16
+        self.gradients = True
+        self.places = tune.find_places({"delta_rule": module}, lambda: module.LAUNCHES[2, 64]["read"])
         self.best = self.judge()[0]
 
     def judge(self) -> tuple[float, str]:
@@ -424,14 +430,27 @@ def module() -> Any:
     return types.SimpleNamespace(LAUNCHES={(2, 64): start, (4, 64): dict(start)})
 
 
+@pytest.fixture
+def tables(module) -> Any:
+    return {"delta_rule": module}
+
+
 def test_a_call_names_the_launches_that_it_takes(module):
-    table = module.LAUNCHES
-    assert tune.find_places(module, lambda: module.LAUNCHES[4, 64]["other"]) == [tune.Place(4, 64, "other")]
+    other = types.SimpleNamespace(LAUNCHES={(4, 16): {"read": Launch(16, 0, 1, 1)}})
+    table, tables = module.LAUNCHES, {"delta_rule": module, "other": other}
+
+    def call() -> None:
+        assert module.LAUNCHES[4, 64]["other"] == Launch(64, 64, 4, 1)
+        assert other.LAUNCHES[4, 16]["read"].warps == 1
+        assert "read" in module.LAUNCHES[4, 64]
+
+    read = [tune.Place("delta_rule", 4, 64, "other"), tune.Place("other", 4, 16, "read")]
+    assert tune.find_places(tables, call) == read
     assert module.LAUNCHES is table
 
 
 def test_candidates_change_one_constant():
-    found = set(tune.propose(Launch(64, 0, 4, 1)))
+    found = set(tune.propose("read", Launch(64, 0, 4, 1)))
     assert found == {
         *(Launch(block, 0, 4, 1) for block in (32, 128)),
         *(Launch(64, 0, warps, 1) for warps in (2, 8)),
@@ -440,77 +459,183 @@ def test_candidates_change_one_constant():
     }
 
 
-def test_the_fastest_right_launch_wins(module):
+def test_walks_that_the_scans_cannot_take_are_no_candidates(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    module = tune.find_tables()["diagonal_scan"]
+    forward, backward = (module.LAUNCHES[4, 16][kernel] for kernel in ("forward", "backward"))
+    assert {walk.tokens for walk in tune.propose("forward", forward)} == {4, 8, 16}
+    assert {walk.tokens for walk in tune.propose("backward", backward)} == {2, 4}
+    assert {walk.vector for walk in tune.propose("forward_crowded", forward)} == {1, 2, 4}
+    assert {walk.entries for walk in tune.propose("backward_crowded", backward)} == {2, 4, 8}
+    assert {walk.registers for walk in tune.propose("summarize", forward)} == {168, 255}
+
+
+def test_the_fastest_right_launch_wins(module, tables):
     def cost(launch: Launch) -> float:
         if launch.warps > 8:
             return float("inf")  # would be the fastest, were it right
         return 10 / launch.warps + launch.block / 64 + launch.stages
 
-    steps = list(tune.tune(module, [FakeTrial(module, "shape", cost)]))
+    steps = list(tune.tune(tables, [FakeTrial(module, "shape", cost)]))
     assert module.LAUNCHES[2, 64] == {"read": Launch(16, 0, 8, 1), "other": Launch(64, 64, 4, 1)}
     assert module.LAUNCHES[4, 64]["read"] == Launch(64, 0, 4, 1)
     place, launch, _ = steps[-1]
-    assert (place, launch) == (tune.Place(2, 64, "read"), Launch(16, 0, 8, 1))
+    assert (place, launch) == (tune.Place("delta_rule", 2, 64, "read"), Launch(16, 0, 8, 1))
     wrong = [row for _, _, row in steps if row["launch"]["warps"] == 16]
-    assert [(row["kept"], row["milliseconds"]) for row in wrong] == [(False, {"shape": None})] * len(wrong)
+    assert [(row["kept"], row["milliseconds"]) for row in wrong] == [(False, {"plain shape": None})] * len(wrong)
     assert wrong
 
 
-def test_shapes_that_share_a_launch_decide_together(module):
+def test_shapes_that_share_a_launch_decide_together(module, tables):
     trials = [
         FakeTrial(module, "gains", lambda launch: 0.8 if launch.warps == 8 else 1.0),
         FakeTrial(module, "loses", lambda launch: 2.0 if launch.warps == 8 else 1.0),
     ]
-    list(tune.tune(module, trials))
+    list(tune.tune(tables, trials))
     assert module.LAUNCHES[2, 64]["read"].warps == 4
 
 
-def test_only_the_kernels_that_are_asked_for_change(module):
+def test_only_the_kernels_that_are_asked_for_change(module, tables):
     trial = FakeTrial(module, "shape", lambda launch: 1 / launch.warps)
-    assert list(tune.tune(module, [trial], ["other"])) == []
+    assert list(tune.tune(tables, [trial], ["other"])) == []
+    assert list(tune.tune(tables, [trial], None, trial.places)) == []
 
 
-def test_winners_are_written_as_the_kernels_read_them(monkeypatch, tmp_path, module):
+def fake_trials(monkeypatch: pytest.MonkeyPatch, module: Any, cost: Any) -> None:
+    """`tune.run` on a table of ours, with calls that take as long as their launch says."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(tune, "find_module", lambda op: module)
-    monkeypatch.setattr(
-        tune, "Trial", lambda module, work, *rest: FakeTrial(module, work.shape, lambda launch: 8 / launch.warps)
-    )
+    monkeypatch.setattr(tune, "find_tables", lambda: {"delta_rule": module})
+    monkeypatch.setattr(tune, "tables_of", lambda op, tables: ["delta_rule"])
+    monkeypatch.setattr(tune, "Trial", lambda tables, work, *rest: FakeTrial(module, work.shape, cost))
+
+
+def row_of(**changes: Any) -> dict[str, Any]:
+    place = {"op": "delta_rule", "capability": None, "bytes": 2, "width": 64, "kernel": "read"}
+    return {**place, "launch": Launch(16, 0, 4, 1)._asdict(), "run": 0, **changes}
+
+
+def test_winners_are_written_beside_those_of_other_gpus_and_kernels(monkeypatch, tmp_path, module):
+    fake_trials(monkeypatch, module, lambda launch: 8 / launch.warps)
     monkeypatch.setattr(tune, "CHOICES", {"warps": (2, 4, 8)})
     file = tmp_path / "launches.json"
-    other = {"op": "other", "bytes": 2, "width": 64, "kernel": "read", "launch": Launch(1, 1, 1, 1)._asdict()}
-    file.write_text(json.dumps({"capability": None, "launches": [other, {**other, "op": "delta_rule"}], "rows": []}))
+    kept = [row_of(capability=[8, 0]), row_of(kernel="other"), row_of(width=64, bytes=4)]
+    gone = [row_of(), row_of(kernel="rest"), row_of(op="sum"), row_of(kernel="other", launch={"tokens": 4})]
+    held = {"launches": [*gone, *kept], "rows": [*kept, *gone], "runs": [{"gpu": "A100"}]}
+    file.write_text(json.dumps(held))
     run(tune, "tune", "device=cpu", f"output={file}")
-    held = read_launches(file)
-    best = {"op": "delta_rule", "bytes": 2, "width": 64, "kernel": "read", "launch": Launch(64, 0, 8, 1)._asdict()}
-    assert held["launches"] == [other, best]
-    assert "emulated" in held["gpu"]
-    assert [row["kept"] for row in held["rows"]] == [True, False, True]
+    found = read_launches(file, "file", "remedy")
+    best = row_of(launch=Launch(64, 0, 8, 1)._asdict(), run=1)
+    assert found["launches"] == [*kept, best]
+    assert found["rows"][: len(kept)] == kept
+    assert [(row["kept"], row["run"]) for row in found["rows"][len(kept) :]] == [(True, 1), (False, 1), (True, 1)]
+    assert [name for name in found["runs"] if "emulated" in name["gpu"]] == found["runs"][1:]
+    assert set(found["runs"][1]) == {"gpu", "command", "versions", "date"}
 
     file.write_text(json.dumps({"capability": [8, 0], "launches": [], "rows": []}))
-    with pytest.raises(ValueError, match=r"holds launches of a GPU of capability \[8, 0\]"):
+    with pytest.raises(ValueError, match=f"^output={file} holds no runs: name another file, or delete this one$"):
         run(tune, "tune", "device=cpu", f"output={file}")
 
 
-def test_a_trial_of_the_real_kernels_finds_its_places(monkeypatch):
-    """Emulated: what a shape's calls take from the table of the delta rule."""
+@pytest.fixture
+def real_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tables of the emulated kernels, which change for one test; every call is faster than the one before."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = tune.find_module("delta_rule")
-    work = Work("delta_rule", {"B": 1, "T": 3, "H": 1, "K": 8, "V": 8}, "plain")
-    trial = tune.Trial(module, work, torch.float32, CPU, 0.001)
-    assert {place.kernel for place in trial.places} == {
-        "prepare", "advance", "read_out", "retreat", "differentiate_scores", "differentiate_inputs"
-    }  # fmt: skip
-    assert {(place.bytes, place.width) for place in trial.places} == {(4, 64)}
+    found = tune.find_tables()
+    for module in found.values():
+        monkeypatch.setattr(module, "LAUNCHES", copy.deepcopy(module.LAUNCHES))
+    times = (1 / 2**count for count in itertools.count())
+
+    def time_in_turn(runs: Any, *_: Any) -> Any:
+        return {name: Outcome(Times(*[next(times)] * 3)) for name in runs}
+
+    monkeypatch.setattr(tune, "time_in_turn", time_in_turn)
+    return found
+
+
+HEADS = {"B": 1, "T": 3, "H": 1, "K": 8}
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "dtype", "gradients", "places"),
+    [
+        (
+            "delta_rule", {**HEADS, "V": 8}, torch.float32, True,
+            {
+                ("delta_rule", 4, 64): {
+                    "prepare", "advance", "read_out", "retreat", "differentiate_scores", "differentiate_inputs"
+                }
+            },
+        ),
+        ("delta_rule", {**HEADS, "V": 8}, torch.bfloat16, False, {("delta_rule", 2, 64): {"read_through"}}),
+        (
+            "slot_attention", {**HEADS, "V": 8, "M": 4}, torch.float32, False,
+            {
+                ("linear_attention", 4, 64): {
+                    "decay_channels", "score", "score_by_level", "walk", "read", "read_channels",
+                    "read_channels_by_level",
+                }
+            },
+        ),
+        (
+            "variational_linear_attention", {**HEADS, "V": 8}, torch.float32, False,
+            {
+                ("delta_rule", 4, 64): {"prepare", "advance", "read_out"},
+                ("recursive_least_squares", 4, 64): {"advance", "read_out"},
+            },
+        ),
+        ("longhorn_pair", {"B": 1, "T": 3, "D": 4, "N": 3, "R": 2, "W": 2}, torch.float32, True,
+         {("diagonal_scan", 4, 4): {"forward", "backward"}}),
+        ("selective_scan", {"B": 1, "T": 3, "D": 4, "N": 16}, torch.bfloat16, False,
+         {("diagonal_scan", 4, 16): {"forward"}}),
+    ],
+)  # fmt: skip
+def test_trials_of_the_real_kernels_find_their_places(real_tables, op, sizes, dtype, gradients, places):
+    """Emulated: what a shape's calls take from whichever table."""
+    trial = tune.Trial(real_tables, Work(op, sizes, list_variants(op)[0]), dtype, CPU, 0.001, gradients)
+    found: dict[Any, set[str]] = {}
+    for place in trial.places:
+        found.setdefault(place[:3], set()).add(place.kernel)
+    assert found == places
+    assert {place.op for place in trial.places} == set(tune.tables_of(op, real_tables))
     assert trial.best < float("inf")
 
 
-def test_a_call_that_fails_cannot_be_tuned(triton_form, monkeypatch, module):
+def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, tmp_path, real_tables):
+    """Emulated: each run extends the file, and the kernels take what it holds."""
+    monkeypatch.setattr(tune, "CHOICES", {"tokens": (2, 4, 8), "warps": (4, 8)})
+    file = tmp_path / "deep" / "launches.json"
+    fresh = {name: copy.deepcopy(module.LAUNCHES) for name, module in real_tables.items()}
+    for op, sizes, *keys in (
+        ("slot_attention", "H: 1, K: 4, V: 4, M: 4", "kernels=[score]"),
+        ("longhorn_scan", "D: 2, N: 2", "kernels=[backward]"),
+        ("variational_linear_attention", "H: 1, K: 4, V: 4", "kernels=[read_out]", "gradients=false"),
+    ):
+        shape = f"shapes=[{{op: {op}, B: 1, T: 2, {sizes}}}]"
+        run(tune, "tune", f"op={op}", shape, "device=cpu", "dtypes=[float32]", f"output={file}", *keys)
+    held = read_launches(file, "file", "remedy")
+    assert [(row["op"], row["width"], row["kernel"], row["capability"], row["run"]) for row in held["launches"]] == [
+        ("linear_attention", 64, "score", None, 0),
+        ("diagonal_scan", 2, "backward", None, 1),
+        ("delta_rule", 64, "read_out", None, 2),
+        ("recursive_least_squares", 64, "read_out", None, 2),
+    ]
+    assert [row["launch"].get("tokens", row["launch"].get("warps")) for row in held["launches"]] == [8, 2, 8, 4]
+    assert {row["gradients"] for row in held["rows"] if row["run"] == 2} == {False}
+    assert all(row["kept"] for row in held["rows"])
+    assert len(held["runs"]) == 3
+
+    monkeypatch.setenv("LONGSEQ_LAUNCHES", str(file))
+    for name, table in fresh.items():
+        fit_launches(name, table)
+        assert table == real_tables[name].LAUNCHES
+
+
+def test_a_call_that_fails_cannot_be_tuned(triton_form, monkeypatch):
     triton_form(delta_rule_chunk)
-    monkeypatch.setattr(tune, "find_places", lambda module, call: [])
+    monkeypatch.setattr(tune, "find_places", lambda tables, call: [])
     monkeypatch.setattr(tune, "time_in_turn", lambda runs, device, seconds: {"call": Outcome(None, "OutOfMemoryError")})
     with pytest.raises(ValueError, match="K=8 V=8 cannot be tuned, as it fails at full size"):
-        tune.Trial(module, DELTA, torch.float32, CPU, 0.001)
+        tune.Trial({}, DELTA, torch.float32, CPU, 0.001, True)
 
 
 def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):
@@ -518,18 +643,23 @@ def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="device=cpu runs no Triton kernels"):
         run(tune, "tune", "device=cpu", f"output={tmp_path}/l.json")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match=r"op=short_convolution has no table of launches .* delta_rule"):
-        run(tune, "tune", "device=cpu", "op=short_convolution", f"output={tmp_path}/l.json")
+    for op in ("short_convolution", "sum"):
+        with pytest.raises(ValueError, match=rf"^op={op} launches no kernels of a table: choose one of delta_rule, "):
+            run(tune, "tune", "device=cpu", f"op={op}", f"output={tmp_path}/l.json")
+    with pytest.raises(ValueError, match="gradients=some is neither true"):
+        run(tune, "tune", "device=cpu", "gradients=some", f"output={tmp_path}/l.json")
     with pytest.raises(ValueError, match="dtypes has 'float64': choose from"):
         run(tune, "tune", "device=cpu", "dtypes=[float64]", f"output={tmp_path}/l.json")
     with pytest.raises(ValueError, match=r"dtypes=\[\] is no list of anything"):
         run(tune, "tune", "device=cpu", "dtypes=[]", f"output={tmp_path}/l.json")
     with pytest.raises(ValueError, match=r"kernels has 'nonsense': choose from advance, advance_wide, "):
         run(tune, "tune", "device=cpu", "kernels=[prepare,nonsense]", f"output={tmp_path}/l.json")
+    with pytest.raises(ValueError, match=r"kernels has 'prepare': choose from backward, backward_crowded, forward, "):
+        run(tune, "tune", "device=cpu", "op=longhorn_pair", "kernels=[prepare]", f"output={tmp_path}/l.json")
     with pytest.raises(ValueError, match=r"shapes=delta_rule is no list"):
         run(tune, "tune", "device=cpu", "shapes=delta_rule", f"output={tmp_path}/l.json")
     monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "l.json"))
-    with pytest.raises(ValueError, match="replaces the table that tuning starts from: unset it"):
+    with pytest.raises(ValueError, match="replaces the tables that tuning starts from: unset it"):
         run(tune, "tune", "device=cpu", f"output={tmp_path}/l.json")
     assert not list(tmp_path.iterdir()), "nothing is measured"
 
@@ -545,9 +675,7 @@ def test_an_operation_without_a_shape_is_told_how_to_give_one(monkeypatch):
 
 
 def test_kernels_that_no_shape_launches_leave_no_file(monkeypatch, tmp_path, module):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(tune, "find_module", lambda op: module)
-    monkeypatch.setattr(tune, "Trial", lambda module, work, *rest: FakeTrial(module, work.shape, lambda launch: 1.0))
+    fake_trials(monkeypatch, module, lambda launch: 1.0)
     with pytest.raises(ValueError, match=r"kernels=\['other'\]: no shape that was tried launches any of them"):
         run(tune, "tune", "device=cpu", "kernels=[other]", f"output={tmp_path}/l.json")
     assert not (tmp_path / "l.json").exists()
@@ -555,7 +683,7 @@ def test_kernels_that_no_shape_launches_leave_no_file(monkeypatch, tmp_path, mod
 
 def test_readme_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
-    named = ", ".join(sorted(tune.find_tables()))
+    named = ", ".join(tune.list_tuned(tune.find_tables()))
     with initialize_config_module("longseq.conf", version_base="1.3"):
         text = compose("benchmark_tune", return_hydra_config=True).hydra.help.template
     readme = (Path(__file__).parents[2] / "README.md").read_text()

@@ -37,8 +37,8 @@ class Verdict(NamedTuple):
 class Gate:
     """What float64 says about a call, and the error of the torch form, which sets the bar."""
 
-    def __init__(self, work: Work, dtype: torch.dtype, device: torch.device) -> None:
-        self.op, self.dtype = work.op, dtype
+    def __init__(self, work: Work, dtype: torch.dtype, device: torch.device, gradients: bool = True) -> None:
+        self.op, self.dtype, self.gradients = work.op, dtype, gradients
         self.inputs = work.make(dtype, device)  # whole: fewer sequences or heads may be launched otherwise
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
@@ -47,8 +47,8 @@ class Gate:
         self.weights = [
             torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for y in outputs
         ]
-        self.exact = self._differentiate(call_op(self.inputs, self.options, "torch"), torch.float64)
-        plain = self._differentiate(call_op(self.inputs, self.options, "torch"), dtype)
+        self.exact = self._run(call_op(self.inputs, self.options, "torch"), torch.float64)
+        plain = self._run(call_op(self.inputs, self.options, "torch"), dtype)
         self.bar = {name: error(value.to(dtype), self.exact[name]) for name, value in plain.items()}
 
     def judge_backend(self, backend: str) -> Verdict:
@@ -70,7 +70,7 @@ class Gate:
 
     def _judge(self, function: Function, factor: float) -> Verdict:
         try:
-            first, second = (self._differentiate(function, self.dtype) for _ in range(2))
+            first, second = (self._run(function, self.dtype) for _ in range(2))
         except Exception as failure:
             return Verdict(False, f"fails: {one_line(failure)}")
         parts = {name: error(x, self.exact[name]) / (factor * self.bar[name] + SLACK) for name, x in first.items()}
@@ -81,18 +81,21 @@ class Gate:
         changed = [name for name, x in first.items() if not torch.equal(x, second[name])]
         return Verdict(True, f"right: {words}" + (f"; {', '.join(changed)} differ by run" if changed else ""))
 
-    def _differentiate(self, function: Function, dtype: torch.dtype) -> Tensors:
-        """The outputs and the gradient of every tensor."""
+    def _run(self, function: Function, dtype: torch.dtype) -> Tensors:
+        """The outputs and the gradient of every tensor; without gradients the outputs of a call that keeps nothing."""
         leaves = {
-            name: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x
+            name: x.detach().to(dtype).requires_grad_(self.gradients) if x.is_floating_point() else x
             for name, x in tensors_of(self.inputs).items()
         }
-        outputs = function(leaves)
+        with torch.set_grad_enabled(self.gradients):
+            outputs = function(leaves)
+        named = {f"output {i}" if i else "output": y.detach() for i, y in enumerate(outputs)}
+        if not self.gradients:
+            return named
         wanted = {name: x for name, x in leaves.items() if x.requires_grad}
         weights = [weight.to(y.dtype) for weight, y in zip(self.weights, outputs, strict=True)]
         gradients = torch.autograd.grad(outputs, list(wanted.values()), weights)
-        named = {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
-        return {f"output {i}" if i else "output": y.detach() for i, y in enumerate(outputs)} | named
+        return named | {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
 
 
 def tensors_of(inputs: Inputs) -> Tensors:
@@ -115,6 +118,7 @@ def call_op(inputs: Inputs, options: Mapping[str, Any], backend: str) -> Functio
         given = dict(options)
         if isinstance(state, Tensor):
             given["initial_state"] = state.to(next(iter(tensors.values())).dtype)
-        return operation(**tensors, **given, backend=backend)[:-1]
+        outputs = operation(**tensors, **given, backend=backend)
+        return (outputs,) if isinstance(outputs, Tensor) else outputs[:-1]  # but the state, where there is one
 
     return run

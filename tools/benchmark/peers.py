@@ -35,7 +35,7 @@ def find_peers(work: Work, tensors: Iterable[str], device: torch.device) -> list
     if device.type == "cuda" and importlib.util.find_spec("fla") is not None:
         found = _FLA.get((work.op, work.variant))
         peers += [] if found is None else [Peer("fla", True, found, modules=("fla.ops",))]
-    if device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None and "N" in work.sizes:
+    if device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None and work.op.endswith("_scan"):
         same = work.op == "selective_scan"
         peers.append(Peer("mamba", same, _scan, _channels_first, lambda output: output.transpose(1, 2)))
     return peers

@@ -1,18 +1,19 @@
 """`longseq benchmark tune`: the launches of an operation's Triton kernels, measured on this GPU.
 
-From the launches in the operation's table, one constant of one kernel is changed at a time, and the change is kept if
-the result is right and forward and backward get faster; this is repeated until nothing helps. The winners are written
-to a file that LONGSEQ_LAUNCHES names for the kernels (see `longseq.kernels.launch_file`).
+From the launches that an operation's calls take, from its own table or another's, one constant of one kernel is changed
+at a time, and the change is kept if the result is right and the call gets faster; this is repeated until nothing helps.
+The winners are written to a file that LONGSEQ_LAUNCHES names for the kernels (see `longseq.kernels.launch_file`).
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -23,9 +24,10 @@ from rich.console import Console
 from torch import Tensor
 
 from longseq import kernels
-from longseq.kernels.launch_file import LAUNCHES_VARIABLE, read_launches
+from longseq.kernels.launch_file import LAUNCHES_VARIABLE, find_misfit, read_launches
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
+from longseq.tools.benchmark.kernels import find_modules
 from longseq.tools.benchmark.measure import environment, time_in_turn
 from longseq.tools.benchmark.report import (
     check_list,
@@ -35,7 +37,7 @@ from longseq.tools.benchmark.report import (
     is_emulated,
     make_result,
 )
-from longseq.tools.benchmark.work import TINY, Work, choose_work
+from longseq.tools.benchmark.work import TINY, Work, choose_work, list_measured
 
 # A change must gain this much: less is noise, and the table is to be the same for whoever measures again.
 GAIN = 0.99
@@ -44,13 +46,18 @@ CHOICES = {
     "step": (16, 32, 64, 128, 256),
     "warps": (1, 2, 4, 8, 16),
     "stages": (1, 2, 3, 4),
-    "registers": (None, 128, 168),
+    "registers": (None, 128, 168, 255),
+    "entries": (1, 2, 4, 8, 16, 32, 64),
+    "vector": (1, 2, 4, 8),
+    "tokens": (1, 2, 4, 8, 16),
 }
+Tables = Mapping[str, ModuleType]  # the modules with a table LAUNCHES, by the folder of kernels that they stand in
 
 
 class Place(NamedTuple):
-    """Where a launch stands in the table of an operation."""
+    """Where a launch stands: in which folder's table, under which key, for which kernel."""
 
+    op: str
     bytes: int
     width: int
     kernel: str
@@ -63,49 +70,79 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if device.type != "cuda" and not is_emulated():
         raise ValueError(f"device={device} runs no Triton kernels: tune on a CUDA device")
     if os.environ.get(LAUNCHES_VARIABLE):
-        raise ValueError(f"{LAUNCHES_VARIABLE} replaces the table that tuning starts from: unset it")
-    module = find_module(cfg.op)
+        raise ValueError(f"{LAUNCHES_VARIABLE} replaces the tables that tuning starts from: unset it")
+    tables = find_tables()
+    names = tables_of(cfg.op, tables)
     work = choose_shapes(cfg.op, asked["shapes"], device)
     dtypes = find_dtypes(asked["dtypes"])
+    gradients = asked["gradients"]
+    if not isinstance(gradients, bool):
+        raise ValueError(f"gradients={gradients} is neither true (forward and backward) nor false (forward alone)")
     if asked["kernels"] is not None:
-        known = {name for launches in module.LAUNCHES.values() for name in launches}
+        known = {name for op in names for launches in tables[op].LAUNCHES.values() for name in launches}
         check_list("kernels", asked["kernels"], sorted(known))
-    held = start_file(check_output(cfg.output), cfg.op, device)
-    others = held["launches"]
-    tuned: dict[Place, Any] = {}
+    capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    file = File(check_output(cfg.output), tables, capability, circumstances(cfg.op, device))
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
         for dtype in dtypes:
-            trials = [Trial(module, item, dtype, device, asked["seconds"]) for item in work]
-            for place, launch, row in tune(module, trials, asked["kernels"]):
+            trials = [Trial(tables, item, dtype, device, asked["seconds"], gradients) for item in work]
+            for place, launch, row in tune(tables, trials, asked["kernels"], set(file.tuned)):
                 Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
-                tuned[place] = launch
-                held["rows"].append(row)
-                best = [{"op": cfg.op, **at._asdict(), "launch": launch._asdict()} for at, launch in tuned.items()]
-                held["launches"] = [*others, *best]
-                # After every candidate: one that crashes takes no other with it.
-                Path(cfg.output).write_text(json.dumps(held, indent=2) + "\n")
-    if not tuned:
+                file.add(place, launch, row)
+    if not file.tuned:
         raise ValueError(f"kernels={asked['kernels']}: no shape that was tried launches any of them, name other shapes")
     print(f"written: {cfg.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
-    return held
+    return file.held
 
 
-def start_file(file: Path, op: str, device: torch.device) -> dict[str, Any]:
-    """What the file holds before the first candidate: circumstances, and the launches of other operations."""
+def circumstances(op: str, device: torch.device) -> dict[str, Any]:
+    """What a run of the file is remembered by."""
     found = make_result(f"Launches of {op}", [], device)
-    capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-    kept: dict[str, Any] = {"launches": [], "rows": []}
-    if file.exists():
-        kept = read_launches(file)
-        if kept["capability"] != capability:
-            raise ValueError(f"output={file} holds launches of a GPU of capability {kept['capability']}: name another")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return {
-        "gpu": found["device"] if capability else f"{found['device']}, Triton emulated",
-        "capability": capability,
-        **{name: found[name] for name in ("command", "versions", "date")},
-        **{name: [row for row in kept.get(name, []) if row["op"] != op] for name in ("launches", "rows")},
-    }
+    gpu = found["device"] if device.type == "cuda" else f"{found['device']}, Triton emulated"
+    return {"gpu": gpu, **{name: found[name] for name in ("command", "versions", "date")}}
+
+
+class File:
+    """The file that a run extends: by the launches of its own family of GPUs, in place of those it held there."""
+
+    def __init__(self, path: Path, tables: Tables, capability: list[int] | None, run: Mapping[str, Any]) -> None:
+        self.path, self.capability = path, capability
+        self.tuned: dict[Place, Any] = {}
+        self.held: dict[str, Any] = {"launches": [], "rows": [], "runs": []}
+        if path.exists():
+            held = read_launches(path, f"output={path}", "name another file, or delete this one")
+            # Tables may have changed: launches that the kernels would refuse do not stay.
+            fitting = {part: [row for row in held[part] if _fits(row, tables)] for part in ("launches", "rows")}
+            self.held = {**fitting, "runs": held["runs"]}
+        self.head = {"capability": capability, "run": len(self.held["runs"])}
+        self.held["runs"].append(dict(run))
+
+    def add(self, place: Place, launch: Any, row: dict[str, Any]) -> None:
+        """Write a candidate, and the best launch of its place: at once, as one that crashes is to take no other."""
+        if place not in self.tuned:
+            self.held["rows"] = self._without(place, "rows")
+        self.tuned[place] = launch
+        self.held["rows"].append({**row, **self.head})
+        best = {**place._asdict(), "launch": launch._asdict(), **self.head}
+        self.held["launches"] = [*self._without(place, "launches"), best]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.held, indent=2) + "\n")
+
+    def _without(self, place: Place, part: str) -> list[dict[str, Any]]:
+        """The rows but for those of a place on this family of GPUs."""
+        return [row for row in self.held[part] if (_place_of(row), row["capability"]) != (place, self.capability)]
+
+
+def _place_of(row: Mapping[str, Any]) -> Place:
+    return Place(*(row[name] for name in Place._fields))
+
+
+def _fits(row: Mapping[str, Any], tables: Tables) -> bool:
+    """Whether the tables have such a launch in its place."""
+    place = _place_of(row)
+    launches = tables[place.op].LAUNCHES.get((place.bytes, place.width), {}) if place.op in tables else {}
+    entry = launches.get(place.kernel)
+    return entry is not None and find_misfit(entry, place.kernel, row["launch"]) is None
 
 
 def choose_shapes(op: str, shapes: Any, device: torch.device) -> list[Work]:
@@ -120,17 +157,9 @@ def choose_shapes(op: str, shapes: Any, device: torch.device) -> list[Work]:
         raise ValueError(f"{error}, such as shapes=[{{op: {op}, {example}}}]") from None
 
 
-def find_module(op: str) -> ModuleType:
-    """The module with an operation's table of launches."""
-    tables = find_tables()
-    if op not in tables:
-        raise ValueError(f"op={op} has no table of launches of its own: choose one of {', '.join(sorted(tables))}")
-    return tables[op]
-
-
-def find_tables() -> dict[str, ModuleType]:
-    """The modules with a table of launches, by operation."""
-    tables = {}
+def find_tables() -> Tables:
+    """The modules with a table of launches."""
+    tables: dict[str, ModuleType] = {}
     folder = Path(kernels.__file__).parent
     for package in pkgutil.iter_modules([str(folder)]):
         for found in pkgutil.iter_modules([str(folder / package.name)]) if package.ispkg else ():
@@ -139,6 +168,26 @@ def find_tables() -> dict[str, ModuleType]:
                 if hasattr(module, "LAUNCHES"):
                     tables[package.name] = module
     return tables
+
+
+def list_tuned(tables: Tables) -> list[str]:
+    """The operations whose calls take launches from tables."""
+    return [op for op in list_measured() if _imported_tables(op, tables)]
+
+
+def tables_of(op: str, tables: Tables) -> list[str]:
+    """The tables that an operation's calls take launches from: its own, and those of whose kernels it launches."""
+    found = _imported_tables(op, tables) if op in list_measured() else []
+    if not found:
+        raise ValueError(f"op={op} launches no kernels of a table: choose one of {', '.join(list_tuned(tables))}")
+    return found
+
+
+def _imported_tables(op: str, tables: Tables) -> list[str]:
+    """The tables in an operation's Triton modules, and in those that these import from."""
+    own = find_modules(op)
+    sources = "".join(inspect.getsource(importlib.import_module(name)) for name in own)
+    return [name for name, module in tables.items() if module.__name__ in own or f"from {module.__name__} " in sources]
 
 
 class _Watched(dict[Any, Any]):
@@ -153,54 +202,66 @@ class _Watched(dict[Any, Any]):
         return super().__getitem__(key)
 
 
-def find_places(module: Any, call: Callable[[], Any]) -> list[Place]:
-    """The launches that a call takes from the table, in the table's order."""
-    table = module.LAUNCHES
-    module.LAUNCHES = watched = _Watched({key: _Watched(launches) for key, launches in table.items()})
+def find_places(tables: Mapping[str, Any], call: Callable[[], Any]) -> list[Place]:
+    """The launches that a call takes from tables, in their order."""
+    before = {op: module.LAUNCHES for op, module in tables.items()}
+    watched = {op: {key: _Watched(launches) for key, launches in table.items()} for op, table in before.items()}
     try:
+        for op, module in tables.items():
+            module.LAUNCHES = watched[op]
         call()
     finally:
-        module.LAUNCHES = table
+        for op, module in tables.items():
+            module.LAUNCHES = before[op]
     return [
-        Place(key[0], key[1], kernel)
+        Place(op, key[0], key[1], kernel)
+        for op, table in watched.items()
         for key, launches in table.items()
-        if key in watched.read
         for kernel in launches
-        if kernel in dict.__getitem__(watched, key).read
+        if kernel in launches.read
     ]
 
 
-def propose(launch: Any) -> Iterator[Any]:
-    """Launches that differ from this one in one constant, by one place in its list of choices."""
-    for constant, choices in CHOICES.items():
-        value = getattr(launch, constant)
+def propose(kernel: str, launch: Any) -> Iterator[Any]:
+    """Launches of a kernel that differ from this one in one constant, by one place in its list of choices."""
+    for constant, value in launch._asdict().items():
+        choices: tuple[Any, ...] = CHOICES.get(constant, ())
         if value == 0:
             continue  # the kernel has no such block
         at = choices.index(value) if value in choices else None
         for index, choice in enumerate(choices):
-            if at is None or abs(index - at) == 1:
-                yield launch._replace(**{constant: choice})
+            candidate = launch._replace(**{constant: choice})
+            if (at is None or abs(index - at) == 1) and not candidate.find_fault(kernel):
+                yield candidate
 
 
 class Trial:
     """One shape that candidates are compared and timed on."""
 
-    def __init__(self, module: Any, work: Work, dtype: torch.dtype, device: torch.device, seconds: float) -> None:
+    def __init__(
+        self, tables: Tables, work: Work, dtype: torch.dtype, device: torch.device, seconds: float, gradients: bool
+    ) -> None:
         self.work, self.dtype, self.device, self.seconds = work, dtype, device, seconds
-        self.gate = Gate(work, dtype, device)
+        self.gradients = gradients
+        self.gate = Gate(work, dtype, device, gradients)
         inputs = work.make(dtype, device)
         self.function = call_op(inputs, options_of(inputs, work), "triton")
-        self.leaves = {name: x.requires_grad_(x.is_floating_point()) for name, x in tensors_of(inputs).items()}
+        self.leaves = {
+            name: x.requires_grad_(gradients and x.is_floating_point()) for name, x in tensors_of(inputs).items()
+        }
         verdict = self.gate.judge_backend("triton")
         if not verdict.passed:
             raise ValueError(f"{work.op} {work.shape} cannot be tuned, as it is {verdict.words}")
-        self.places = find_places(module, self.call)
+        self.places = find_places(tables, self.call)
         self.best = self.measure()
         if math.isinf(self.best):
             raise ValueError(f"{work.op} {work.shape} cannot be tuned, as it fails at full size")
 
     def call(self) -> tuple[Tensor, ...]:
-        """Forward and backward at full size."""
+        """Forward and backward at full size, or forward alone as in inference."""
+        if not self.gradients:
+            with torch.no_grad():
+                return self.function(self.leaves)
         outputs = self.function(self.leaves)
         wanted = [x for x in self.leaves.values() if x.requires_grad]
         return torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
@@ -217,21 +278,21 @@ class Trial:
 
 
 def tune(
-    module: Any, trials: list[Trial], only: list[str] | None = None
+    tables: Mapping[str, Any], trials: list[Trial], only: list[str] | None = None, done: Collection[Place] = ()
 ) -> Iterator[tuple[Place, Any, dict[str, Any]]]:
     """Yield for every candidate the place that it was tried at, the best launch there so far, and its row.
 
     A candidate is judged by all shapes whose calls take their launch from that place: by the geometric mean of their
-    times.
+    times. Places that are done stay as they are.
     """
     for place in dict.fromkeys(place for trial in trials for place in trial.places):
-        if only and place.kernel not in only:
+        if place in done or (only and place.kernel not in only):
             continue
         users = [trial for trial in trials if place in trial.places]
-        table = module.LAUNCHES[place.bytes, place.width]
+        table = tables[place.op].LAUNCHES[place.bytes, place.width]
         tried = {table[place.kernel]}
         yield place, table[place.kernel], _row(place, table[place.kernel], users, [trial.best for trial in users], True)
-        waiting = list(propose(table[place.kernel]))
+        waiting = list(propose(place.kernel, table[place.kernel]))
         while waiting:
             candidate = waiting.pop(0)
             if candidate in tried:
@@ -241,7 +302,7 @@ def tune(
             found, words = zip(*(trial.judge() for trial in users), strict=True)
             wins = math.prod(new / trial.best for new, trial in zip(found, users, strict=True)) < GAIN ** len(users)
             if wins:
-                waiting = list(propose(candidate))
+                waiting = list(propose(place.kernel, candidate))
                 for new, trial in zip(found, users, strict=True):
                     trial.best = new
             else:
@@ -252,8 +313,9 @@ def tune(
 
 def _row(place: Place, launch: Any, users: list[Trial], found: list[float], kept: bool) -> dict[str, Any]:
     milliseconds = {
-        trial.work.shape: round(ms, 4) if math.isfinite(ms) else None for trial, ms in zip(users, found, strict=True)
+        f"{trial.work.variant} {trial.work.shape}": round(ms, 4) if math.isfinite(ms) else None
+        for trial, ms in zip(users, found, strict=True)
     }
     first = users[0]
-    head = {"op": first.work.op, "dtype": str(first.dtype).removeprefix("torch."), **place._asdict()}
-    return {**head, "launch": launch._asdict(), "milliseconds": milliseconds, "kept": kept}
+    call = {"call": first.work.op, "dtype": str(first.dtype).removeprefix("torch."), "gradients": first.gradients}
+    return {**place._asdict(), "launch": launch._asdict(), **call, "milliseconds": milliseconds, "kept": kept}

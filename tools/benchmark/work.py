@@ -46,6 +46,10 @@ def _scan(op: str, B: int, T: int, D: int, N: int) -> Work:
     return Work(op, {"B": B, "T": T, "D": D, "N": N}, "plain")
 
 
+def _pair(B: int, T: int, D: int, N: int, R: int) -> Work:
+    return Work("longhorn_pair", {"B": B, "T": T, "D": D, "N": N, "R": R, "W": 4}, "plain")
+
+
 def _orthogonal(chunk_size: int) -> Work:
     sizes = {"B": 8, "T": 2048, "H": 16, "M": 64, "D": 64}
     return Work("orthogonal_recurrence", sizes, "plain", {"chunk_size": chunk_size})
@@ -71,14 +75,15 @@ TABLE = (
     _orthogonal(16),
     _orthogonal(64),
 )
-# Beyond those: gates, the delta rule of orthogonal_recurrence's heads above, Mamba's scan, memory-bound neighbours,
-# and where recurrences are weak: one sequence of few heads, which leaves most of a GPU idle, while attention spreads
-# over the tokens.
+# Beyond those: gates, the delta rule of orthogonal_recurrence's heads above, Mamba's scan, a pair of Longhorn layers
+# (R counts its ranks and the bias), memory-bound neighbours, and where recurrences are weak: one sequence of few heads,
+# which leaves most of a GPU idle, while attention spreads over the tokens.
 OWN = (
     _heads("delta_rule", "gated", 8, 2048, 16, 128),
     _heads("delta_rule", "gated", 128, 197, 6, 64),
     _heads("delta_rule", "plain", 8, 2048, 16, 64),
     _scan("selective_scan", 8, 2048, 4096, 16),
+    _pair(128, 197, 384, 16, 13),
     Work("short_convolution", {"B": 8, "T": 2048, "D": 4096, "W": 4}, "silu"),
     Work("convolved_features", {"B": 16, "T": 2048, "H": 8, "K": 128, "V": 128, "W": 4}, "plain"),
     _heads("delta_rule", "plain", 1, 2048, 4, 128),
@@ -89,6 +94,7 @@ TINY = (
     Work("slot_attention", {"B": 1, "T": 40, "H": 2, "K": 16, "V": 16, "M": 8}, "plain"),
     _scan("longhorn_scan", 1, 40, 8, 4),
     _scan("selective_scan", 1, 40, 8, 4),
+    _pair(1, 40, 8, 4, 4),
     Work("short_convolution", {"B": 1, "T": 40, "D": 8, "W": 4}, "silu"),
     Work("convolved_features", {"B": 1, "T": 40, "H": 2, "K": 4, "V": 4, "W": 4}, "plain"),
     _heads("variational_linear_attention", "plain", 1, 40, 2, 16),
@@ -97,13 +103,18 @@ TINY = (
 )
 
 
+def list_measured() -> tuple[str, ...]:
+    """Names of the operations that can be measured: those on whole sequences."""
+    return tuple(sorted((*list_ops(), "longhorn_pair")))
+
+
 def choose_work(
     shapes: Sequence[Mapping[str, Any]] | None, ops: Sequence[str] | None, device: torch.device
 ) -> list[Work]:
     """The calls that a configuration asks for: its own shapes, or the table's on a GPU and tiny ones elsewhere."""
     for op in ops or ():
-        if op not in list_ops():
-            raise ValueError(f"ops has {op!r}, which is no operation: choose from {', '.join(list_ops())}")
+        if op not in list_measured():
+            raise ValueError(f"ops has {op!r}, which is no operation: choose from {', '.join(list_measured())}")
     if shapes is not None:
         check_list("shapes", shapes)
         work = [_read_work(shape) for shape in shapes]
@@ -120,8 +131,8 @@ def _read_work(shape: Mapping[str, Any]) -> Work:
     if not isinstance(shape, Mapping):
         raise ValueError(f"shapes has {shape!r}: write {{op: NAME, B: 1, T: 2048, ...}}")
     op = shape.get("op")
-    if op not in list_ops():
-        raise ValueError(f"shapes has op={op!r}, which is no operation: choose from {', '.join(list_ops())}")
+    if op not in list_measured():
+        raise ValueError(f"shapes has op={op!r}, which is no operation: choose from {', '.join(list_measured())}")
     variants = list_variants(op)
     variant = shape.get("variant", variants[0])
     if variant not in variants:
@@ -130,7 +141,7 @@ def _read_work(shape: Mapping[str, Any]) -> Work:
     for name, size in sizes.items():
         if len(name) > 1 or not name.isupper() or not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"shapes has {name}={size!r}: sizes are whole numbers above 0 of B, T, H, K, V, D, M, N, W"
+                f"shapes has {name}={size!r}: sizes are whole numbers above 0 of B, T, H, K, V, D, M, N, R, W"
             )
     if missing := {"B", "T"} - set(sizes):
         raise ValueError(f"shapes has a call of {op} without {' and '.join(sorted(missing))}: give its sizes")
