@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels.reading import Reverse, half
+from longseq.kernels.reading import Reverse, halves
 from longseq.kernels.recurrence import segment_bounds
 
 
@@ -71,7 +71,7 @@ def count_positions(
         total = before[:, -1]
         count = total[:, None] - before[:, 1:] if reverse else before[:, :-1]
         if reverse == "second_half":
-            count = torch.cat((half(before[:, :-1], 0), half(count, 1)))
+            count = torch.cat((halves(before[:, :-1])[0], halves(count)[1]))
         start = before.new_zeros(batch) if start is None else start
         return count + start[:, None], total + start
     if batch != 1:

@@ -15,7 +15,7 @@ from longseq.blocks.packing import front_places, move, pick, rows_of, unpack_row
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse, half, turn
+from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.registry import register
 
@@ -273,7 +273,8 @@ def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Te
     transforms of ONNX runtimes have errors of 1e-4.
     """
     if reverse == "second_half":
-        return torch.cat((long_convolution(half(x, 0), filters), long_convolution(half(x, 1), filters, True)))
+        forward, backward = halves(x)
+        return torch.cat((long_convolution(forward, filters), long_convolution(backward, filters, True)))
     length = x.shape[1]
     with without_autocast(x):
         x = x.to(filters.dtype)

@@ -13,7 +13,7 @@ from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
-from longseq.kernels.reading import Reverse, half
+from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
@@ -118,7 +118,8 @@ class Mamba2(GatedLinearMixer):
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
         mask = None if mask is None else twice(mask)
         y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, mask, reverse="second_half")
-        return self._read_out(half(y, 0), half(x, 0), z) + backward._read_out(half(y, 1), half(x, 1), z)
+        (ahead, behind), (x, x_behind) = halves(y), halves(x)
+        return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Mamba2State]:
         z, mixed, rate = self._split(projected)

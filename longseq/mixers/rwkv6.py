@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, short_convolution
-from longseq.kernels.reading import Reverse, half
+from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
@@ -138,17 +138,21 @@ class RWKV6(Mixer):
         return self._read_out(o, r, k, v, gate), RWKV6State(shift, memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        if backward is self:  # all rows are projected at once
+            mask = None if mask is None else twice(mask)
+            y, _ = self.scan(twice(projected), mask=mask, reverse="second_half")
+            return y.unflatten(0, (2, -1)).sum(0)
         taps = _previous_tap(projected).expand(2, -1, -1)
         previous, _ = short_convolution(projected, taps, mask=mask, reverse="second_half", backend=self.backend)
         pair = (self, backward)
-        tokens = [mixer._project(projected, half(previous, i)) for i, mixer in enumerate(pair)]
+        tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
         if mask is not None:
             k, decay = k * twice(mask)[..., None, None], decay * twice(mask)[..., None, None]
         o, _ = self._recur(r, k, v, decay, None, None, "second_half")
         ahead, behind = (
-            mixer._read_out(half(o, i), r, k, v, gate)
-            for i, (mixer, (r, k, v, _, gate)) in enumerate(zip(pair, tokens, strict=True))
+            mixer._read_out(own, r, k, v, gate)
+            for mixer, own, (r, k, v, _, gate) in zip(pair, halves(o), tokens, strict=True)
         )
         return ahead + behind
 
@@ -226,7 +230,8 @@ def _previous_tap(x: Tensor) -> Tensor:
 def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
     """Shift `x [B, T, ...]` by one token in the order of reading; zeros come first, in packed sequences at `first`."""
     if reverse == "second_half":
-        return torch.cat((_later(half(x, 0), None, False), _later(half(x, 1), None, True)))
+        ahead, behind = halves(x)
+        return torch.cat((_later(ahead, None, False), _later(behind, None, True)))
     zeros = torch.zeros_like(x[:, :1])
     x = torch.cat([x[:, 1:], zeros] if reverse else [zeros, x[:, :-1]], dim=1)
     return x if first is None else x.index_fill(1, first, 0)
@@ -235,7 +240,8 @@ def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
 def _latest(x: Tensor, cu_seqlens: Tensor | None, reverse: Reverse) -> Tensor:
     """The token of each sequence of `x [B, T, ...]` that is read last; zeros where a packed sequence is empty."""
     if reverse == "second_half":
-        return torch.cat((half(x, 0)[:, -1], half(x, 1)[:, 0]))
+        ahead, behind = halves(x)
+        return torch.cat((ahead[:, -1], behind[:, 0]))
     if cu_seqlens is None:
         return x[:, 0] if reverse else x[:, -1]
     cu_seqlens = cu_seqlens.to(x.device)
