@@ -30,7 +30,7 @@ def check_reverse(op: str, reverse: Reverse, rows: int, cu_seqlens: Tensor | Non
 def turn(x: Tensor, reverse: Reverse) -> Tensor:
     """Bring `x [B, T, ...]` from its own order into that of reading, or back."""
     if reverse == "second_half":
-        forward, backward = x.unflatten(0, (2, -1))
+        forward, backward = halves(x)
         return torch.cat((forward, backward.flip(1)))
     return x.flip(1) if reverse else x
 
@@ -42,6 +42,12 @@ def check_own_parameters(op: str, name: str, parameter: Tensor, reverse: Reverse
             f"{op}: {name} has shape {tuple(parameter.shape)} and reverse is {reverse!r}, but with a parameter for "
             "each direction they must be (2, ...) and 'second_half'"
         )
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of `x [B, ...]` that are read forward, and those that are read backward."""
+    forward, backward = x.unflatten(0, (2, -1)).unbind()
+    return forward, backward
 
 
 def half(x: Tensor, index: int) -> Tensor:

@@ -21,6 +21,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype
+from longseq.kernels.reading import Reverse, check_reverse
 from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
@@ -49,6 +50,7 @@ def cumulative_softmax(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Log of the share that the earlier tokens keep when a token joins a softmax over all tokens so far.
@@ -61,8 +63,10 @@ def cumulative_softmax(
     real one leaves everything as it is.
 
     Shapes: x, g [B, T, H, M]; states z [B, H, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1
-    and states are [N, H, M]. Arithmetic and state are float32, or float64 for float64 inputs; g has x's dtype. Returns
-    (g, final state or None).
+    and states are [N, H, M]. With `reverse` sequences are read from their last token to their first: the initial state
+    is the one behind the last token and the final state that at the first. With reverse="second_half" the second half
+    of the rows of the batch is read so, and the first half forward. Arithmetic and state are float32, or float64 for
+    float64 inputs; g has x's dtype. Returns (g, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
@@ -71,10 +75,17 @@ def cumulative_softmax(
     sizes = check_tensors(
         "cumulative_softmax", {"x": (x, "B T H M"), "initial_state": (initial_state, "S H M")}, cu_seqlens
     )
+    check_reverse("cumulative_softmax", reverse, sizes["B"], cu_seqlens)
     dtype = call_dtype(x, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes)
+    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
     run = select("cumulative_softmax", backend, call)
-    return run(x, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens)
+    return run(
+        x,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        reverse=reverse,
+    )
 
 
 def cumulative_softmax_step(x: Tensor, state: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:

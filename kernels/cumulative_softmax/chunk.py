@@ -9,11 +9,12 @@ from longseq.kernels.cumulative_softmax.reference import NOTHING, nothing_yet
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
 def cumulative_softmax_torch(
-    x: Tensor, *, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None
+    x: Tensor, *, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse
 ) -> tuple[Tensor, Tensor | None]:
     """`cumulative_softmax` by torch.logcumsumexp; saves its inputs for the backward."""
 
@@ -37,6 +38,7 @@ def cumulative_softmax_torch(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_padded,
+        reverse=reverse,
     )
 
 

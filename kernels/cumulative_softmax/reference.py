@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
 
 # The logarithm of nothing. A finite number, because minus infinity has no gradient; far below any logit.
@@ -18,7 +19,7 @@ def cumulative_softmax_step_torch(x: Tensor, state: Tensor) -> tuple[Tensor, Ten
 
 
 def cumulative_softmax_reference(
-    x: Tensor, *, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None
+    x: Tensor, *, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse
 ) -> tuple[Tensor, Tensor | None]:
     """`cumulative_softmax`, one token at a time."""
 
@@ -38,6 +39,7 @@ def cumulative_softmax_reference(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         unpack=run_segments,
+        reverse=reverse,
     )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.reading import Reverse, halves
 from longseq.kernels.recurrence import segment_bounds
 
 
@@ -37,18 +38,26 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def count_positions(
-    x: Tensor, start: Tensor | None = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    x: Tensor,
+    start: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    reverse: Reverse = False,
 ) -> tuple[Tensor, Tensor]:
-    """Number the tokens of each sequence, as `Mixer.forward` takes them.
+    """Number the tokens of each sequence, as `Mixer.forward` takes them, in the order in which they are read.
 
     Args:
         x: `[B, T, ...]`, read for its sizes and device.
-        start: `[B]` whole numbers, the position of each sequence's first token; 0 where left out. `[N]` when packed.
+        start: `[B]` whole numbers, the position of the token of each sequence that is read first; 0 where left out.
+            `[N]` when packed.
         cu_seqlens: `[N + 1]`, borders of packed sequences; each one counts from its own start.
         mask: `[B, T]`, True at real tokens; the others do not count.
+        reverse: True counts from the last token of each sequence; "second_half" does so in that half of the rows.
 
     Returns:
-        Positions `[B, T]` and the position that follows each sequence's last token: `[B]`, or `[N]` when packed.
+        Positions `[B, T]` and the position that follows the token of each sequence that is read last: `[B]`, or `[N]`
+        when packed.
 
     Raises:
         ValueError: `cu_seqlens` does not cut one row of T tokens into segments.
@@ -59,8 +68,12 @@ def count_positions(
     else:
         before = functional.pad(mask.long().cumsum(1), (1, 0))
     if cu_seqlens is None:
+        total = before[:, -1]
+        count = total[:, None] - before[:, 1:] if reverse else before[:, :-1]
+        if reverse == "second_half":
+            count = torch.cat((halves(before[:, :-1])[0], halves(count)[1]))
         start = before.new_zeros(batch) if start is None else start
-        return before[:, :-1] + start[:, None], before[:, -1] + start
+        return count + start[:, None], total + start
     if batch != 1:
         raise ValueError(
             f"cu_seqlens needs a batch of 1, but there are {batch} rows; concatenate the sequences along time"
@@ -70,4 +83,8 @@ def count_positions(
     borders = before[0, cu_seqlens]
     start = torch.zeros_like(borders[1:]) if start is None else start
     segment = torch.bucketize(torch.arange(tokens, device=x.device), cu_seqlens[1:], right=True)
-    return (before[0, :-1] + (start - borders[:-1])[segment]).unsqueeze(0), borders.diff() + start
+    if reverse:
+        count = (borders[1:] + start)[segment] - before[0, 1:]
+    else:
+        count = (start - borders[:-1])[segment] + before[0, :-1]
+    return count.unsqueeze(0), borders.diff() + start

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import twice
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState
 
@@ -72,8 +74,9 @@ class BoundedMemoryControl(SlotMixer):
         return state._replace(normalizer=torch.full_like(state.keys[..., 0], NOTHING))
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        reverse: Reverse,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
         real = None if mask is None else mask[..., None, None]
         g, normalizer = cumulative_softmax(
@@ -81,9 +84,15 @@ class BoundedMemoryControl(SlotMixer):
             initial_state=normalizer,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
         return *self._gates(g if real is None else g * real), normalizer
+
+    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        mask = None if mask is None else twice(mask)
+        g, write, _ = self.write(twice(logits), None, None, mask, "second_half")
+        return g, write
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         assert normalizer is not None

@@ -142,9 +142,9 @@ class Mixer(nn.Module):
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Sum of two scans: by this mixer from the first token, and by `backward`, built alike, from the last.
 
-        Every operation is called once for both, on rows of which the second half is read from the end. `backward` may
-        be this mixer itself. It reports nothing (see `observe`), and takes the parameters of both mixers' parts without
-        calling those: `Directions` does not use it where a part has hooks or was replaced.
+        Every operation over sequences is called once for both, on rows of which the second half is read from the end.
+        `backward` may be this mixer itself. It reports nothing (see `observe`), and takes the parameters of both
+        mixers' parts without calling those: `Directions` does not use it where a part has hooks or was replaced.
         """
         raise NotImplementedError
 

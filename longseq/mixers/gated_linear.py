@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ class GatedLinearMixer(Mixer):
     """
 
     operations: ClassVar[tuple[str, ...]] = ("linear_attention",)
+    reads_backwards: ClassVar[bool] = True
+    reads_pairs: ClassVar[bool] = True
 
     norm: RMSNorm
 
@@ -68,9 +70,13 @@ class GatedLinearMixer(Mixer):
         """Run one token; the shapes of `recur` without T."""
         return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
 
-    def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`."""
-        return silu_product(self.norm(o).flatten(-2), gate, backend=self.local_backend)
+    def read_out(self, o: Tensor, gate: Tensor, backward: Any = None) -> Tensor:
+        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`.
+
+        With `backward`, the second half of the rows is that mixer's, and both halves are added.
+        """
+        y = self.norm(o) if backward is None else self.norm.norm_pair(backward.norm, o)
+        return silu_product(y.flatten(-2), gate, backend=self.local_backend)
 
 
 def recurrence_flops(heads: int, key_dim: int, value_dim: int) -> int:

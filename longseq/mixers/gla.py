@@ -11,7 +11,6 @@ from torch.nn import functional
 from longseq.blocks.linear import project_pair
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels import silu_product
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
@@ -37,8 +36,6 @@ class GatedLinearAttention(GatedLinearMixer):
     """
 
     paper = "GLA (arXiv:2312.06635), section 4.4"
-    reads_backwards = True
-    reads_pairs = True
 
     def __init__(
         self,
@@ -88,8 +85,7 @@ class GatedLinearAttention(GatedLinearMixer):
         o, _ = self.recur(
             twice(q), twice(k), twice(v), g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half"
         )
-        y = self.norm.norm_pair(backward.norm, o).flatten(-2)
-        return silu_product(y, gate, backend=self.local_backend)
+        return self.read_out(o, gate, backward)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
         q, k, v, gate, rank = self._split(projected)

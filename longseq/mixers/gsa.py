@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels import slot_attention
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import twice
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
@@ -50,8 +50,6 @@ class GatedSlotAttention(SlotMixer):
 
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
-    reads_backwards = True
-    reads_pairs = True
 
     def __init__(
         self,
@@ -89,21 +87,19 @@ class GatedSlotAttention(SlotMixer):
         if self.gate is not None:
             self.gate.logits.normal_()  # slots with equal gates would stay equal for ever
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v, logits = self._split(projected)
-        g, _, _ = self.write(logits, None, None, mask)
-        g = twice(g) if self.gate is None else torch.cat((g, backward.write(logits, None, None, mask)[0]))
-        o, _ = slot_attention(
-            twice(q), twice(k), twice(v), g, scale=self.scale, activation=self.activation, reverse="second_half",
-            backend=self.backend,
-        )  # fmt: skip
-        return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
-
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, None, None]:
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        reverse: Reverse,
+    ) -> tuple[Tensor, None, None]:  # fmt: skip
         g, _, _ = self.write_step(logits, None)
         return g if mask is None else g * mask[..., None, None], None, None
+
+    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+        g, _, _ = self.write(logits, None, None, mask, False)
+        if self.gate is None:
+            return twice(g), None
+        other, _, _ = backward.write(logits, None, None, mask, True)
+        return torch.cat((g, other)), None
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None, None]:
         shape = (*logits.shape[:-1], self.num_heads, self.num_slots)

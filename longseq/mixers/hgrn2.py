@@ -12,7 +12,7 @@ from torch.nn import functional
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype
+from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -36,7 +36,6 @@ class HGRN2(GatedLinearMixer):
     """
 
     paper = "HGRN2 (arXiv:2404.07904), section 3"
-    reads_backwards = True
 
     def __init__(
         self,
@@ -70,6 +69,12 @@ class HGRN2(GatedLinearMixer):
         memory = None if state is None else state.memory
         o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, reverse=reverse)
         return self.norm(o.flatten(-2)), MemoryState(memory)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, g = (twice(x) for x in self._split(projected))
+        mask = None if mask is None else twice(mask)
+        o, _ = self.recur(q, k, v, g, None, None, mask, reverse="second_half")
+        return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
         q, k, v, g = self._split(projected)

@@ -15,6 +15,7 @@ from longseq.blocks.packing import front_places, move, pick, rows_of, unpack_row
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.registry import register
 
@@ -22,7 +23,7 @@ from longseq.mixers.registry import register
 class HyenaState(NamedTuple):
     """The short convolution's last inputs `[B, (N + 1) d_model, W - 1]` and the long ones' inputs of all tokens so far.
 
-    `inputs [B, S, N - 1, d_model]` holds those of `length [B]` real tokens, the rest is zero.
+    `inputs [B, S, N - 1, d_model]` holds those of `length [B]` real tokens in the order of reading, the rest is zero.
     """
 
     convolution: Tensor
@@ -65,6 +66,7 @@ class Hyena(Mixer):
 
     paper = "Hyena (arXiv:2302.10866), section 3"
     operations = ("short_convolution",)
+    reads_backwards = True
     growing_state = True
 
     def __init__(
@@ -109,20 +111,28 @@ class Hyena(Mixer):
         self.filter.reset_parameters()
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, HyenaState]:
         past = None if state is None else state.convolution
-        mixed, convolution = self.convolution(projected, past, cu_seqlens=cu_seqlens, mask=mask)
+        mixed, convolution = self.convolution(projected, past, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         if cu_seqlens is not None:
             mixed, mask = unpack_rows(mixed, cu_seqlens), rows_of(cu_seqlens.to(mixed.device))
         if state is None and mask is None:
-            y, inputs = self._convolve(mixed, None, None)
+            y, inputs = self._convolve(mixed, None, None, reverse)
+            inputs = turn(inputs, reverse)
             length = torch.full((inputs.shape[0],), inputs.shape[1], device=inputs.device)
         else:
             real = torch.ones_like(mixed[..., 0], dtype=torch.bool) if mask is None else mask
             start = real.new_zeros(real.shape[0], dtype=torch.long) if state is None else state.length
             kept = mixed.new_zeros(mixed.shape[0], 0, self.order - 1, self.d_model) if state is None else state.inputs
-            y, inputs = self._convolve(mixed * real.unsqueeze(-1), kept, front_places(real, start))
+            place = turn(front_places(turn(real, reverse), start), reverse)
+            y, inputs = self._convolve(mixed * real.unsqueeze(-1), kept, place)
             length = start + real.sum(1)
         if cu_seqlens is not None:
             assert mask is not None
@@ -138,10 +148,13 @@ class Hyena(Mixer):
         inputs = torch.zeros(batch, 0, self.order - 1, self.d_model, device=device, dtype=dtype)
         return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))
 
-    def _convolve(self, mixed: Tensor, past: Tensor | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _convolve(
+        self, mixed: Tensor, past: Tensor | None, place: Tensor | None, reverse: Reverse = False
+    ) -> tuple[Tensor, Tensor]:
         """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
 
-        With `past [B, P, N - 1, d_model]`, token t of row b follows on it at `place[b, t]` of P + T.
+        With `past [B, P, N - 1, d_model]`, token t of row b follows on it at `place[b, t]` of P + T, in the order of
+        reading. Without it tokens stand as they come, and `reverse` says how they are read.
         """
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
@@ -155,7 +168,7 @@ class Hyena(Mixer):
                 row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
                 row = move(own, place, row)
             inputs.append(row)
-            z = long_convolution(row, filters[index])
+            z = long_convolution(row, filters[index], reverse)
             if place is not None:
                 z = pick(z, place)
             z = (z + skips[index] * own).to(own.dtype)
@@ -251,17 +264,24 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
     return functional.linear(x, layer.weight.to(x.dtype), bias)
 
 
-def long_convolution(x: Tensor, filters: Tensor) -> Tensor:
+def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Tensor:
     """Causal convolution of each channel of `x [B, L, D]` with `filters [L, D]`, in the type of the filters.
+
+    With `reverse` it is the correlation, which sees later tokens; with "second_half" so in that half of the rows.
 
     By Fourier transforms of twice the length. Exported graphs hold the sum itself, as a convolution with L taps: the
     transforms of ONNX runtimes have errors of 1e-4.
     """
+    if reverse == "second_half":
+        forward, backward = halves(x)
+        return torch.cat((long_convolution(forward, filters), long_convolution(backward, filters, True)))
     length = x.shape[1]
     with without_autocast(x):
         x = x.to(filters.dtype)
         if is_exporting():
-            window = functional.pad(x.mT, (length - 1, 0))
-            return functional.conv1d(window, filters.flip(0).mT.unsqueeze(1), groups=filters.shape[1]).mT
-        spectrum = torch.fft.rfft(x, n=2 * length, dim=1) * torch.fft.rfft(filters, n=2 * length, dim=0)
+            window = functional.pad(x.mT, (0, length - 1) if reverse else (length - 1, 0))
+            taps = filters if reverse else filters.flip(0)
+            return functional.conv1d(window, taps.mT.unsqueeze(1), groups=filters.shape[1]).mT
+        response = torch.fft.rfft(filters, n=2 * length, dim=0)
+        spectrum = torch.fft.rfft(x, n=2 * length, dim=1) * (response.conj() if reverse else response)
         return torch.fft.irfft(spectrum, n=2 * length, dim=1)[:, :length]

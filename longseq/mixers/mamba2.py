@@ -13,8 +13,8 @@ from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype
+from longseq.kernels.reading import Reverse, halves
+from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -48,7 +48,6 @@ class Mamba2(GatedLinearMixer):
 
     paper = "Mamba-2 (arXiv:2405.21060), section 7"
     operations = ("short_convolution", "linear_attention")
-    reads_backwards = True
     undecayed = ("A_log", "dt_bias", "D")
 
     def __init__(
@@ -108,15 +107,25 @@ class Mamba2(GatedLinearMixer):
         z, mixed, rate = self._split(projected)
         mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         x, key, query = self._heads(mixed)
-        v, g = self._discretise(x, rate)
+        v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
         y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse)
         return self._read_out(y, x, z), Mamba2State(convolution, memory)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        z, mixed, rate = self._split(projected)
+        x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
+        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
+        v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
+        mask = None if mask is None else twice(mask)
+        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, mask, reverse="second_half")
+        (ahead, behind), (x, x_behind) = halves(y), halves(x)
+        return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Mamba2State]:
         z, mixed, rate = self._split(projected)
         mixed, convolution = self.convolution.step(mixed, state.convolution)
         x, key, query = self._heads(mixed)
-        v, g = self._discretise(x, rate)
+        v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
         y, memory = self.recur_step(query, key, v, g, state.memory)
         return self._read_out(y, x, z), Mamba2State(convolution, memory)
 
@@ -141,10 +150,10 @@ class Mamba2(GatedLinearMixer):
         )
         return x.unflatten(-1, (self.num_heads, self.head_dim)), key, query
 
-    def _discretise(self, x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    def _discretise(self, x: Tensor, rate: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         """Δ x `[..., H, P]` and the log decay `[..., H]`."""
-        step = step_size(rate, self.dt_bias)
-        return (step.unsqueeze(-1) * x).to(x.dtype), -at_least_float32(self.A_log).exp() * step
+        step = step_size(rate, dt_bias)
+        return (step.unsqueeze(-1) * x).to(x.dtype), -at_least_float32(A_log).exp() * step
 
     def _read_out(self, y: Tensor, x: Tensor, z: Tensor) -> Tensor:
         weight = self.D.repeat_interleave(self.head_dim)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.rotary import apply_rotary, count_positions
-from longseq.mixers.base import memory_dtype
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads, expand_width
 from longseq.mixers.registry import register
@@ -66,16 +67,32 @@ class RetNet(GatedLinearMixer):
         self.out_proj = nn.Linear(values, d_model, bias=False)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, RetNetState]:
         memory, start = (None, None) if state is None else state
-        positions, following = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask)
-        q, k, v, g, gate = self._split(projected, positions)
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5)
+        positions, following = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        q, k, v, gate = self._split(projected)
+        q, k, g = self._place(q, k, positions)
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse)
         return self.read_out(o, gate), RetNetState(memory, following)
 
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, gate = self._split(projected)
+        v, mask = twice(v), None if mask is None else twice(mask)
+        positions, _ = count_positions(v, mask=mask, reverse="second_half")
+        q, k, g = self._place(twice(q), twice(k), positions)
+        o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
+        return self.read_out(o, gate, backward)
+
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RetNetState]:
-        q, k, v, g, gate = self._split(projected, state.position)
+        q, k, v, gate = self._split(projected)
+        q, k, g = self._place(q, k, state.position)
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), RetNetState(memory, state.position + 1)
 
@@ -84,14 +101,18 @@ class RetNet(GatedLinearMixer):
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return RetNetState(memory, torch.zeros(batch, device=device, dtype=torch.long))
 
-    def _split(self, projected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = self.num_heads * self.value_dim
         q, k, v, gate = projected.split([self.d_model, self.d_model, values, values], dim=-1)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        return q, k, v, gate
+
+    def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned by their positions, and the log decay `[..., H]`."""
+        head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
+        g = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:-1])
         q, k = (apply_rotary(x, positions, self.rotary_base) for x in (q, k))
-        head = torch.arange(self.num_heads, device=projected.device, dtype=memory_dtype(projected.dtype))
-        g = torch.log1p(-torch.exp2(-5 - head))
-        return q, k, v, g.expand(*q.shape[:-1]), gate
+        return q, k, g
 
     def scan_flops(self, tokens: int) -> int:
         rotary = 6 * self.d_model  # queries and keys, three for each of their channels

@@ -12,7 +12,7 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -49,6 +49,7 @@ class RGLRU(Mixer):
     paper = "Griffin (arXiv:2402.19427), section 2.4"
     operations = ("short_convolution", "linear_attention")
     reads_backwards = True
+    reads_pairs = True
     undecayed = ("decay", "gate_bias")
 
     def __init__(
@@ -93,7 +94,26 @@ class RGLRU(Mixer):
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        decay, update = self._recurrence(x, mask, watched=True)
+        gates = self._gates(x, self.gate_weight, self.gate_bias)
+        self.observe("gate_saturation", lambda: saturation(gates, mask))
+        h, memory = self._recur(*self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse)
+        self.observe("state_norm", lambda: mean_norm(memory))
+        return self._gate(h, branch), RGLRUState(convolution, memory)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        x, branch = projected.chunk(2, dim=-1)
+        x = self.convolution.convolve_pair(backward.convolution, x, mask).unflatten(0, (2, -1))
+        weight, bias, decay = self.stack_parameters(backward, "gate_weight", "gate_bias", "decay")
+        gates = self._gates(x, weight, bias[:, None, None])
+        decay, update = (y.flatten(0, 1) for y in self._recurrence(x, gates, decay[:, None, None]))
+        h, _ = self._recur(decay, update, None, None, None if mask is None else twice(mask), "second_half")
+        return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
+
+    def _recur(
+        self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        reverse: Reverse,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """h `[B, T, H, I / H]` and the last memory."""
         if mask is not None:
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
         query, key = (torch.ones_like(update[..., :1]) for _ in range(2))  # torch.compile takes no tensor twice
@@ -109,13 +129,12 @@ class RGLRU(Mixer):
             backend=self.backend,
         )
         assert memory is not None
-        self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(h, branch), RGLRUState(convolution, memory)
+        return h, memory
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RGLRUState]:
         x, branch = projected.chunk(2, dim=-1)
         x, convolution = self.convolution.step(x, state.convolution)
-        decay, update = self._recurrence(x)
+        decay, update = self._recurrence(x, self._gates(x, self.gate_weight, self.gate_bias), self.decay)
         one = torch.ones_like(update[..., :1])
         h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
         return self._gate(h, branch), RGLRUState(convolution, memory)
@@ -125,17 +144,20 @@ class RGLRU(Mixer):
         memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
         return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
 
-    def _recurrence(self, x: Tensor, mask: Tensor | None = None, watched: bool = False) -> tuple[Tensor, Tensor]:
+    def _gates(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """r and i side by side `[..., H, 2 I / H]`; of a pair x is `[2, B, T, I]` and the weight `[2, H, ...]`."""
+        product = "...hi,hij->...hj" if weight.dim() == 3 else "pbthi,phij->pbthj"
+        gates = torch.einsum(product, self._heads(x), weight.to(x.dtype))
+        return (at_least_float32(gates) + bias).sigmoid()
+
+    def _recurrence(self, x: Tensor, gates: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
         """log a and sqrt(1 − a²) (i x), both `[..., H, I / H]`."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        gates = torch.einsum("...hi,hij->...hj", x, self.gate_weight.to(x.dtype))
-        gates = (at_least_float32(gates) + self.gate_bias).sigmoid()
-        if watched:
-            self.observe("gate_saturation", lambda: saturation(gates, mask))
         recurrence, entry = gates.chunk(2, dim=-1)
-        rate = DECAY_EXPONENT * functional.softplus(at_least_float32(self.decay)).view(self.num_heads, self.head_dim)
-        decay = -rate * recurrence
-        return decay, root_of_rest(decay) * entry * at_least_float32(x)
+        decay = -DECAY_EXPONENT * self._heads(functional.softplus(at_least_float32(decay))) * recurrence
+        return decay, root_of_rest(decay) * entry * at_least_float32(self._heads(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _gate(self, h: Tensor, branch: Tensor) -> Tensor:
         return h.flatten(-2).to(branch.dtype) * functional.gelu(branch)

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, short_convolution
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.kernels.reading import Reverse, halves
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -49,6 +50,8 @@ class RWKV6(Mixer):
 
     paper = "RWKV-6 (arXiv:2404.05892), section 4.2"
     operations = ("short_convolution", "linear_attention")
+    reads_backwards = True
+    reads_pairs = True
     undecayed = ("shift_base", "shift_bases", "decay_base", "bonus")
 
     def __init__(
@@ -104,7 +107,13 @@ class RWKV6(Mixer):
         return x
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        reverse: Reverse = False,
     ) -> tuple[Tensor, RWKV6State]:
         shift, memory = (None, None) if state is None else state
         previous, shift = short_convolution(
@@ -114,6 +123,7 @@ class RWKV6(Mixer):
             output_final_state=True,
             cu_seqlens=cu_seqlens,
             mask=mask,
+            reverse=reverse,
             backend=self.backend,
         )
         assert shift is not None
@@ -121,9 +131,30 @@ class RWKV6(Mixer):
         self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
         if mask is not None:
             k, decay = k * mask[..., None, None], decay * mask[..., None, None]
-        o, memory = self._recur(r, k, v, decay, memory, cu_seqlens)
+        o, memory = self._recur(r, k, v, decay, memory, cu_seqlens, reverse)
+        r_last, k_last, v_last, decay_last = (_latest(x, cu_seqlens, reverse) for x in (r, k, v, decay))
+        _, memory = linear_attention_step(r_last, k_last, v_last, memory, g=decay_last, backend=self.step_backend)
         self.observe("state_norm", lambda: mean_norm(memory))
         return self._read_out(o, r, k, v, gate), RWKV6State(shift, memory)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        if backward is self:  # all rows are projected at once
+            mask = None if mask is None else twice(mask)
+            y, _ = self.scan(twice(projected), mask=mask, reverse="second_half")
+            return y.unflatten(0, (2, -1)).sum(0)
+        taps = _previous_tap(projected).expand(2, -1, -1)
+        previous, _ = short_convolution(projected, taps, mask=mask, reverse="second_half", backend=self.backend)
+        pair = (self, backward)
+        tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
+        r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
+        if mask is not None:
+            k, decay = k * twice(mask)[..., None, None], decay * twice(mask)[..., None, None]
+        o, _ = self._recur(r, k, v, decay, None, None, "second_half")
+        ahead, behind = (
+            mixer._read_out(own, r, k, v, gate)
+            for mixer, own, (r, k, v, _, gate) in zip(pair, halves(o), tokens, strict=True)
+        )
+        return ahead + behind
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RWKV6State]:
         previous = state.shift.squeeze(-1).to(projected.dtype)
@@ -138,27 +169,28 @@ class RWKV6(Mixer):
         return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
     def _recur(
-        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """S_{t−1}ᵀ r_t for all tokens, and the last S.
+        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
+        reverse: Reverse,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1}.
 
-        Each token reads what the one before it has left: keys, values and decays go one token later into the operation
-        and those of the last token, which then are missing, into the memory that it leaves.
+        Each token reads what the one before it has left: keys, values and decays go one token later into the operation,
+        and those of the last token do not.
         """
-        starts = None if cu_seqlens is None else cu_seqlens[:-1].to(r.device)
-        o, final = linear_attention(
+        first = None if cu_seqlens is None else _first_places(cu_seqlens.to(r.device, torch.long), reverse)
+        o, memory = linear_attention(
             r,
-            _later(k, starts),
-            _later(v, starts),
-            g=_later(decay, starts),
+            _later(k, first, reverse),
+            _later(v, first, reverse),
+            g=_later(decay, first, reverse),
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
+            reverse=reverse,
             backend=self.backend,
         )
-        assert final is not None
-        r, k, v, decay = (_latest(x, cu_seqlens) for x in (r, k, v, decay))
-        return o, linear_attention_step(r, k, v, final, g=decay, backend=self.step_backend)[1]
+        assert memory is not None
+        return o, memory
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of a token."""
@@ -195,16 +227,29 @@ def _previous_tap(x: Tensor) -> Tensor:
     return torch.arange(1, -1, -1, device=x.device, dtype=x.dtype).expand(x.shape[-1], 2)
 
 
-def _later(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Shift `x [B, T, ...]` by one token; zeros come first, and at `starts`, where packed sequences begin."""
-    x = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
-    return x if starts is None else x.index_fill(1, starts[starts < x.shape[1]], 0)
+def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
+    """Shift `x [B, T, ...]` by one token in the order of reading; zeros come first, in packed sequences at `first`."""
+    if reverse == "second_half":
+        ahead, behind = halves(x)
+        return torch.cat((_later(ahead, None, False), _later(behind, None, True)))
+    zeros = torch.zeros_like(x[:, :1])
+    x = torch.cat([x[:, 1:], zeros] if reverse else [zeros, x[:, :-1]], dim=1)
+    return x if first is None else x.index_fill(1, first, 0)
 
 
-def _latest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The last token of each sequence of `x [B, T, ...]`; zeros where a packed sequence is empty."""
+def _latest(x: Tensor, cu_seqlens: Tensor | None, reverse: Reverse) -> Tensor:
+    """The token of each sequence of `x [B, T, ...]` that is read last; zeros where a packed sequence is empty."""
+    if reverse == "second_half":
+        ahead, behind = halves(x)
+        return torch.cat((ahead[:, -1], behind[:, 0]))
     if cu_seqlens is None:
-        return x[:, -1]
+        return x[:, 0] if reverse else x[:, -1]
     cu_seqlens = cu_seqlens.to(x.device)
-    latest = x[0, (cu_seqlens[1:] - 1).clamp_min(0)]
+    place = cu_seqlens[:-1] if reverse else cu_seqlens[1:] - 1
+    latest = x[0, place.clamp(0, x.shape[1] - 1)]
     return latest * (cu_seqlens.diff() > 0).view(-1, *[1] * (latest.dim() - 1))
+
+
+def _first_places(cu_seqlens: Tensor, reverse: Reverse) -> Tensor:
+    """Where packed sequences are read first, but for empty ones."""
+    return (cu_seqlens[1:] - 1 if reverse else cu_seqlens[:-1])[cu_seqlens.diff() > 0]

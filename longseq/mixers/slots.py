@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -42,6 +42,9 @@ class SlotMixer(Mixer):
     The norm is over all channels, not one head. `gate_width` is how many channels of the input projection the gates
     read. The options are those of the mixers.
     """
+
+    reads_backwards: ClassVar[bool] = True
+    reads_pairs: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,9 +77,14 @@ class SlotMixer(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
+        reverse: Reverse,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Log α and w `[B, T, H, M]`, w None where it is 1 - α, and the normalisers, from `gate_width` channels."""
+        raise NotImplementedError
+
+    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Log α and w of tokens that are read forward by this mixer and backward by another one: 2 B rows."""
         raise NotImplementedError
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -93,7 +101,8 @@ class SlotMixer(Mixer):
         reverse: Reverse = False,
     ) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
-        g, write, normalizer = self.write(logits, None if state is None else state.normalizer, cu_seqlens, mask)
+        normalizer = None if state is None else state.normalizer
+        g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse)
         o, memory = slot_attention(
             q,
             k,
@@ -112,6 +121,22 @@ class SlotMixer(Mixer):
         self.observe("state_norm", lambda: mean_norm(torch.cat(memory, -1)))
         self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
         return self._read_out(o), SlotState(*memory, normalizer)
+
+    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, logits = self._split(projected)
+        g, write = self.write_pair(backward, logits, mask)
+        o, _ = slot_attention(
+            twice(q),
+            twice(k),
+            twice(v),
+            g,
+            write=write,
+            scale=self.scale,
+            activation=self.activation,
+            reverse="second_half",
+            backend=self.backend,
+        )
+        return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)

@@ -65,6 +65,19 @@ def test_packed_sequences_count_alone() -> None:
     positions, following = count_positions(torch.zeros(1, 5, 1), cu_seqlens=borders)
     assert positions.tolist() == [[0, 1, 0, 1, 2]]
     assert following.tolist() == [2, 0, 3]
-    positions, following = count_positions(torch.zeros(1, 5, 1), torch.tensor([10, 20, 30]), cu_seqlens=borders)
+    start = torch.tensor([10, 20, 30])
+    positions, following = count_positions(torch.zeros(1, 5, 1), start, cu_seqlens=borders)
     assert positions.tolist() == [[10, 11, 30, 31, 32]]
     assert following.tolist() == [12, 20, 33]
+    positions, following = count_positions(torch.zeros(1, 5, 1), start, cu_seqlens=borders, reverse=True)
+    assert positions.tolist() == [[11, 10, 32, 31, 30]]
+    assert following.tolist() == [12, 20, 33]
+
+
+def test_positions_count_in_the_order_of_reading() -> None:
+    x, start = torch.zeros(2, 4, 1), torch.tensor([5, 0])
+    real = torch.tensor([[False, False, True, True], [True, True, False, False]])
+    assert [p.tolist() for p in count_positions(x, reverse="second_half")] == [[[0, 1, 2, 3], [3, 2, 1, 0]], [4, 4]]
+    positions, following = count_positions(x, start, mask=real, reverse=True)
+    assert positions[real].tolist() == [6, 5, 1, 0]
+    assert following.tolist() == [7, 2]

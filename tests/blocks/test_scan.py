@@ -179,9 +179,15 @@ def count_calls(layer, x):
     return sum(event.count for event in profile.key_averages() if event.key.startswith("longseq::"))
 
 
-@pytest.mark.parametrize("share", ["projections", "all"])
+# Those whose kernels take long to emulate, and whose pairs call the operations of others, are left out.
 @pytest.mark.parametrize(
-    "mixer", ["deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention", "gla", "vla", "lattice", "ttt"]
+    ("mixer", "share"),
+    [
+        *((name, "projections") for name in ("deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention")),
+        *((name, "projections") for name in ("gla", "hgrn2", "retnet", "vla", "lattice")),
+        *((name, "all") for name in ("deltanet", "longhorn")),
+        *(("rwkv6", share) for share in ("projections", "all")),
+    ],
 )
 def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     if torch.cuda.is_available():
@@ -193,7 +199,14 @@ def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     assert 0 < paired <= forward  # one operation reads all of a pair of Longhorn layers
 
 
-@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
+# Left out to save time: pairs made as those of gsa, linear_attention, gla (three times) and mamba, in this order, of
+# operations that test_contract.py compiles.
+SAME_GRAPHS = ("abc", "based", "hgrn2", "mamba2", "retnet", "longhorn_exact")
+
+
+@pytest.mark.parametrize(
+    "mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs and name not in SAME_GRAPHS]
+)
 def test_a_compiled_graph_reads_pairs(mixer):
     torch.manual_seed(0)
     # As wide as a model: the layout of narrow ones is another.

@@ -214,6 +214,19 @@ def test_reading_backwards_is_reading_turned_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
+def test_packed_sequences_are_read_backwards(name: str) -> None:
+    mixer = make(name)
+    projected = mixer.project_in(make_tokens(1))
+    borders, last_first = torch.tensor([0, 0, 5, 5, 6, TOKENS]), torch.arange(4, -1, -1)
+    for state in (None, mixer(make_tokens(5, 4))[1]):
+        y, last = mixer.scan(projected, state, cu_seqlens=borders, reverse=True)
+        turned = None if state is None else select_state(state, last_first)
+        expected, expected_last = mixer.scan(projected.flip(1), turned, cu_seqlens=TOKENS - borders.flip(0))
+        assert_same(y, expected.flip(1))
+        assert_same_state(last, select_state(expected_last, last_first))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if mixers.get(name).reads_backwards])
 def test_half_of_the_rows_may_be_read_backwards(name: str) -> None:
     mixer = make(name)
     projected = mixer.project_in(make_tokens(4))

@@ -211,9 +211,9 @@ def test_the_scan_is_observed(name: str) -> None:
     assert 0 <= mixer.observed["gate_saturation"] <= 1
 
 
-@pytest.mark.parametrize("data_dependent_gate", [True, False])
-def test_a_pair_of_gated_layers_sums_their_scans(data_dependent_gate: bool) -> None:
-    forward, backward = (make("gsa", data_dependent_gate=data_dependent_gate) for _ in range(2))
+@pytest.mark.parametrize(("name", "option"), [("gsa", {"data_dependent_gate": False}), ("abc", {"renormalize": False})])
+def test_a_pair_sums_its_scans(name: str, option: dict[str, Any]) -> None:
+    forward, backward = (make(name, **option) for _ in range(2))
     with torch.no_grad():
         for parameter in backward.parameters():
             parameter.add_(torch.randn_like(parameter))
