@@ -141,7 +141,7 @@ class Mamba2(GatedLinearMixer):
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x `[..., H, P]`; the keys B and the queries C `[..., H, N]`, each group's repeated for its heads."""
         group = self.n_groups * self.state_size
-        x, key, query = functional.silu(mixed).split([self.inner, group, group], dim=-1)
+        x, key, query = mixed.split([self.inner, group, group], dim=-1)
         # Of one group a view, which takes no memory of its own.
         share = self.num_heads // self.n_groups
         key, query = (

@@ -256,7 +256,8 @@ def test_mamba2_is_mamba_with_one_decay_a_head(groups: int) -> None:
     """State space duality: Mamba's scan with A shared by the channels and states of a head, for each group."""
     mixer, x = make("mamba2", head_dim=16, state_size=6, n_groups=groups), make_tokens()
     z, mixed, dt = mixer.in_proj(x).split([64, 64 + 12 * groups, 4], dim=-1)
-    mixed = functional.silu(mixer.convolution(mixed)[0])
+    taps = functional.pad(mixed.mT, (3, 0)).unfold(-1, 4, 1) * mixer.convolution.weight[:, None]
+    mixed = functional.silu(taps.sum(-1) + mixer.convolution.bias[:, None]).mT
     u, B, C = mixed.split([64, 6 * groups, 6 * groups], dim=-1)
     delta = functional.softplus(dt + mixer.dt_bias).repeat_interleave(16, dim=-1)
     A = -mixer.A_log.exp().repeat_interleave(16)[:, None].expand(64, 6)
