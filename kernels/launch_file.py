@@ -8,7 +8,8 @@
 A row is about one kernel on one family of GPUs: `op` names the table by the folder of kernels that it stands in,
 `capability` the family (null: Triton's interpreter), and `launch` has the fields of the table's entries. Kernels take
 the launches of the GPU that is here and pass over the others. "rows" are the candidates that were measured. "runs" are
-those of `tune` that wrote to the file, each with its circumstances; `run` is the number of the row's, from 0.
+those of `tune` that wrote to the file, each with its circumstances; `run` is the number of the row's, from 0. While a
+candidate is tried it stands under "trying": of one that takes the process with it, it is what is left.
 """
 
 import json
@@ -44,10 +45,10 @@ def read_launches(file: Path, name: str, remedy: str) -> dict[str, Any]:
     for part in ("launches", "rows", "runs"):
         if not isinstance(held, dict) or not isinstance(held.get(part), list):
             raise ValueError(f"{name} holds no {part}: {remedy}")
-    for part in ("launches", "rows"):
-        for number, row in enumerate(held[part]):
-            if fault := _find_fault(row, len(held["runs"])):
-                raise ValueError(f"{name}, {part}[{number}]{fault}: {remedy}")
+    rows = [(f"{part}[{number}]", row) for part in ("launches", "rows") for number, row in enumerate(held[part])]
+    for place, row in [*rows, *(("trying", held[part]) for part in held if part == "trying")]:
+        if fault := _find_fault(row, len(held["runs"])):
+            raise ValueError(f"{name}, {place}{fault}: {remedy}")
     return held
 
 

@@ -630,6 +630,40 @@ def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, t
         assert table == real_tables[name].LAUNCHES
 
 
+def test_a_candidate_that_crashes_is_left_out_when_the_run_is_repeated(monkeypatch, tmp_path, real_tables):
+    """Emulated, but for the crash."""
+    monkeypatch.setattr(tune, "CHOICES", {"warps": (2, 4, 8)})
+    file, tried = tmp_path / "launches.json", []
+    command = (
+        "op=slot_attention",
+        "shapes=[{op: slot_attention, B: 1, T: 2, H: 1, K: 4, V: 4, M: 4}]",
+        "kernels=[score]",
+    )
+    entry, judge = real_tables["linear_attention"].LAUNCHES[4, 64], tune.Trial.judge
+
+    def crash(self):
+        tried.append(entry["score"].warps)
+        if entry["score"].warps == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+        return judge(self)
+
+    monkeypatch.setattr(tune.Trial, "judge", crash)
+    with pytest.raises(ValueError, match=r"the GPU failed at .*'warps': 2.*illegal memory access") as caught:
+        run(tune, "tune", "device=cpu", "dtypes=[float32]", f"output={file}", *command)
+    assert "\n" not in str(caught.value)
+    assert tried == [2]
+    assert json.loads(file.read_text())["trying"]["launch"]["warps"] == 2
+
+    for _ in range(2):  # what a third run reads is what the second one wrote
+        tried.clear()
+        entry["score"] = entry["score"]._replace(warps=4)
+        held = run(tune, "tune", "device=cpu", "dtypes=[float32]", f"output={file}", *command)
+        assert tried == [8]
+        crashes = [row["launch"]["warps"] for row in held["rows"] if row.get("verdicts") == [tune.CRASHED]]
+        assert crashes == [2]
+        assert "trying" not in json.loads(file.read_text())
+
+
 def test_a_call_that_fails_cannot_be_tuned(triton_form, monkeypatch):
     triton_form(delta_rule_chunk)
     monkeypatch.setattr(tune, "find_places", lambda tables, call: [])

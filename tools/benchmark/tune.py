@@ -28,7 +28,7 @@ from longseq.kernels.launch_file import LAUNCHES_VARIABLE, find_misfit, read_lau
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
 from longseq.tools.benchmark.kernels import find_modules
-from longseq.tools.benchmark.measure import environment, time_in_turn
+from longseq.tools.benchmark.measure import environment, one_line, time_in_turn
 from longseq.tools.benchmark.report import (
     check_list,
     check_output,
@@ -51,6 +51,7 @@ CHOICES = {
     "vector": (1, 2, 4, 8),
     "tokens": (1, 2, 4, 8, 16),
 }
+CRASHED = "crashed: the process did not come back"
 Tables = Mapping[str, ModuleType]  # the modules with a table LAUNCHES, by the folder of kernels that they stand in
 
 
@@ -86,9 +87,19 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
         for dtype in dtypes:
             trials = [Trial(tables, item, dtype, device, asked["seconds"], gradients) for item in work]
-            for place, launch, row in tune(tables, trials, asked["kernels"], set(file.tuned)):
-                Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
-                file.add(place, launch, row)
+            try:
+                for place, launch, row in tune(tables, trials, asked["kernels"], set(file.tuned), file):
+                    Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
+                    file.add(place, launch, row)
+            except KeyboardInterrupt:
+                file.begin(None)
+                raise
+            except Exception as error:
+                if file.trying is None:
+                    raise
+                raise ValueError(
+                    f"the GPU failed at {file.trying} ({one_line(error)}): run the command again, which leaves it out"
+                ) from error
     if not file.tuned:
         raise ValueError(f"kernels={asked['kernels']}: no shape that was tried launches any of them, name other shapes")
     print(f"written: {cfg.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
@@ -114,8 +125,21 @@ class File:
             # Tables may have changed: launches that the kernels would refuse do not stay.
             fitting = {part: [row for row in held[part] if _fits(row, tables)] for part in ("launches", "rows")}
             self.held = {**fitting, "runs": held["runs"]}
+            if "trying" in held and _fits(held["trying"], tables):
+                self.held["rows"].append({**held["trying"], "kept": False, "verdicts": [CRASHED]})
         self.head = {"capability": capability, "run": len(self.held["runs"])}
         self.held["runs"].append(dict(run))
+        self.trying: dict[str, Any] | None = None
+
+    def begin(self, place: Place | None, launch: Any = None) -> None:
+        """Say in the file what is tried next, or that nothing is: of a process that does not come back it tells why."""
+        self.trying = None if place is None else {**place._asdict(), "launch": launch._asdict(), **self.head}
+        self._write()
+
+    def has_crashed(self, place: Place, launch: Any) -> bool:
+        """Whether an earlier process on this family of GPUs did not come back from a launch."""
+        wanted = {**place._asdict(), "launch": launch._asdict(), "capability": self.capability}
+        return any(wanted.items() <= row.items() for row in self.held["rows"] if _is_crash(row))
 
     def add(self, place: Place, launch: Any, row: dict[str, Any]) -> None:
         """Write a candidate, and the best launch of its place: at once, as one that crashes is to take no other."""
@@ -125,16 +149,28 @@ class File:
         self.held["rows"].append({**row, **self.head})
         best = {**place._asdict(), "launch": launch._asdict(), **self.head}
         self.held["launches"] = [*self._without(place, "launches"), best]
+        self.begin(None)
+
+    def _write(self) -> None:
+        trying = {} if self.trying is None else {"trying": self.trying}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.held, indent=2) + "\n")
+        self.path.write_text(json.dumps({**self.held, **trying}, indent=2) + "\n")
 
     def _without(self, place: Place, part: str) -> list[dict[str, Any]]:
-        """The rows but for those of a place on this family of GPUs."""
-        return [row for row in self.held[part] if (_place_of(row), row["capability"]) != (place, self.capability)]
+        """The rows but for those of a place on this family of GPUs, and with its crashes."""
+        return [
+            row
+            for row in self.held[part]
+            if _is_crash(row) or (_place_of(row), row["capability"]) != (place, self.capability)
+        ]
 
 
 def _place_of(row: Mapping[str, Any]) -> Place:
     return Place(*(row[name] for name in Place._fields))
+
+
+def _is_crash(row: Mapping[str, Any]) -> bool:
+    return row.get("verdicts") == [CRASHED]
 
 
 def _fits(row: Mapping[str, Any], tables: Tables) -> bool:
@@ -274,16 +310,22 @@ class Trial:
     def judge(self) -> tuple[float, str]:
         """Milliseconds, infinite for what is wrong, and what float64 says."""
         verdict = self.gate.judge_backend("triton")
+        if not verdict.passed and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # raises where nothing can run any more
         return (self.measure() if verdict.passed else math.inf), verdict.words
 
 
 def tune(
-    tables: Mapping[str, Any], trials: list[Trial], only: list[str] | None = None, done: Collection[Place] = ()
+    tables: Mapping[str, Any],
+    trials: list[Trial],
+    only: list[str] | None = None,
+    done: Collection[Place] = (),
+    file: File | None = None,
 ) -> Iterator[tuple[Place, Any, dict[str, Any]]]:
     """Yield for every candidate the place that it was tried at, the best launch there so far, and its row.
 
     A candidate is judged by all shapes whose calls take their launch from that place: by the geometric mean of their
-    times. Places that are done stay as they are.
+    times. Places that are done stay as they are. The file is told of each candidate before, and asked what crashed.
     """
     for place in dict.fromkeys(place for trial in trials for place in trial.places):
         if place in done or (only and place.kernel not in only):
@@ -298,6 +340,10 @@ def tune(
             if candidate in tried:
                 continue
             tried.add(candidate)
+            if file is not None:
+                if file.has_crashed(place, candidate):
+                    continue
+                file.begin(place, candidate)
             before, table[place.kernel] = table[place.kernel], candidate
             found, words = zip(*(trial.judge() for trial in users), strict=True)
             wins = math.prod(new / trial.best for new, trial in zip(found, users, strict=True)) < GAIN ** len(users)
