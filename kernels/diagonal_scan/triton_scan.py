@@ -67,8 +67,8 @@ REGISTERS = 255
 REGISTERS_CROWDED = 168
 FORWARD = Walk(8, 2, 8, REGISTERS)  # of summaries, too
 BACKWARD = Walk(4, 4, 4, REGISTERS)
-# By the bytes of a state's numbers, float32 whatever the inputs are, and the width, N up to the next power of two. Those
-# of 16 were measured on an H200.
+# By the bytes of a state's numbers, float32 whatever the inputs are, and the width, N up to the next power of two. What
+# there is for 16 was measured on an H200.
 LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
     (4, width): {
         "summarize": FORWARD,

@@ -45,7 +45,7 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 
-# By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 512. Those of half precision and 128 were
+# By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 512. Those of half precision up to 128 were
 # measured on an H200, the others chosen by the registers that the kernels need. A block of 0 is that of a tile.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
@@ -62,6 +62,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "differentiate_channels_by_level": Launch(16, 0, 4, 1),
     }
     for width in (64, 128, 512)
+}
+LAUNCHES[2, 64] |= {
+    "walk_and_read": Launch(0, 0, 4, 3),
+    "differentiate_channels": Launch(64, 0, 4, 1),
+    "differentiate_channels_by_level": Launch(32, 0, 2, 1),
 }
 LAUNCHES[2, 128] |= {
     "score": Launch(0, 0, 2, 2),

@@ -129,7 +129,7 @@ class VLA(Mixer):
         reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is not None:
             projected, convolution = self.convolution(projected, convolution, **reading)
-        q, k, v, u = self._features(projected, self.penalty)
+        q, k, v, u = self._features(projected)
         o, memory = variational_linear_attention(
             q,
             k,
@@ -148,15 +148,12 @@ class VLA(Mixer):
         return o.flatten(-2), state
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        penalty = None
-        if self.penalty is not None:
-            penalty = torch.stack((self.penalty, backward.penalty))[:, None, None]
         if self.convolution is None:
-            q, k, v, u = self._features(projected, penalty)
+            q, k, v, u = self._features(projected, backward)
             q, k, v = twice(q), twice(k), twice(v)
         else:
             both = self.convolution.convolve_pair(backward.convolution, projected, mask)
-            q, k, v, u = self._features(both.unflatten(0, (2, -1)), penalty)
+            q, k, v, u = self._features(both.unflatten(0, (2, -1)), backward)
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         o, _ = variational_linear_attention(
             q,
@@ -175,7 +172,7 @@ class VLA(Mixer):
         if self.convolution is not None:
             projected, convolution = self.convolution.step(projected, convolution)
         o, memory = variational_linear_attention_step(
-            *self._features(projected, self.penalty),
+            *self._features(projected),
             state=tuple(state[1:]),
             **self._options(),
             backend=self.step_backend,
@@ -203,17 +200,29 @@ class VLA(Mixer):
             "normalizer": self.normalizer,
         }
 
-    def _features(self, projected: Tensor, penalty: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`, with `penalty [..., H, K, K]` as W_u."""
+    def _features(self, projected: Tensor, backward: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`.
+
+        With `backward`, of whose mixer u is too: those of both are `[2, B, T, H, K]`.
+        """
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
         options: dict[str, Any] = {"dtype": torch.promote_types(k.dtype, torch.float32), "backend": self.local_backend}
         u = None
-        if penalty is not None:
-            u = torch.einsum("...hk,...hjk->...hj", k, penalty.to(k.dtype))
+        if self.penalty is not None:
+            if backward is None:
+                u = self._direct(k)
+            else:
+                ahead, behind = k.unbind() if k.dim() == 5 else (k, k)
+                u = torch.stack((self._direct(ahead), backward._direct(behind)))
             scale = 1 / math.sqrt(self.head_dim) if self.scale_penalty else 1.0
             u = map_features(u, norm="l2", scale=scale, **options)
         q, k = (map_features(x, feature_map="elu_plus_one", **options) for x in (q, k))
         return q, k, v, u
+
+    def _direct(self, k: Tensor) -> Tensor:
+        """W_u k, `[..., H, K]`."""
+        assert self.penalty is not None
+        return torch.einsum("...hk,hjk->...hj", k, self.penalty.to(k.dtype))
 
     def scan_flops(self, tokens: int) -> int:
         # Reading at k̂, writing at α̂ and reading at q take 2 K V each, the product A k̂ takes 2 K²; W_u k, A u and the

@@ -199,14 +199,9 @@ def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     assert 0 < paired <= forward  # one operation reads all of a pair of Longhorn layers
 
 
-# Left out to save time: pairs made as those of gsa, linear_attention, gla (three times) and mamba, in this order, of
-# operations that test_contract.py compiles.
-SAME_GRAPHS = ("abc", "based", "hgrn2", "mamba2", "retnet", "longhorn_exact")
-
-
-@pytest.mark.parametrize(
-    "mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs and name not in SAME_GRAPHS]
-)
+# One for each kind of pair: with operations that read both ways alone, with a pair of convolutions and of norms before
+# and after them, with projections of their own. test_contract.py compiles the operations of all.
+@pytest.mark.parametrize("mixer", ["deltanet", "longhorn", "linear_attention", "lattice", "rwkv6"])
 def test_a_compiled_graph_reads_pairs(mixer):
     torch.manual_seed(0)
     # As wide as a model: the layout of narrow ones is another.

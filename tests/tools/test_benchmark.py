@@ -462,9 +462,9 @@ def test_candidates_change_one_constant():
 def test_walks_that_the_scans_cannot_take_are_no_candidates(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = tune.find_tables()["diagonal_scan"]
-    forward, backward = (module.LAUNCHES[4, 16][kernel] for kernel in ("forward", "backward"))
-    assert {walk.tokens for walk in tune.propose("forward", forward)} == {4, 8, 16}
-    assert {walk.tokens for walk in tune.propose("backward", backward)} == {2, 4}
+    forward, backward = module.Walk(8, 2, 16, 255), module.Walk(4, 4, 4, 255)
+    assert {walk.tokens for walk in tune.propose("forward", forward)} == {8, 16}  # CHECKPOINT is the most
+    assert {walk.tokens for walk in tune.propose("backward", backward)} == {2, 4}  # STACKED
     assert {walk.vector for walk in tune.propose("forward_crowded", forward)} == {1, 2, 4}
     assert {walk.entries for walk in tune.propose("backward_crowded", backward)} == {2, 4, 8}
     assert {walk.registers for walk in tune.propose("summarize", forward)} == {168, 255}
