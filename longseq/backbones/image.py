@@ -166,7 +166,8 @@ class ImageBackbone(nn.Module):
     def init_weights(self) -> None:
         """Initialise as the Vision Transformer does; recurrences then set the values that are theirs.
 
-        Vim's published code draws the projections of blocks as `nn.Linear` does, at 192 channels twice as large.
+        Vim's published code, and so that of Longhorn, draws the projections of blocks as `nn.Linear` does: at 192
+        channels twice as large, and those to Longhorn's rates, from 12, eight times.
         """
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
