@@ -29,7 +29,7 @@ class WindowAttention(SoftmaxMixer):
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: without it a token also sees the `window` - 1 tokens after it; `state` and `step` have no meaning, and
             they are refused.
-        qkv_bias: biases of the query, key and value projections.
+        qkv_bias: biases of the query, key and value projections; the output projection always has them.
         rotary, rotary_base: turn queries and keys by their positions, and the base of the angles.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1; causal, between recurrent layers, with a window of 1024, in
