@@ -14,7 +14,7 @@ class SequenceAutoencoder(nn.Module):
     """Rebuilds every token of a sequence from the feature of its last one.
 
     The decoder adds fixed sinusoids of the place to that feature and runs (norm, linear, GELU) twice, without
-    expansion; the encoder's head then scores the tokens.
+    expansion, and a norm; the encoder's head then scores the tokens.
 
     Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), the compression task.
     """

@@ -58,7 +58,7 @@ class ImageBackbone(nn.Module):
             tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`. In a
             hybrid each mixer alternates by itself.
         share_directions: what several readings of the image share: projections, all or none.
-        merge: sum or mean of the readings.
+        merge: sum of the readings, as in Vim's paper, or their mean, as in its published models.
         backend: the kernel backend of mixers and norms; auto takes the first that can run.
         class_token: middle, first or none. Features come out with the token first, wherever it stood.
         global_pool: token, avg (mean over the patches), or "" for no pooling.
@@ -164,7 +164,11 @@ class ImageBackbone(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise as the Vision Transformer does; recurrences then set the values that are theirs."""
+        """Initialise as the Vision Transformer does; recurrences then set the values that are theirs.
+
+        Vim's published code, and so that of Longhorn, draws the projections of blocks as `nn.Linear` does: at 192
+        channels twice as large, and those to Longhorn's rates, from 12, eight times.
+        """
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)

@@ -26,7 +26,7 @@ class Attention(SoftmaxMixer):
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: each token sees itself and its past; without it every token sees all, `state` and `step` have no
             meaning, and they are refused.
-        qkv_bias: biases of the query, key and value projections.
+        qkv_bias: biases of the query, key and value projections; the output projection always has them.
         rotary, rotary_base: turn queries and keys by their positions, and the base of the angles.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.2; grouped queries: GQA (Ainslie et al., 2023).

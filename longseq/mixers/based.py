@@ -21,8 +21,8 @@ class Based(LinearAttention):
 
     with q and k of F = feature_dim channels a head. The weights are at least 1/2. The two products x_i x_j and x_j x_i
     of the paper's feature map are one feature here, times √2: the same weights from 1 + F + F (F + 1) / 2 features
-    instead of 1 + F + F². The layers of sliding windows and short convolutions that the paper puts between these are
-    mixers of their own.
+    instead of 1 + F + F². Of the layers that the paper puts between these, that of sliding windows is the mixer
+    window_attention; that of a gated short convolution is not here.
 
     Args:
         feature_dim: F.

@@ -34,6 +34,8 @@ class CompressionMixer(Mixer):
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
 
+    The paper's text names no activation behind the convolutions: there is none, as in the code of TTT.
+
     The memory of a head is `[D, M]` with D = head_dim. Its first value has random orthonormal columns, drawn once per
     head and kept (not trained). γ is one number a head, and so is μ, where there is a forget gate.
 

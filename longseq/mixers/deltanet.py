@@ -32,8 +32,11 @@ class DeltaNetState(NamedTuple):
 class DeltaNet(Mixer):
     """Multi-head delta rule with normalised keys.
 
-        q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  β = sigmoid(W_β x)
+        q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
         S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q)
+
+    The activation of v is that of the published code, whatever φ is; the paper gives q and k alone. The code also
+    divides q by √K, which the norm takes back but for its eps.
 
     Args:
         num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).

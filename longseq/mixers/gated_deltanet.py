@@ -40,7 +40,9 @@ class GatedDeltaNet(Mixer):
         g = −exp(A_log) softplus(W_a x + dt_bias)
         S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q) ⊙ SiLU(W_g x))
 
-    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2.
+    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2. The published code draws
+    exp(A_log) from 0 to 16, here it starts from 1 to 16; and it divides q by √K, which the norm takes back but for its
+    eps.
 
     Args:
         num_heads, head_dim: of the keys; either or neither. By default the largest heads of at most 128 channels that

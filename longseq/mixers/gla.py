@@ -25,6 +25,8 @@ class GatedLinearAttention(GatedLinearMixer):
         q, k, v = W x;   g = log sigmoid(W₂ W₁ x + b) / τ
         S ← Diag(exp(g)) S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_r x))
 
+    RMSNorm, 1/√K and W_r without a bias are those of the published code.
+
     Args:
         num_heads: of the keys and of the values alike.
         expand_k, expand_v: widths of all keys and of all values, relative to `d_model`.

@@ -25,7 +25,9 @@ class HGRN2(GatedLinearMixer):
         f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x))
 
     The paper learns b for each channel of each layer, as cumulative softmax over the layers, zero in the first and
-    growing with depth. A mixer knows no other layer: here b is the constant `lower_bound`.
+    growing with depth. A mixer knows no other layer: here b is the constant `lower_bound`. Activations, norm and
+    projections without biases are those of flash-linear-attention's layer; the authors' first code has SiLU(v),
+    sigmoid(W_q x), LayerNorm and biases.
 
     Args:
         num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).

@@ -43,7 +43,8 @@ class Hyena(Mixer):
         h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbt, sin 2πbt),  t = distance / max_length
 
     with b = 0 ... filter_bands − 1 and rates α_c spread over the channels, so that the windows fall to 1/100 between
-    `fast_decay` and `slow_decay`.
+    `fast_decay` and `slow_decay`. Beyond order 2 they are spread over the channels of all long convolutions, of which
+    the first then has the fast ones. The published code also trains the inputs of f.
 
     A token's output depends on the inputs of all tokens before it, so the state keeps them all and grows, and a step
     takes time in proportion to their number.
@@ -58,7 +59,7 @@ class Hyena(Mixer):
         filter_bands: frequencies of its input.
         sine_frequency: initial factor, learned for each channel, in the sine that follows each of its hidden layers.
         fast_decay, slow_decay: where, in t, the window of the first channel and that of the last fall to 1/100.
-        window_bias: what the windows do not fall below.
+        window_bias: what the windows do not fall below; 0 in the published configuration for The Pile.
 
     Source: Hyena Hierarchy: Towards Larger Convolutional Language Models (Poli et al., 2023), section 3; the sizes of f
     are those of the published configuration for The Pile.

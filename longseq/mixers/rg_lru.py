@@ -35,7 +35,8 @@ class RGLRU(Mixer):
         log a = −8 softplus(Λ) r;   h ← a h + sqrt(1 − a²) (i x);   y = W_out (h GELU(z))
 
     I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, one block a
-    head. a starts between 0.9 and 0.999 where r = 1, spread evenly.
+    head. a starts between 0.9 and 0.999 where r = 1, spread evenly, as the paper has it; in the published code it is
+    a^(1/8) that starts there, and a sequence's first token is not multiplied by the root.
 
     Args:
         width: I; by default the multiple of num_heads next to 4/3 d_model.

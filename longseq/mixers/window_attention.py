@@ -29,11 +29,11 @@ class WindowAttention(SoftmaxMixer):
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: without it a token also sees the `window` - 1 tokens after it; `state` and `step` have no meaning, and
             they are refused.
-        qkv_bias: biases of the query, key and value projections.
+        qkv_bias: biases of the query, key and value projections; the output projection always has them.
         rotary, rotary_base: turn queries and keys by their positions, and the base of the angles.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1; causal, between recurrent layers, with a window of 1024, in
-    Griffin (De et al., 2024), sections 2.3 and 3.1, which the hybrids of DeltaNet follow.
+    Griffin (De et al., 2024), sections 2.3 and 3.1, which the hybrids of DeltaNet follow, with num_kv_heads=1.
     """
 
     paper = "Sliding-window attention (arXiv:2004.05150), section 3.1"

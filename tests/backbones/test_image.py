@@ -69,6 +69,29 @@ def test_vit_with_attention_equals_deit():
         assert (ours.forward_features(x) - deit.forward_features(x)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("place", ["middle", "first", "none"])
+def test_vim_is_its_formula(place):
+    """From the parameters by name; of the layers only the mixing ones are called."""
+    model = tiny(class_token=place, global_pool="avg" if place == "none" else "token", mixer="deltanet").double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    p, image = model.state_dict(), images(batch=1).double()
+    corners = [(row, column) for row in range(0, 32, 8) for column in range(0, 24, 8)]
+    patches = torch.stack([image[0, :, row : row + 8, column : column + 8].flatten() for row, column in corners])
+    x = patches @ p["patch_embed.proj.weight"].flatten(1).T + p["patch_embed.proj.bias"] + p["pos_embed"][0]
+    at = {"middle": 6, "first": 0, "none": 12}[place]
+    x = torch.cat([x[:at], p["cls_token"][0], x[at:]]) if place != "none" else x
+
+    def norm(name, x):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
+
+    for i in range(2):
+        x = x + model.blocks[i].mixer(norm(f"blocks.{i}.norm1", x)[None])[0]
+    features = norm("norm", x)[at] if place != "none" else norm("norm", x).mean(0)
+    torch.testing.assert_close(model(image)[0], features @ p["head.weight"].T + p["head.bias"])
+
+
 def test_weights_of_timm_load_through_timm_at_another_size_with_other_classes(tmp_path):
     options = {"depth": 2, "embed_dim": 48}
     vit = randomised(timm.create_model("vit_tiny_patch16_224", img_size=64, num_heads=3, **options))

@@ -188,6 +188,36 @@ def test_an_mlp_is_as_wide_as_asked_or_a_multiple_of_64(d_model: int, ratio: flo
     assert mlp_width(d_model, ratio) == width
 
 
+@pytest.mark.parametrize("option", [{}, {"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"tie_embeddings": False},
+                                    {"positions": "learned", "max_length": 13}])  # fmt: skip
+def test_the_model_is_its_formula(option: dict[str, Any]) -> None:
+    """From the parameters by name; of the layers only the mixers are called."""
+    model, tokens = make(depth=2, **option), make_tokens(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    p = model.state_dict()
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True) if "norm" in option else x
+        y = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
+        return y + p[f"{name}.bias"] if "norm" in option else y
+
+    x = p["embedding.weight"][tokens] + p.get("positions.weight", torch.zeros(()))
+    for i, block in enumerate(model.blocks):
+        x = x + block.mixer(norm(f"blocks.{i}.norm1", x))[0]
+        if option.get("mlp", "swiglu") is None:
+            continue
+        h, own = norm(f"blocks.{i}.norm2", x), f"blocks.{i}.mlp"
+        if "mlp" in option:
+            h = h @ p[f"{own}.fc1.weight"].T + p[f"{own}.fc1.bias"]
+            x = x + (h * (1 + torch.erf(h / 2**0.5)) / 2) @ p[f"{own}.fc2.weight"].T + p[f"{own}.fc2.bias"]
+        else:
+            gate = h @ p[f"{own}.fc1_g.weight"].T
+            x = x + (h @ p[f"{own}.fc1_x.weight"].T * gate / (1 + (-gate).exp())) @ p[f"{own}.fc2.weight"].T
+    assert_same(model(tokens)[0], norm("norm", x) @ p["head.weight" if "head.weight" in p else "embedding.weight"].T)
+
+
 @pytest.mark.parametrize("option", [{"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"mlp_ratio": 3.0},
                                     {"positions": "learned", "max_length": 13}, {"tie_embeddings": False}])  # fmt: skip
 def test_every_option_changes_the_model_and_keeps_it_causal(option: dict[str, Any]) -> None:

@@ -206,16 +206,6 @@ def test_gla_with_open_gates_is_linear_attention() -> None:
     assert_same(mixer(x)[1].memory, expected)
 
 
-def test_gla_gates_are_sigmoids_of_temperature() -> None:
-    """Decays are sigmoid(W₂ W₁ x + b)^{1/16}: a row of the memory keeps that much of itself."""
-    mixer, x = make("gla"), make_tokens(1, 2)
-    (_, first), (_, second) = mixer(x[:, :1]), mixer(x)
-    _, k, v, _, rank = mixer.in_proj(x[:, 1]).split([16, 16, 32, 32, 16], dim=-1)
-    gate = mixer.decay_proj(rank).sigmoid() ** (1 / 16)
-    gate, k, v = (y.unflatten(-1, (4, -1)) for y in (gate, k, v))
-    assert_same(second.memory, gate[..., None] * first.memory + k[..., None] * v[..., None, :])
-
-
 @pytest.mark.parametrize("name", ["gla", "hgrn2"])
 def test_extreme_gates_stay_finite(name: str) -> None:
     """The gates' logs come from their logits: a gate that is 0 or 1 to rounding has a finite log and gradient."""

@@ -63,17 +63,6 @@ def test_abc_averages_by_a_softmax_over_all_tokens_so_far() -> None:
     assert_same(mixer(x)[0], read_out(mixer, attend(q, keys, values)))
 
 
-def test_abc_without_renormalisation_keeps_the_strength_of_each_write() -> None:
-    """Equations 3 and 4 of the GSA paper."""
-    mixer, x = make("abc", renormalize=False), make_tokens()
-    q, k, v, logits = project(mixer, x)
-    strength = logits.exp() / logits.exp().cumsum(1)
-    keys, values = (torch.einsum("bshm,bshk->bshmk", strength, part).cumsum(1) for part in (k, v))
-    expected = read_out(mixer, attend(q, keys, values))
-    assert_same(mixer(x)[0], expected)
-    assert (expected - make("abc")(x)[0]).abs().max() > 1e-3
-
-
 def test_gsa_with_the_forget_gates_of_abc_is_abc() -> None:
     abc, gsa, x = make("abc"), make("gsa"), make_tokens()
     gsa.load_state_dict(abc.state_dict())
