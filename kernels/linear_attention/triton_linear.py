@@ -45,8 +45,8 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 
-# By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 512. Those of half precision up to 128 were
-# measured on an H200, the others chosen by the registers that the kernels need. A block of 0 is that of a tile.
+# By the precision's bytes and the width, max(K, V) rounded up to 64 or 512. Chosen by the registers that the kernels
+# need; what `longseq benchmark tune` found beyond is in benchmarks/README.md. A block of 0 is that of a tile.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),
@@ -61,18 +61,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "differentiate_channels": Launch(32, 0, 4, 1),
         "differentiate_channels_by_level": Launch(16, 0, 4, 1),
     }
-    for width in (64, 128, 512)
-}
-LAUNCHES[2, 64] |= {
-    "walk_and_read": Launch(0, 0, 4, 3),
-    "differentiate_channels": Launch(64, 0, 4, 1),
-    "differentiate_channels_by_level": Launch(32, 0, 2, 1),
-}
-LAUNCHES[2, 128] |= {
-    "score": Launch(0, 0, 2, 2),
-    "walk": Launch(0, 0, 2, 3),
-    "differentiate_channels": Launch(64, 0, 4, 2),
-    "differentiate_channels_by_level": Launch(32, 0, 2, 1),
+    for width in (64, 512)
 }
 LAUNCHES |= {
     (4, width): {
@@ -87,7 +76,7 @@ LAUNCHES |= {
         "differentiate_channels": Launch(16, 0, 4, 1),
         "differentiate_channels_by_level": Launch(16, 0, 4, 1),
     }
-    for width in (64, 128, 512)
+    for width in (64, 512)
 }
 fit_launches("linear_attention", LAUNCHES)
 WHOLE = 128  # key channels at most that one program holds states of in registers, so that it reads them as it walks
@@ -155,8 +144,7 @@ def _plan(
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     gate = "value" if g_value is not None else "none" if g is None else "head" if g.dim() == 3 else "key"
-    width = max(key_dim, value_dim)
-    launches = LAUNCHES[dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 512]
+    launches = LAUNCHES[dtype.itemsize, 64 if max(key_dim, value_dim) <= 64 else 512]
     return _Plan(dtype, chunk, slots, sequences, key_dim, value_dim, gate, launches)
 
 
