@@ -367,6 +367,7 @@ def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
         (["text.lengths=[]", "text.decoding_batches=[]"], "text.lengths=[] text.decoding_batches=[] leaves nothing"),
         (["image.mixers=deltanet"], "image.mixers=deltanet is no list"),
         (["text.lengths=8"], "text.lengths=8 is no list"),
+        (["compile=fast"], "compile=fast is unknown: take null, default, "),
         (["backend=foo"], "backend=foo is unknown: take auto, reference, torch, triton"),
         (["device=cuda"], "device=cuda: torch sees no GPU here"),
     ],

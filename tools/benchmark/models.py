@@ -52,6 +52,8 @@ def run(cfg: DictConfig) -> Row:
     known = sorted({"auto", *(backend.name for op in list_ops() for backend in backends(op))})
     if asked["backend"] not in known:
         raise ValueError(f"backend={asked['backend']} is unknown: take {', '.join(known)}")
+    if asked["compile"] is not None and asked["compile"] not in (modes := torch._inductor.list_mode_options()):
+        raise ValueError(f"compile={asked['compile']} is unknown: take null, {', '.join(sorted(modes))}")
     work = plan(asked, device)
     check_output(cfg.output)
     notes = NOTES if asked["compile"] is None else (*NOTES, COMPILED)
