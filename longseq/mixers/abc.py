@@ -90,8 +90,7 @@ class BoundedMemoryControl(SlotMixer):
         return *self._gates(g if real is None else g * real), normalizer
 
     def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        mask = None if mask is None else twice(mask)
-        g, write, _ = self.write(twice(logits), None, None, mask, "second_half")
+        g, write, _ = self.write(twice(logits), None, None, twice(mask), "second_half")
         return g, write
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -190,8 +190,13 @@ class Mixer(nn.Module):
         self.out_proj = None
 
 
-def twice(x: Tensor) -> Tensor:
-    """The rows `[2 B, ...]` of a pair that reads the same `x [B, ...]` both ways."""
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+
+def twice(x: MaybeTensor) -> MaybeTensor:
+    """The rows `[2 B, ...]` of a pair that reads the same `x [B, ...]` both ways, or None for None."""
+    if x is None:
+        return x
     return torch.cat((x, x))
 
 

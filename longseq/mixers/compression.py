@@ -121,8 +121,7 @@ class CompressionMixer(Mixer):
         k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
         gamma, g = twice(self._gamma(rates)), self._log_decay(rates, backward)
         memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
-        real = None if mask is None else twice(mask)
-        o, _ = self._recur(q, k, twice(v), gamma, g, memory, mask=real, reverse="second_half")
+        o, _ = self._recur(q, k, twice(v), gamma, g, memory, mask=twice(mask), reverse="second_half")
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
 
     def _recur(

@@ -111,7 +111,7 @@ class DeltaNet(Mixer):
             features = self._features(twice(mixed), logits)
         else:
             features = self.convolution.features_pair(backward.convolution, projected, mask=mask, **self._options)
-        o, _ = self._recur(features, None, None, None if mask is None else twice(mask), "second_half")
+        o, _ = self._recur(features, None, None, twice(mask), "second_half")
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(

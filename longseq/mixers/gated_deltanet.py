@@ -150,7 +150,7 @@ class GatedDeltaNet(Mixer):
             features = self._features(twice(mixed), logits)
         else:
             features = self.convolution.features_pair(backward.convolution, mixed, mask=mask, **self._options)
-        o, _ = self._recur(features, g, None, None, None if mask is None else twice(mask), "second_half")
+        o, _ = self._recur(features, g, None, None, twice(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(

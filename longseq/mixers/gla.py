@@ -83,9 +83,8 @@ class GatedLinearAttention(GatedLinearMixer):
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate, rank = self._split(projected)
         g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
-        mask = None if mask is None else twice(mask)
         o, _ = self.recur(
-            twice(q), twice(k), twice(v), g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half"
+            twice(q), twice(k), twice(v), g, None, None, twice(mask), scale=self.key_dim**-0.5, reverse="second_half"
         )
         return self.read_out(o, gate, backward)
 

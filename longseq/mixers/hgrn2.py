@@ -74,8 +74,7 @@ class HGRN2(GatedLinearMixer):
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, g = (twice(x) for x in self._split(projected))
-        mask = None if mask is None else twice(mask)
-        o, _ = self.recur(q, k, v, g, None, None, mask, reverse="second_half")
+        o, _ = self.recur(q, k, v, g, None, None, twice(mask), reverse="second_half")
         return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:

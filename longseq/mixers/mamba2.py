@@ -116,8 +116,7 @@ class Mamba2(GatedLinearMixer):
         x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
         A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
-        mask = None if mask is None else twice(mask)
-        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, mask, reverse="second_half")
+        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, twice(mask), reverse="second_half")
         (ahead, behind), (x, x_behind) = halves(y), halves(x)
         return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 

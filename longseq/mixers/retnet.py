@@ -84,7 +84,7 @@ class RetNet(GatedLinearMixer):
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate = self._split(projected)
-        v, mask = twice(v), None if mask is None else twice(mask)
+        v, mask = twice(v), twice(mask)
         positions, _ = count_positions(v, mask=mask, reverse="second_half")
         q, k, g = self._place(twice(q), twice(k), positions)
         o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")

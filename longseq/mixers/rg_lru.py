@@ -107,7 +107,7 @@ class RGLRU(Mixer):
         weight, bias, decay = self.stack_parameters(backward, "gate_weight", "gate_bias", "decay")
         gates = self._gates(x, weight, bias[:, None, None])
         decay, update = (y.flatten(0, 1) for y in self._recurrence(x, gates, decay[:, None, None]))
-        h, _ = self._recur(decay, update, None, None, None if mask is None else twice(mask), "second_half")
+        h, _ = self._recur(decay, update, None, None, twice(mask), "second_half")
         return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
 
     def _recur(

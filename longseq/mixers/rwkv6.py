@@ -139,8 +139,7 @@ class RWKV6(Mixer):
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if backward is self:  # all rows are projected at once
-            mask = None if mask is None else twice(mask)
-            y, _ = self.scan(twice(projected), mask=mask, reverse="second_half")
+            y, _ = self.scan(twice(projected), mask=twice(mask), reverse="second_half")
             return y.unflatten(0, (2, -1)).sum(0)
         taps = _previous_tap(projected).expand(2, -1, -1)
         previous, _ = short_convolution(projected, taps, mask=mask, reverse="second_half", backend=self.backend)
@@ -148,7 +147,8 @@ class RWKV6(Mixer):
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
         if mask is not None:
-            k, decay = k * twice(mask)[..., None, None], decay * twice(mask)[..., None, None]
+            real = twice(mask)[..., None, None]
+            k, decay = k * real, decay * real
         o, _ = self._recur(r, k, v, decay, None, None, "second_half")
         ahead, behind = (
             mixer._read_out(own, r, k, v, gate)

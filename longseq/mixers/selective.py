@@ -103,8 +103,7 @@ class SelectiveMixer(Mixer):
         x = self.convolution.convolve_pair(backward.convolution, x, mask)
         rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
-        mask = None if mask is None else twice(mask)
-        y, _ = self.recur(x, rate, key, query, None, None, mask, "second_half", backward)
+        y, _ = self.recur(x, rate, key, query, None, None, twice(mask), "second_half", backward)
         return self._gate(y, x, gate, *self.stack_parameters(backward, "D"))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:

@@ -161,7 +161,7 @@ class VLA(Mixer):
             v,
             None if u is None else u.flatten(0, 1),
             **self._options(),
-            mask=None if mask is None else twice(mask),
+            mask=twice(mask),
             reverse="second_half",
             backend=self.backend,
         )
