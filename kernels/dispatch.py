@@ -137,7 +137,7 @@ def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
     try:
         yield calls
     finally:
-        _RECORDS.remove(calls)
+        _RECORDS.pop()
 
 
 def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,7 +46,9 @@ def read_launches(file: Path, name: str, remedy: str) -> dict[str, Any]:
         if not isinstance(held, dict) or not isinstance(held.get(part), list):
             raise ValueError(f"{name} holds no {part}: {remedy}")
     rows = [(f"{part}[{number}]", row) for part in ("launches", "rows") for number, row in enumerate(held[part])]
-    for place, row in [*rows, *(("trying", held[part]) for part in held if part == "trying")]:
+    if "trying" in held:
+        rows.append(("trying", held["trying"]))
+    for place, row in rows:
         if fault := _find_fault(row, len(held["runs"])):
             raise ValueError(f"{name}, {place}{fault}: {remedy}")
     return held

@@ -52,7 +52,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def half(x: Tensor, index: int) -> Tensor:
     """The rows of `x [B, ...]` that are read forward (0) or backward (1)."""
-    return x.unflatten(0, (2, -1))[index]
+    return halves(x)[index]
 
 
 def run_each_way(run: Callable[[int], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import halves
 
 
 def add_norm_torch(
@@ -13,7 +14,7 @@ def add_norm_torch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`add_norm` by torch's own functions, which accumulate in float32 whatever the type."""
     if weight.dim() == 2:
-        forward, backward = x.unflatten(0, (2, -1))
+        forward, backward = halves(x)
         _, forward = add_norm_torch(forward, weight[0], bias=None, branch=None, eps=eps, centred=centred, dtype=x.dtype)
         _, backward = add_norm_torch(
             backward, weight[1], bias=None, branch=None, eps=eps, centred=centred, dtype=x.dtype
