@@ -314,9 +314,10 @@ class Trial:
     def judge(self) -> tuple[float, str]:
         """Milliseconds, infinite for what is wrong, and what float64 says."""
         verdict = self.gate.judge_backend("triton")
-        if not verdict.passed and self.device.type == "cuda":
+        milliseconds = self.measure() if verdict.passed else math.inf
+        if math.isinf(milliseconds) and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # raises where nothing can run any more
-        return (self.measure() if verdict.passed else math.inf), verdict.words
+        return milliseconds, verdict.words
 
 
 def tune(
