@@ -33,7 +33,7 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import check_own_parameters, check_reverse
+from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,7 +66,7 @@ class Recurrence:
     def __post_init__(self) -> None:
         self.layouts_of_token = _of_one_token(self.layouts)
 
-    def judge(self, op: str, *, cu_seqlens: Tensor | None, reverse: bool | str, **arguments: Any) -> Call:
+    def judge(self, op: str, *, cu_seqlens: Tensor | None, reverse: Reverse, **arguments: Any) -> Call:
         """Check a call, and return what backends may know of it."""
         chunk_size = arguments.get("chunk_size")
         if chunk_size is not None:
@@ -254,6 +254,15 @@ def longseq_import_kernels(module: str, name: str) -> bool:
 longseq_import_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_REMEMBERED: dict[str, dict[Any, tuple[Callable[..., Any], tuple[Backend, ...]]]] = {}
+
+
+def forget() -> None:
+    """Choose a backend anew for every call: after a change of what decides."""
+    for remembered in _REMEMBERED.values():
+        remembered.clear()
+
+
 def dispatched(
     op: str,
     function: Function,
@@ -269,7 +278,7 @@ def dispatched(
     """
     parameters = inspect.signature(function).parameters
     names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
-    remembered: dict[Any, tuple[Callable[..., Any], tuple[Backend, ...]]] = {}
+    remembered = _REMEMBERED.setdefault(op, {})
 
     def choose(backend: str, arguments: dict[str, Any]) -> Callable[..., Any]:
         return select(op, backend, judge(op, **arguments))

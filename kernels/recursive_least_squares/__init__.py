@@ -32,7 +32,7 @@ def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: 
 
 def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
     """What backends are called with: `count`, one at real tokens [B, T] int64, and zeros at the others."""
-    x = arguments.get("x", arguments.get("k"))
+    x = arguments["x" if "x" in arguments else "k"]
     if mask is None:
         return {**arguments, "count": torch.ones_like(x[:, :, 0, 0], dtype=torch.int64)}
     absent = ~mask[..., None, None]
