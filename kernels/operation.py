@@ -271,10 +271,10 @@ def dispatched(
 ) -> Function:
     """The public function of an operation: it judges a call, chooses a backend, and runs that.
 
-    The choice is remembered for calls that are alike: types, shapes and devices of tensors decide it, and the other
-    arguments. Where kernels must prove themselves, that of the preferred backend alone is remembered: others may have
-    been made for want of a verdict. A small model waits for its host, which takes longer to check a call than a GPU to
-    run it.
+    The choice is remembered for calls that are alike and written alike: types, shapes and devices of tensors decide it,
+    and the other arguments. Where kernels must prove themselves, that of the preferred backend alone is remembered:
+    others may have been made for want of a verdict. A small model waits for its host, which takes longer to check a
+    call than a GPU to run it.
     """
     parameters = inspect.signature(function).parameters
     names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
