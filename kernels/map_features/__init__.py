@@ -1,37 +1,29 @@
 """A feature map of each head's channels, with or without a norm."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features import TRITON_WIDTH, check_features
 from longseq.kernels.map_features.features import map_features_torch
+from longseq.kernels.operation import operation
 
 __all__ = ["map_features"]
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K")
+def _judge(op: str, x: Tensor, feature_map: str, norm: str | None, **_: Any) -> Call:
+    check_features(feature_map, "l2" if norm is None else norm)
+    return Call(x.device, x.dtype, exporting=is_exporting(), sizes={"H": x.shape[-2], "K": x.shape[-1]})
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _map_features_triton(*args: Any, **kwargs: Any) -> Tensor:
-    from longseq.kernels.map_features.triton_map import map_features_triton
-
-    return map_features_triton(*args, **kwargs)
+def _prepare(x: Tensor, dtype: torch.dtype | None, **others: Any) -> Mapping[str, Any]:
+    return {**others, "x": x, "dtype": x.dtype if dtype is None else dtype}
 
 
-register_local(
-    "map_features",
-    Backend("triton", _map_features_triton, _triton_reasons),
-    Backend("torch", map_features_torch),
-)
-
-
+@operation(_judge, triton="triton_map", limits={"K": TRITON_WIDTH}, torch=map_features_torch, prepare=_prepare)
 def map_features(
     x: Tensor,
     *,
@@ -50,7 +42,3 @@ def map_features(
 
     Raises ValueError for an unknown map or norm and for a backend that cannot run.
     """
-    check_features(feature_map, "l2" if norm is None else norm)
-    call = Call(x.device, x.dtype, exporting=is_exporting(), sizes={"H": x.shape[-2], "K": x.shape[-1]})
-    run = select("map_features", backend, call)
-    return run(x, feature_map=feature_map, norm=norm, scale=scale, dtype=x.dtype if dtype is None else dtype)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.recompute import run_again
 from longseq.kernels.checks import check_mask
-from longseq.kernels.dispatch import backend_of_local, is_exporting
-from longseq.kernels.steps import backend_of_step
+from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 
 
 class Mixer(nn.Module):
