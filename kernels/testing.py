@@ -638,6 +638,7 @@ def gradients(inputs: Inputs, run: Callable[..., tuple[Tensor, Any]] = Inputs.ru
     draw = Draw(1, 1, 1, torch.float64, _generator(device, 1))
     with torch.device(device):
         weights = [draw.normal(*x.shape) for x in differentiable]
-    loss = torch.stack([(x.double() * w.to(x.device)).sum() for x, w in zip(differentiable, weights, strict=True)]).sum()
+    pairs = zip(differentiable, weights, strict=True)
+    loss = torch.stack([(x.double() * weight.to(x.device)).sum() for x, weight in pairs]).sum()
     grads = torch.autograd.grad(loss, list(inputs.tensors.values()), materialize_grads=True)
     return {**returned, **{f"gradient of {name}": grad for name, grad in zip(inputs.tensors, grads, strict=True)}}
