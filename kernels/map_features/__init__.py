@@ -30,7 +30,8 @@ def map_features(
 ) -> Tensor:
     """Features of each head: y = scale φ(x), or scale φ(x) / ‖φ(x)‖.
 
-    φ is `feature_map`: silu, relu, elu_plus_one or identity. `norm` is l2, l1 or None; one below 1e-12 counts as that.
+    φ is `feature_map`: silu, relu, elu_plus_one or identity. `norm` is l2, l1 or None, with 1e-6 under the root, as in
+    `head_features`.
 
     Shapes: x, y [..., H, K]. Arithmetic is float32, or float64 for float64 inputs; y has `dtype`, by default
     that of x.
