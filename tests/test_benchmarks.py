@@ -15,6 +15,7 @@ from PIL import Image
 from longseq.tasks import assemble
 from longseq.tasks.image import data
 from longseq.tasks.image.datasets import TrainingBatches
+from longseq.tools.benchmark.work import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,6 +151,27 @@ def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_pa
     monkeypatch.setenv("GIT_COMMIT", "1234567 2026-01-02T00:00:00+00:00")
     with pytest.raises(ValueError, match=r"has runs of another commit: name another file$"):
         run("rows=a")
+
+
+def test_first_calls_are_timed_of_operations_and_of_models(script, monkeypatch):
+    first_calls = script("first_calls")
+    assert first_calls.time_call(TINY[0], torch.device("cpu")) >= 0.0
+    language = [*first_calls.LANGUAGE, "text.mixers=[linear_attention]", "text.d_model=16", "text.depth=1"]
+    language += ["text.vocabulary=50", "text.lengths=[8]", "text.step_tokens=8", "seconds=0.01", "device=cpu"]
+    assert first_calls.time_call(language, torch.device("cpu")) >= 0.0
+    assert len(first_calls.CALLS) == 10
+
+
+def test_a_step_is_taken_apart(script, monkeypatch):
+    image_steps = script("image_steps")
+    x = torch.randn(4, 4)
+    row = image_steps.take_apart(lambda: x @ x, torch.device("cpu"))
+    assert min(row["step_ms"], row["host_ms"]) >= 0
+    assert row["kernels_ms"] == row["launches"] == 0  # the kernels of a GPU alone
+    monkeypatch.setattr(image_steps, "take_apart", lambda step, _: {"found": step()})
+    words = ["image.models=[longseq_vit_tiny_patch16_224]", "image.mixers=[linear_attention]", "image.peers=[]"]
+    (row,) = image_steps.measure([*words, "image.sizes=[[16,1]]", "image.classes=2"], torch.device("cpu"))
+    assert row == {"model": words[0][14:-1], "mixer": "linear_attention", "pixels": 16, "batch": 1, "found": None}
 
 
 # ---- tables
