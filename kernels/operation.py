@@ -7,6 +7,7 @@ and run. Where the preferred backend runs, calls that are alike are judged once.
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -23,6 +24,7 @@ from longseq.kernels.dispatch import (
     Backend,
     Call,
     backends,
+    find_plain_form,
     is_exporting,
     is_recording,
     loop_reasons,
@@ -32,13 +34,20 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.empty import is_empty, run_empty
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+from longseq.kernels.recurrence import segment_bounds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COUNTER = "int64"  # in place of a layout: a whole number for each row of a state
 TRITON_STEP_WIDTH = 512  # of a dimension that one program of a step holds whole
+
+# With "1", the values of cu_seqlens are checked in every call, whichever backend runs: they must begin with 0, never
+# fall, and end with T. The call then waits for the GPU once. Without, the triton backend takes them as they are, and
+# returns whatever lay in memory where they leave tokens out.
+SEGMENTS_VARIABLE = "LONGSEQ_CHECK_CU_SEQLENS"
 
 MOST_REMEMBERED = 4096  # calls of an operation
 
@@ -279,9 +288,13 @@ def dispatched(
     parameters = inspect.signature(function).parameters
     names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
     remembered = _REMEMBERED.setdefault(op, {})
+    is_recurrent, complete = "cu_seqlens" in names, prepare or dict
 
     def choose(backend: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-        return select(op, backend, judge(op, **arguments))
+        run = select(op, backend, judge(op, **arguments))
+        # Of no numbers there is nothing to launch.
+        is_empty = not is_exporting() and arguments[names[0]].numel() == 0
+        return find_plain_form(op, run) if is_empty else run
 
     def recall(backend: str, arguments: dict[str, Any]) -> Callable[..., Any]:
         first = arguments[names[0]]
@@ -324,7 +337,14 @@ def dispatched(
         arguments = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
         backend = arguments.pop("backend")
         # The first condition alone is traced by torch.compile.
-        run = choose(backend, arguments) if torch.compiler.is_compiling() else recall(backend, arguments)
+        if torch.compiler.is_compiling():
+            run = choose(backend, arguments)
+        else:
+            run = recall(backend, arguments)
+            if arguments.get("cu_seqlens") is not None and os.environ.get(SEGMENTS_VARIABLE) == "1":
+                segment_bounds(arguments["cu_seqlens"], arguments[names[0]].shape[1])
+        if is_recurrent and not is_exporting() and is_empty(arguments[names[0]]):
+            return run_empty(lambda **given: run(**complete(**given)), arguments[names[0]], arguments)
         return run(**(arguments if prepare is None else prepare(**arguments)))
 
     return call  # type: ignore[return-value]
