@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -280,76 +280,79 @@ def dispatched(
 ) -> Function:
     """The public function of an operation: it judges a call, chooses a backend, and runs that.
 
-    The choice is remembered for calls that are alike: types, shapes and devices of tensors decide it, and the other
-    arguments. Where kernels must prove themselves, that of the preferred backend alone is remembered: others may have
-    been made for want of a verdict. A small model waits for its host, which takes longer to check a call than a GPU to
-    run it.
+    The choice is remembered for calls that are alike and written alike: types, shapes and devices of tensors decide it,
+    and the other arguments. Where kernels must prove themselves, that of the preferred backend alone is remembered:
+    others may have been made for want of a verdict. A small model waits for its host, which takes longer to check a
+    call than a GPU to run it.
     """
     parameters = inspect.signature(function).parameters
     names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
-    remembered = _REMEMBERED.setdefault(op, {})
-    is_recurrent, complete = "cu_seqlens" in names, prepare or dict
+    remembered, is_step = _REMEMBERED.setdefault(op, {}), op.endswith("_step")
+    is_recurrent = "cu_seqlens" in names
 
-    def choose(backend: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-        run = select(op, backend, judge(op, **arguments))
-        # Of no numbers there is nothing to launch.
-        is_empty = not is_exporting() and arguments[names[0]].numel() == 0
-        return find_plain_form(op, run) if is_empty else run
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
 
-    def recall(backend: str, arguments: dict[str, Any]) -> Callable[..., Any]:
-        first = arguments[names[0]]
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        function(*args, **kwargs)  # Python's own errors for arguments that the signature does not have
+        arguments = bind(args, kwargs)
+        run, first = select(op, arguments.pop("backend"), judge(op, **arguments)), arguments[names[0]]
+        if is_exporting() or first.numel():
+            return run
+        plain = find_plain_form(op, run)  # of no numbers there is nothing to launch
+        return partial(run_empty, plain, first.shape) if is_recurrent and is_empty(first.shape) else plain
+
+    def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        first = args[0] if args else kwargs.get(names[0])
         # Sizes of fake tensors may be symbols.
         if not is_plain(first) or is_watched() or is_exporting() or is_recording():
-            return choose(backend, arguments)
-        device_type, present = first.device.type, backends(op)
-        # What runs elsewhere is emulated or not.
-        key: Any = (
-            backend,
-            torch.is_grad_enabled(),
-            self_test.is_tested(device_type) or is_emulated(),
-            *[
-                (x.dtype, x.device, x.shape, x.requires_grad)
-                if isinstance(x, Tensor)
-                else tuple([_look(part) for part in x])
-                if isinstance(x, tuple)
-                else x
-                for x in arguments.values()
-            ],
-        )
+            return choose(args, kwargs)
+        parts = [
+            (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else _look(x) if isinstance(x, tuple) else x
+            for x in (*args, *kwargs.values())
+        ]
+        key = (first.is_cpu and is_emulated(), is_step and _has_gradient(args, kwargs), *kwargs, *parts)
         try:
             run, among = remembered.get(key, (None, None))
         except TypeError:  # an argument without a hash, which is none of ours
-            return choose(backend, arguments)
-        if run is None or among is not present:
-            run = choose(backend, arguments)
-            is_final = run is present[0].function or not self_test.is_tested(device_type)
-            if is_final and not self_test.is_testing():
-                if isinstance(run, Later):
-                    run = run.load()
-                if len(remembered) >= MOST_REMEMBERED:
-                    remembered.clear()
-                remembered[key] = run, present
+            return choose(args, kwargs)
+        if run is not None and among is backends(op):
+            return run
+        run, among = choose(args, kwargs), backends(op)
+        is_final = run is among[0].function or not self_test.is_tested(first.device.type)
+        if is_final and not self_test.is_testing():
+            if len(remembered) >= MOST_REMEMBERED:
+                remembered.clear()
+            remembered[key] = run.load() if isinstance(run, Later) else run, among
         return run
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        function(*args, **kwargs)  # Python's own errors for arguments that the signature does not have
-        arguments = {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
-        backend = arguments.pop("backend")
         # The first condition alone is traced by torch.compile.
-        if torch.compiler.is_compiling():
-            run = choose(backend, arguments)
-        else:
-            run = recall(backend, arguments)
-            if arguments.get("cu_seqlens") is not None and os.environ.get(SEGMENTS_VARIABLE) == "1":
-                segment_bounds(arguments["cu_seqlens"], arguments[names[0]].shape[1])
-        if is_recurrent and not is_exporting() and is_empty(arguments[names[0]]):
-            return run_empty(lambda **given: run(**complete(**given)), arguments[names[0]], arguments)
+        run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
+        arguments = bind(args, kwargs)
+        del arguments["backend"]
+        if is_recurrent and arguments["cu_seqlens"] is not None and not torch.compiler.is_compiling():
+            _check_values(arguments["cu_seqlens"], arguments[names[0]])
         return run(**(arguments if prepare is None else prepare(**arguments)))
 
     return call  # type: ignore[return-value]
 
 
-def _look(part: Any) -> Any:
-    """What a choice may depend on of a part of a state."""
-    return (part.dtype, part.device, part.shape, part.requires_grad) if isinstance(part, Tensor) else part
+def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
+    if os.environ.get(SEGMENTS_VARIABLE) == "1" and not is_exporting():
+        segment_bounds(cu_seqlens, first.shape[1])
+
+
+def _look(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a choice may depend on of a state of several parts."""
+    return tuple([(x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x for x in parts])
+
+
+def _has_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether gradients are kept, and an input requires one."""
+    if not torch.is_grad_enabled():
+        return False
+    given = (*args, *kwargs.values())
+    parts = [part for x in given if isinstance(x, tuple) for part in x]
+    return any([x.requires_grad for x in (*given, *parts) if isinstance(x, Tensor)])

@@ -1,6 +1,5 @@
 """A branch added to the residual, and the norm of the sum."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,22 +27,11 @@ def _judge(
         exporting=is_exporting(),
         sizes={"D": x.shape[-1]},
         mixed=is_mixed(x, weight),
-        kind="narrow" if x.dtype == torch.float32 and _type_of(x, branch, dtype).itemsize == 2 else "",
+        kind="narrow" if x.dtype == torch.float32 and dtype is not None and dtype.itemsize == 2 else "",
     )
 
 
-def _type_of(x: Tensor, branch: Tensor | None, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of y."""
-    if dtype is not None:
-        return dtype
-    return x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
-
-
-def _prepare(x: Tensor, branch: Tensor | None, dtype: torch.dtype | None, **others: Any) -> Mapping[str, Any]:
-    return {**others, "x": x, "branch": branch, "dtype": _type_of(x, branch, dtype)}
-
-
-@operation(_judge, triton="triton_norm", limits={"D": TRITON_WIDTH}, torch=add_norm_torch, prepare=_prepare)
+@operation(_judge, triton="triton_norm", limits={"D": TRITON_WIDTH}, torch=add_norm_torch)
 def add_norm(
     x: Tensor,
     weight: Tensor,

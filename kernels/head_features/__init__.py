@@ -55,7 +55,8 @@ def head_features(
 
         q, k, v = x;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v);   β = sigmoid(logits)
 
-    φ is `feature_map`: silu, relu, elu_plus_one or identity. `key_norm` is l2 or l1; a norm below 1e-12 counts as that.
+    φ is `feature_map`: silu, relu, elu_plus_one or identity. `key_norm` is l2 or l1, with 1e-6 under the root: ‖f‖ is
+    sqrt(Σ f² + 1e-6) or sqrt((Σ |f|)² + 1e-6), so that features of zero are zero and have gradients of at most 1000.
 
     Shapes: x [..., H K + H K + H V] with H = `num_heads` and K = `key_dim`; q, k [..., H, K]; v [..., H, V]; logits and
     β [..., H]. x may be two readings [2 B, ...] of the batch that logits [B, ...] belong to: β then has 2 B rows.

@@ -1,6 +1,5 @@
 """A feature map of each head's channels, with or without a norm."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +18,7 @@ def _judge(op: str, x: Tensor, feature_map: str, norm: str | None, **_: Any) -> 
     return Call(x.device, x.dtype, exporting=is_exporting(), sizes={"H": x.shape[-2], "K": x.shape[-1]})
 
 
-def _prepare(x: Tensor, dtype: torch.dtype | None, **others: Any) -> Mapping[str, Any]:
-    return {**others, "x": x, "dtype": x.dtype if dtype is None else dtype}
-
-
-@operation(_judge, triton="triton_map", limits={"K": TRITON_WIDTH}, torch=map_features_torch, prepare=_prepare)
+@operation(_judge, triton="triton_map", limits={"K": TRITON_WIDTH}, torch=map_features_torch)
 def map_features(
     x: Tensor,
     *,
@@ -35,7 +30,8 @@ def map_features(
 ) -> Tensor:
     """Features of each head: y = scale φ(x), or scale φ(x) / ‖φ(x)‖.
 
-    φ is `feature_map`: silu, relu, elu_plus_one or identity. `norm` is l2, l1 or None; one below 1e-12 counts as that.
+    φ is `feature_map`: silu, relu, elu_plus_one or identity. `norm` is l2, l1 or None, with 1e-6 under the root, as in
+    `head_features`.
 
     Shapes: x, y [..., H, K]. Arithmetic is float32, or float64 for float64 inputs; y has `dtype`, by default
     that of x.

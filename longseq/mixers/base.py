@@ -40,6 +40,8 @@ class Mixer(nn.Module):
         keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
 
     Attributes:
+        revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
+            of an earlier one are refused (see `check_revisions`).
         recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more
             before it.
     """
@@ -53,6 +55,7 @@ class Mixer(nn.Module):
     growing_state: ClassVar[bool] = False
     keeps_little: ClassVar[bool] = False
 
+    revision: int = 1
     recompute: bool = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).

@@ -161,3 +161,17 @@ def test_chunk_sizes_are_checked(op):
 def test_chunks_that_are_halved_need_a_power_of_two(op):
     with pytest.raises(ValueError, match="chunk_size is 48, but must be a power of two; use 32 or 64"):
         make_inputs(op).run(chunk_size=48)
+
+
+def test_triton_kernels_refuse_amd_gpus_which_torch_calls_cuda(monkeypatch):
+    monkeypatch.setattr("longseq.kernels.devices.TRITON_IS_INSTALLED", True)
+    names = [*list_ops(), *dispatch.list_local_ops(), *(f"{op}_step" for op in dispatch.list_stepped_ops())]
+    names = [op for op in names if "triton" in explain(op)]
+    assert len(names) > 20
+    assert not any(explain(op, device="cuda")["triton"] for op in names)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    for op in names:
+        assert explain(op, device="cuda")["triton"] == [
+            "it runs on NVIDIA GPUs, and this torch is built for AMD's (use backend='torch')"
+        ]
+        assert not explain(op, device="cuda")["torch"]

@@ -108,13 +108,13 @@ def asked(monkeypatch):
 def test_a_choice_is_made_once_for_calls_that_are_alike(asked):
     call, shapes = asked
     x = torch.zeros(2, 3)
-    for given in ((x,), (x + 1, None), (x.T.contiguous().T,), (x, x), (x, x.clone()), (x.half(),)):
+    for given in ((x,), (x + 1,), (x.T.contiguous().T,), (x, x), (x, x.clone()), (x.half(),)):
         assert call(*given) == "triton"
     assert len(shapes) == 3
-    assert call(other=None, x=x) == call(x=x, backend="auto") == "triton"
-    assert len(shapes) == 3
+    assert call(x=x) == call(x=x + 1) == call(x=x, backend="auto") == call(x=x + 1, backend="auto") == "triton"
+    assert len(shapes) == 5
     assert call(x[:1]) == "triton"
-    assert shapes[3:] == [(1, 3)]
+    assert shapes[5:] == [(1, 3)]
 
 
 def test_a_named_backend_has_its_own_choice(asked):
