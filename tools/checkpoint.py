@@ -72,6 +72,7 @@ def load(
     checkpoint = read(path, key)
     config, data = checkpoint["hyper_parameters"]["config"], checkpoint["hyper_parameters"]["data"]
     task = _task(config, tasks, path, key)
+    _check_class_names(data, path, key)
     averaged = RAW_WEIGHTS in checkpoint
     if weights == "ema" and not averaged:
         raise ValueError(
@@ -152,6 +153,12 @@ def _task(config: Mapping[str, Any], tasks: Collection[str], path: str | Path, k
         raise ValueError(_of_another_version(path, key, missing))
     assert task is not None
     return task
+
+
+def _check_class_names(data: Mapping[str, Any], path: str | Path, key: str) -> None:
+    names, classes = data.get("class_names"), data.get("num_classes")
+    if names is not None and len(names) != classes:
+        raise ValueError(f"{key}={path} is damaged: it names {len(names)} classes, and its model has {classes}")
 
 
 def _build(
