@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from longseq.kernels import orthogonal_recurrence
 from longseq.mixers import compression
-from longseq.tools.checkpoint import load
+from longseq.tasks.checkpoint import load
 
 HERE = Path(__file__).parent
 OBJECTIVES = ("decode", "encode", "similarity")

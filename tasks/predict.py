@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
-from longseq.tasks import assemble
+from longseq.tasks import assemble, checkpoint
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.folder import PassedOver, describe_passed_over
 from longseq.tasks.image.info import DataInfo
@@ -39,7 +38,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     if config["top_k"] < 1:
         raise ValueError(f"top_k={config['top_k']} must be at least 1")
     device = _device(config["device"])
-    loaded = instantiate(config["load"])(config["checkpoint"], weights=config["weights"], map_location=device)
+    loaded = checkpoint.load(config["checkpoint"], weights=config["weights"], map_location=device)
     info = DataInfo.from_dict(loaded.data)
     files = ImageFiles(config["input"], info)
     loader = DataLoader(files, config["batch_size"], num_workers=config["num_workers"], collate_fn=files.collate)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longseq.mixers import Mixer
-from longseq.tools.checkpoint import load, sha256
+from longseq.tasks.checkpoint import load, sha256
 
 
 def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
