@@ -111,3 +111,17 @@ def check_mask(op: str, mask: Tensor, name: str, like: Tensor) -> None:
         raise ValueError(
             f"{op}: mask has shape {tuple(mask.shape)}, but must be [B, T] = {tuple(like.shape[:2])} as {name}"
         )
+
+
+def check_counter(op: str, name: str, counter: Tensor | None, like: Tensor | None) -> None:
+    """Check the counter of a state, called `name`: one integer for each row of `like`, the state's first tensor."""
+    if counter is None or like is None or is_exporting():
+        return
+    if counter.dtype != torch.int64:
+        raise ValueError(f"{op}: {name} is {counter.dtype}, but must be int64: the tokens seen by each row; cast it")
+    if counter.shape != like.shape[:1]:
+        raise ValueError(f"{op}: {name} has shape {tuple(counter.shape)}, but must be [{like.shape[0]}], one a row")
+    if counter.device != like.device:
+        raise ValueError(
+            f"{op}: {name} is on {counter.device} but the rest of the state on {like.device}; move it there"
+        )

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from longseq.kernels.once_differentiable import once_differentiable
+from longseq.kernels.once_differentiable import REMEDY, once_differentiable
 
 
 def custom_op(name: str) -> Callable[[Callable[..., Any]], "CustomOp"]:
@@ -46,8 +47,13 @@ class CustomOp:
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:
+        # The level of dual tensors, which torch.func.jvp opens as well; -1 outside of all.
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(args)
         # The first condition alone is traced by torch.compile.
         if torch.compiler.is_compiling() or is_watched():
+            if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+                _refuse_functional_gradients(args)
             return self.registered(*args)
         differentiated = False
         for x in args:
@@ -59,6 +65,31 @@ class CustomOp:
             # Without a gradient of its own, the operation says so in the backward pass.
             return self.registered(*args) if self.differentiable is None else self.differentiable.apply(*args)
         return self.function(*args)
+
+
+def _refuse_tangents(args: tuple[Any, ...]) -> None:
+    """Refuse tensors with a forward-mode derivative, which torch would leave out without a word.
+
+    torch.compile does not show which tensors have one: it is refused whatever comes.
+    """
+    if torch.compiler.is_compiling() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in args if isinstance(x, Tensor)
+    ):
+        raise RuntimeError(
+            f"torch.func.jvp, jacfwd and dual tensors: this operation has no forward-mode derivative; {REMEDY}"
+        )
+
+
+def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
+    """Refuse torch.func.grad and what is made of it. torch would, too, but with words for the authors of operations."""
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return
+    transforms = {transform.key() for transform in torch._C._functorch.get_interpreter_stack()}
+    if torch._C._functorch.TransformType.Grad in transforms:
+        raise RuntimeError(
+            "torch.func.grad, vjp, jacrev and hessian do not pass through this operation, as torch.autograd.grad does; "
+            f"{REMEDY}"
+        )
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -10,6 +10,12 @@ from longseq.kernels.dispatch import Call
 
 # Looked up once, without importing it: a look-up in a call would break compiled graphs.
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+SPELLED = {"C": "chunk_size"}  # sizes that are arguments
+
+
+def is_emulated() -> bool:
+    """Whether kernels run in Triton's interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_reasons(call: Call) -> list[str]:
@@ -17,8 +23,7 @@ def triton_reasons(call: Call) -> list[str]:
     reasons = []
     if not TRITON_IS_INSTALLED:
         reasons.append("Triton is not installed (pip install triton)")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if call.device.type != "cuda" and not interpreted:
+    if call.device.type != "cuda" and not is_emulated():
         reasons.append(f"it runs on a CUDA device, not on {call.device.type} (TRITON_INTERPRET=1 emulates one, slowly)")
     if call.dtype == torch.float64:
         reasons.append("it computes in float32, and the inputs are float64 (use backend='torch')")
@@ -29,7 +34,7 @@ def triton_reasons(call: Call) -> list[str]:
 
 def width_reasons(call: Call, limit: int, *names: str) -> list[str]:
     """The reason against kernels that take the named dimensions up to a limit."""
-    wide = [f"{name} = {call.sizes[name]}" for name in names if call.sizes.get(name, 1) > limit]
+    wide = [f"{SPELLED.get(name, name)} = {call.sizes[name]}" for name in names if call.sizes.get(name, 1) > limit]
     return [f"{' and '.join(wide)}, and it goes to {limit} (use backend='torch')"] if wide else []
 
 

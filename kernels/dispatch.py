@@ -7,10 +7,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longseq.kernels import self_test
-from longseq.kernels.custom_op import is_plain, is_watched
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,16 @@ def register_local(op: str, *backends: Backend) -> None:
 def backend_of_local(backend: str) -> str:
     """The backend of operations on each token alone beside a recurrence that runs on `backend`: one form is plain."""
     return "torch" if backend == "reference" else backend
+
+
+def backend_of_step(backend: str) -> str:
+    """The backend of the steps of a layer whose operations run on `backend`.
+
+    Steps have no reference of their own, and no kernels where a gradient is wanted.
+    """
+    if backend == "reference" or (backend == "triton" and torch.is_grad_enabled()):
+        return "torch"
+    return backend
 
 
 def list_local_ops() -> tuple[str, ...]:
@@ -140,6 +148,11 @@ def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
         _RECORDS.pop()
 
 
+def is_recording() -> bool:
+    """Whether a `record_calls` is open."""
+    return bool(_RECORDS)
+
+
 def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -181,43 +194,6 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
             return backend.function
         refusals.append(f"backend {backend.name!r} of {op} cannot run: {'; '.join(reasons)}")
     raise ValueError(". ".join(refusals))
-
-
-# Types of devices that verdicts are final on: the same calls choose the same there, as long as the process runs.
-REMEMBERED = ("cuda",)
-MOST_REMEMBERED = 4096  # calls of an operation
-
-
-def remembered(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Ask a choice among an operation's backends, with the checks before it, once about calls that are alike.
-
-    Types, shapes and devices of the tensors among its arguments must decide it, and the other arguments. Of choices,
-    that of the preferred backend is remembered: others may have been made for want of a verdict. A small model waits
-    for its host, which takes longer to check a call than a GPU to run it.
-    """
-
-    def decorate(choose: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-        choices: dict[Any, Callable[..., Any]] = {}
-
-        @wraps(choose)
-        def ask(*args: Any) -> Callable[..., Any]:
-            # The first condition alone is traced by torch.compile. Sizes of fake tensors may be symbols.
-            if torch.compiler.is_compiling() or is_watched() or is_exporting() or not is_plain(args[0]):
-                return choose(*args)
-            key = tuple([(x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x for x in args])
-            run = choices.get(key)
-            if run is None:
-                run = choose(*args)
-                preferred = run is backends(op)[0].function and args[0].device.type in REMEMBERED
-                if preferred and not self_test.is_testing():
-                    if len(choices) >= MOST_REMEMBERED:
-                        choices.clear()
-                    choices[key] = run
-            return run
-
-        return ask
-
-    return decorate
 
 
 def is_exporting() -> bool:

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+# What to do for a derivative that an operation does not have.
+REMEDY = "backend='reference' has one (backend='torch', for operations on each token alone)"
+
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let the backward method of an autograd.Function refuse `create_graph=True`.
@@ -19,10 +22,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def differentiate(ctx: Any, *gradients: Any) -> Any:
         # The first condition alone is traced by torch.compile, which refuses second derivatives by itself.
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: this operation has no second derivative; backend='reference' has one "
-                "(backend='torch', for operations on each token alone)"
-            )
+            raise RuntimeError(f"create_graph=True: this operation has no second derivative; {REMEDY}")
         return backward(ctx, *gradients)
 
     return differentiate

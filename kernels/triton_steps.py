@@ -16,8 +16,8 @@ UNSPECIALISED = ["H"] + [
 ]
 UNSPECIALISED += ["key_row", "query_row"]
 
-# Not measured yet. Numbers of a state that a warp holds, and columns of it that a program holds at least: few, so that
-# one sequence fills the GPU, but 64 bytes, which its memory hands out at once.
+# By count, not by time. Numbers of a state that a warp holds: 32 registers of a thread. Columns of it that a program
+# holds at least: few, so that one sequence fills the GPU, but 64 bytes, which its memory hands out at once.
 WARP = 1024
 COLUMNS = 16
 

@@ -14,8 +14,10 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
+from longseq.mixers import check_revisions
 from longseq.tasks.assemble import build_backbone, info_from_dict
 from longseq.tasks.image_model import takes_any_resolution
+from longseq.tasks.module import REVISIONS
 
 __all__ = ["Loaded", "load", "read", "sha256"]
 
@@ -68,7 +70,8 @@ def load(
 
     `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average where the
     run kept one. Raises ValueError, in one line, where there is no such file, where it is none of our checkpoints or
-    damaged, where it is of another task, and where its weights do not fit the model that its configuration describes.
+    damaged, where it is of another task, where its weights do not fit the model that its configuration describes, and
+    where a layer has come to compute something else of its weights.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights={weights} is unknown: take one of {', '.join(WEIGHTS)}")
@@ -84,6 +87,10 @@ def load(
     taken = "ema" if averaged and weights != "model" else "model"
     state = checkpoint[RAW_WEIGHTS if averaged and taken == "model" else "state_dict"]
     backbone = _build(config, data, model_options, path, key)
+    try:
+        check_revisions(backbone, checkpoint.get(REVISIONS))
+    except ValueError as error:
+        raise ValueError(f"{key}={path}: {error}") from error
     if any_resolution and not takes_any_resolution(backbone):
         try:
             backbone = _build(config, data, {**model_options, "dynamic_img_size": True}, path, key)

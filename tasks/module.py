@@ -10,8 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from longseq.mixers import check_revisions, mixer_revisions
 from longseq.tasks.callbacks.updates import updated
 from longseq.tasks.seeds import derive_seed
+
+# Where a checkpoint tells which functions of their weights its mixers compute.
+REVISIONS = "mixer_revisions"
 
 
 class TrainedModule(LightningModule):
@@ -53,6 +57,15 @@ class TrainedModule(LightningModule):
         self._learning_rate = learning_rate  # of the latest update
         self._optimizer = optimizer
         self._schedule = schedule
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[REVISIONS] = mixer_revisions(self.backbone)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        try:
+            check_revisions(self.backbone, checkpoint.get(REVISIONS))
+        except ValueError as error:
+            raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 
     def seed_batch(self, batch_idx: int) -> int:
         """Seed what a training step draws; returns the number of the micro batch in the run."""

@@ -256,8 +256,10 @@ add_norm.register_autograd(_differentiate, setup_context=_setup_context)
 
 def add_norm_triton(
     x: Tensor, weight: Tensor, *, bias: Tensor | None, branch: Tensor | None, eps: float, centred: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`add_norm` as one kernel, whose gradient is one kernel, too."""
+    if dtype is None:
+        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     total, y = add_norm(x, branch, weight, bias, float(eps), centred, dtype)
     return x if branch is None else total, y

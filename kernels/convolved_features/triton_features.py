@@ -26,6 +26,8 @@ from longseq.kernels.head_features.triton_features import (
     differentiate_map,
     head_features_triton,
     map_channels,
+    norm_slope,
+    squared_norm,
 )
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.triton_convolution import (
@@ -170,16 +172,8 @@ def _map(z, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _scale(feature, unit, EPS: tl.constexpr, L1: tl.constexpr):
-    """What features of each head are multiplied by, [GROUP, 1], and whether their norm is not below the least."""
-    if L1:
-        norm = tl.sum(tl.abs(feature), 1)[:, None]
-        scale = 1.0 / tl.maximum(norm, EPS)
-        large = norm >= EPS
-    else:
-        norm = tl.sum(feature * feature, 1)[:, None]
-        scale = tl.rsqrt(tl.maximum(norm, EPS * EPS))
-        large = norm >= EPS * EPS
-    return tl.where(unit, scale, 1.0), large
+    """What features of each head are multiplied by, [GROUP, 1]."""
+    return tl.where(unit, tl.rsqrt(squared_norm(feature, L1) + EPS)[:, None], 1.0)
 
 
 @triton.jit
@@ -189,16 +183,12 @@ def _gradient(
     """The gradient of z from that of its features."""
     dy = dy.to(tl.float32)
     feature = _map(z, unit, K, BLOCK_K, KIND)
-    scale, large = _scale(feature, unit, EPS, L1)
+    scale = _scale(feature, unit, EPS, L1)
     slope = differentiate_map(z, 0)
     if KIND != 0:
         slope = tl.where(unit, differentiate_map(z, KIND), slope)
-    along = tl.where(unit & large, tl.sum(dy * feature, 1)[:, None] * scale, 0.0)
-    if L1:
-        dy -= along * tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
-    else:
-        dy -= along * scale * feature
-    return dy * slope * scale
+    along = tl.where(unit, tl.sum(dy * feature, 1)[:, None] * scale, 0.0)
+    return (dy - along * norm_slope(feature * scale, L1)) * slope * scale
 
 
 @triton.jit
@@ -252,11 +242,11 @@ def convolve_features(
                 segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
             z = convolve(_of_segment(window, segments, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
             feature = _map(z, unit, K, BLOCK_K, KIND)
-            feature *= _scale(feature, unit, EPS, L1)[0]
+            feature *= _scale(feature, unit, EPS, L1)
             _store_token(y_at, u + i - delay, width, first, end, channel, there, feature)
             if READINGS == 2:
                 feature = _map(convolve(window, later_taps, 0.0, WIDTH), unit, K, BLOCK_K, KIND)
-                feature *= _scale(feature, unit, EPS, L1)[0]
+                feature *= _scale(feature, unit, EPS, L1)
                 _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature)
 
 

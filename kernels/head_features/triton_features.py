@@ -72,15 +72,30 @@ def differentiate_map(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _norm(feature, L1: tl.constexpr):
-    """The norm of each row."""
-    return tl.sum(tl.abs(feature), 1) if L1 else tl.sqrt_rn(tl.sum(feature * feature, 1))
+def squared_norm(feature, L1: tl.constexpr):
+    """The squared norm of each row."""
+    if L1:
+        norm = tl.sum(tl.abs(feature), 1)
+        squares = norm * norm
+    else:
+        squares = tl.sum(feature * feature, 1)
+    return squares
 
 
 @triton.jit
 def unit_rows(x, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
     feature = map_channels(x, WIDTH, BLOCK, KIND)
-    return feature / tl.maximum(_norm(feature, L1), EPS)[:, None]
+    return feature / tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
+
+
+@triton.jit
+def norm_slope(unit, L1: tl.constexpr):
+    """The derivative of sqrt(‖φ‖² + EPS) by the features φ, from φ divided by it."""
+    slope = unit
+    if L1:
+        sign = tl.where(unit > 0.0, 1.0, tl.where(unit < 0.0, -1.0, 0.0))
+        slope = sign * tl.sum(tl.abs(unit), 1)[:, None]
+    return slope
 
 
 @triton.jit
@@ -89,14 +104,10 @@ def unit_gradient(
 ):
     """The gradient of x from that of its unit features."""
     feature = map_channels(x, WIDTH, BLOCK, KIND)
-    norm = _norm(feature, L1)
-    clamped = tl.maximum(norm, EPS)[:, None]
-    along = tl.sum(dy * (feature / clamped), 1)[:, None]
-    direction = feature / clamped
-    if L1:
-        direction = tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
-    along = tl.where((norm >= EPS)[:, None], along, 0.0)
-    return (dy - along * direction) / clamped * differentiate_map(x, KIND)
+    norm = tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
+    unit = feature / norm
+    along = tl.sum(dy * unit, 1)[:, None]
+    return (dy - along * norm_slope(unit, L1)) / norm * differentiate_map(x, KIND)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from longseq.kernels.head_features.triton_features import (
 )
 from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
-# Not measured yet. Numbers of a program's block of one head, and of a warp's.
+# By count, not by time. Numbers of a program's block of one head, and of a warp's: 16 of a thread.
 BLOCK = 2048
 WARP = 512
 
@@ -111,6 +111,8 @@ def _differentiate(ctx, dy):
 map_features.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def map_features_triton(x: Tensor, *, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype) -> Tensor:
+def map_features_triton(
+    x: Tensor, *, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype | None
+) -> Tensor:
     """`map_features` as one kernel, whose gradient is one kernel, too."""
-    return map_features(x, feature_map, {None: 0, "l1": 1, "l2": 2}[norm], float(scale), dtype)
+    return map_features(x, feature_map, {None: 0, "l1": 1, "l2": 2}[norm], float(scale), dtype or x.dtype)

@@ -15,7 +15,8 @@ from longseq.kernels.triton_launch import cdiv, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# Not measured yet. Numbers of A that a program holds where it holds all of them, and else.
+# By count, not by time. Numbers of A that a program holds where it holds all of them, up to 128 x 128, which are 64
+# registers of a thread of eight warps; and else, where it reads rows and columns of A for its symmetric part.
 MATRIX = 16384
 ROWS = 8192
 

@@ -1,56 +1,72 @@
 """The short causal convolution in front of a recurrent mixer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from longseq.kernels.checks import check_tensors
-from longseq.kernels.devices import triton_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    remembered,
-    select,
-    unpacking_reasons,
-)
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
-from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["short_convolution", "short_convolution_step"]
 
 
-def _short_convolution_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    # Imported in the call, because importing this package must not import Triton; an import statement, because
-    # torch.compile follows one.
-    from longseq.kernels.short_convolution.triton_convolution import short_convolution_triton
+def check_convolution(
+    op: str,
+    tensors: Mapping[str, tuple[Tensor | None, str]],
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    reverse: Reverse,
+) -> dict[str, int]:
+    """Raise ValueError for tensors of a convolution that do not fit; return what their letters stand for.
 
-    return short_convolution_triton(*args, **kwargs)
-
-
-register(
-    "short_convolution",
-    Backend("triton", _short_convolution_triton, triton_reasons),
-    Backend("torch", short_convolution_chunk, unpacking_reasons),
-    Backend("reference", short_convolution_reference, loop_reasons),
-)
-
-
-def _short_convolution_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.short_convolution.triton_step import short_convolution_step_triton
-
-    return short_convolution_step_triton(*args, **kwargs)
-
-
-register_steps("short_convolution", short_convolution_step_torch, _short_convolution_step_triton, "W")
+    A weight of three dimensions is that of both directions.
+    """
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError(f"{op}: mask and cu_seqlens are both given; packed sequences have no padding")
+    weight = tensors["weight"][0]
+    assert weight is not None
+    own = weight.dim() == 3
+    sizes = check_tensors(op, tensors, cu_seqlens, mask=mask)
+    if own:
+        check_own_parameters(op, "weight", weight, reverse)
+    check_reverse(op, reverse, 2 if own else sizes["B"], cu_seqlens)
+    return sizes
 
 
+def _check_activation(op: str, activation: str | None, **_: Any) -> None:
+    if activation not in (None, "silu"):
+        raise ValueError(f"{op}: activation is {activation!r}, but must be None or 'silu'")
+
+
+def _judge(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    mask: Tensor | None, activation: str | None, reverse: Reverse, **_: Any,
+) -> Call:  # fmt: skip
+    _check_activation(op, activation)
+    own = weight.dim() == 3
+    sizes = check_convolution(
+        op,
+        {
+            "x": (x, "B T D"),
+            "weight": (weight, "P D W" if own else "D W"),
+            "bias": (bias, "P D" if own else "D"),
+            "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
+        },
+        cu_seqlens,
+        mask,
+        reverse,
+    )
+    dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
+    return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
+
+
+@operation(_judge, triton="triton_convolution", torch=short_convolution_chunk, reference=short_convolution_reference)
 def short_convolution(
     x: Tensor,
     weight: Tensor,
@@ -85,68 +101,14 @@ def short_convolution(
 
     Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
     """
-    run = _choose(x, weight, bias, initial_state, cu_seqlens, mask, activation, reverse, backend)
-    return run(
-        x,
-        weight,
-        bias,
-        activation=activation,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-    )
 
 
-@remembered("short_convolution")
-def _choose(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    mask: Tensor | None, activation: str | None, reverse: Reverse, backend: str,
-) -> Callable[..., Any]:  # fmt: skip
-    _check_activation("short_convolution", activation)
-    own = weight.dim() == 3
-    sizes = check_convolution(
-        "short_convolution",
-        {
-            "x": (x, "B T D"),
-            "weight": (weight, "P D W" if own else "D W"),
-            "bias": (bias, "P D" if own else "D"),
-            "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
-        },
-        cu_seqlens,
-        mask,
-        reverse,
-    )
-    dtype = call_dtype(x, initial_state)
-    mixed = is_mixed(x, weight)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    return select("short_convolution", backend, call)
+_ONE_WAY = Recurrence(
+    {"x": "B T D", "weight": "D W", "bias": "D", "initial_state": "S D W-1"}, values="x", check=_check_activation
+)
 
 
-def check_convolution(
-    op: str,
-    tensors: Mapping[str, tuple[Tensor | None, str]],
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
-) -> dict[str, int]:
-    """Raise ValueError for tensors of a convolution that do not fit; return what their letters stand for.
-
-    A weight of three dimensions is that of both directions.
-    """
-    if mask is not None and cu_seqlens is not None:
-        raise ValueError(f"{op}: mask and cu_seqlens are both given; packed sequences have no padding")
-    weight = tensors["weight"][0]
-    assert weight is not None
-    own = weight.dim() == 3
-    sizes = check_tensors(op, tensors, cu_seqlens, mask=mask)
-    if own:
-        check_own_parameters(op, "weight", weight, reverse)
-    check_reverse(op, reverse, 2 if own else sizes["B"], cu_seqlens)
-    return sizes
-
-
+@step(_ONE_WAY, torch=short_convolution_step_torch, held=("W",))
 def short_convolution_step(
     x: Tensor,
     weight: Tensor,
@@ -163,15 +125,3 @@ def short_convolution_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    _check_activation("short_convolution_step", activation)
-    run = select_step(
-        "short_convolution",
-        backend,
-        {"x": (x, "B D"), "weight": (weight, "D W"), "bias": (bias, "D"), "state": (state, "B D W-1")},
-    )
-    return run(x, weight, state, bias, activation=activation)
-
-
-def _check_activation(op: str, activation: str | None) -> None:
-    if activation not in (None, "silu"):
-        raise ValueError(f"{op}: activation is {activation!r}, but must be None or 'silu'")

@@ -414,25 +414,46 @@ def _init_linear(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
+# Parts of timm's Vision Transformers that this model does not have, by what is in the names of their weights.
+PARTS_ELSEWHERE = {
+    "reg_token": "register tokens",
+    "dist_token": "the distillation token of a distilled DeiT",
+    "head_dist.": "the second head of a distilled DeiT",
+    ".ls1.": "a layer scale",
+    ".gamma_1": "a layer scale",
+    ".q_norm.": "norms of queries and keys",
+    "norm_pre.": "a norm before its blocks",
+    "fc_norm.": "a norm between pooling and head",
+    "attn_pool.": "pooling by attention",
+}
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
     """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
 
     timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.mixers.0.in_proj` and
     `blocks.i.attn.proj` is `blocks.i.mixer.mixers.0.out_proj`. The position of timm's class token joins the token
-    itself, which stands at no place of the grid. A position table of another size is taken for a square grid and
-    interpolated.
+    itself, which stands at no place of the grid.
+
+    A state dict does not tell its grid. Positions as many as the model's patches, or one more, are those of the model's
+    own grid, without or with one for timm's class token; others are taken for a square grid, without or with one, and
+    interpolated. Weights of an oblong grid that the model does not have load into a model of their img_size, which
+    `set_input_size` then changes.
+
+    Raises:
+        ValueError: the positions make no square grid, or the weights have a part for which the model has no place.
     """
     state_dict = state_dict.get("model", state_dict)
     state_dict = dict(state_dict.get("state_dict", state_dict))
+    for mark, part in PARTS_ELSEWHERE.items():
+        if name := next((name for name in state_dict if mark in name), None):
+            raise ValueError(f"the checkpoint has {part} ({name}), for which this model has no place")
     table = state_dict.get("pos_embed")
-    if "reg_token" in state_dict:
-        raise ValueError("the checkpoint has register tokens (reg_token), for which this model has no place")
-    from_timm = any(".attn.qkv." in name for name in state_dict) and "cls_token" in state_dict
-    # timm's first position is the class token's, unless the model was built with no_embed_class.
-    if table is not None and from_timm and math.isqrt(table.shape[1] - 1) ** 2 == table.shape[1] - 1:
-        state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
-        table = table[:, 1:]
     if table is not None:
+        from_timm = any(".attn.qkv." in name for name in state_dict) and "cls_token" in state_dict
+        if from_timm and _has_class_position(table.shape[1], model.patch_embed.num_patches):
+            state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
+            table = table[:, 1:]
         cells = table.shape[1]
         if cells != model.patch_embed.num_patches:
             side = math.isqrt(cells)
@@ -447,6 +468,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     for old, new in renamed:
         state_dict = {name.replace(old, new): value for name, value in state_dict.items()}
     return state_dict
+
+
+def _has_class_position(positions: int, patches: int) -> bool:
+    """Whether the first of timm's positions is the class token's: it has none where built with no_embed_class."""
+    if positions in (patches, patches + 1):
+        return positions > patches
+    return math.isqrt(positions - 1) ** 2 == positions - 1
 
 
 def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: dict[str, Any]) -> ImageBackbone:

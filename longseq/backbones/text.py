@@ -141,13 +141,14 @@ class TextBackbone(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw projections as `nn.Linear` does, and those that write into the residual smaller by sqrt(2 depth).
+        """Draw projections as `nn.Linear` does; those into the residual are divided by the root of their number.
 
         Their deviation follows the width, 1/sqrt(3 d_model); GPT-2's constant 0.02 is that of a width of 833. At one of
         64 it is a third as much, and keys and gates, products of several projections, start too small to learn from:
         after five epochs of data=mqar, Longhorn answers 0.06 right with it, and 0.33 so. Recurrences set the values
         that are theirs.
-        Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual; Mamba (Gu and Dao, 2023) draws as here.
+        Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
+        (Gu and Dao, 2023) draws as here, with depth where they have none.
         """
         for module in self.modules():
             if isinstance(module, nn.Embedding):
@@ -156,11 +157,12 @@ class TextBackbone(nn.Module):
                 module.reset_parameters()
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
         for block in self.blocks:
             block.mixer.init_recurrence()
             for last in (block.mixer.out_proj, getattr(block.mlp, "fc2", None)):
                 if last is not None:
-                    last.weight.data.div_(math.sqrt(2 * len(self.blocks)))
+                    last.weight.data.div_(math.sqrt(branches))
 
     def forward(
         self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | None = None,

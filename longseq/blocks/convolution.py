@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longseq.kernels import convolved_features, short_convolution, short_convolution_step
+from longseq.kernels.dispatch import backend_of_step
 from longseq.kernels.reading import Reverse
-from longseq.kernels.steps import backend_of_step
 
 
 class ShortConvolution(nn.Module):

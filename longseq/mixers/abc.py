@@ -62,6 +62,7 @@ class BoundedMemoryControl(SlotMixer):
             num_heads=num_heads,
             num_slots=num_slots,
             feature_map=feature_map,
+            value_map=feature_map,
             activation=activation,
             scale=scale,
             norm_eps=norm_eps,

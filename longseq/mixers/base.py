@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.recompute import run_again
 from longseq.kernels.checks import check_mask
-from longseq.kernels.dispatch import backend_of_local, is_exporting
-from longseq.kernels.steps import backend_of_step
+from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 
 
 class Mixer(nn.Module):
@@ -41,6 +40,8 @@ class Mixer(nn.Module):
         keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
 
     Attributes:
+        revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
+            of an earlier one are refused (see `check_revisions`).
         recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more
             before it.
     """
@@ -54,6 +55,7 @@ class Mixer(nn.Module):
     growing_state: ClassVar[bool] = False
     keeps_little: ClassVar[bool] = False
 
+    revision: int = 1
     recompute: bool = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).

@@ -38,11 +38,10 @@ class GatedDeltaNet(Mixer):
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
         g = −exp(A_log) softplus(W_a x + dt_bias)
-        S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q) ⊙ SiLU(W_g x))
+        S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x))
 
-    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2. The published code draws
-    exp(A_log) from 0 to 16, here it starts from 1 to 16; and it divides q by √K, which the norm takes back but for its
-    eps.
+    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2. 1/√K is that of the
+    published code, which draws exp(A_log) from 0 to 16; here it starts from 1 to 16.
 
     Args:
         num_heads, head_dim: of the keys; either or neither. By default the largest heads of at most 128 channels that
@@ -51,7 +50,8 @@ class GatedDeltaNet(Mixer):
         expand_v: channels of a head's values relative to those of its keys.
         convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
-        key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
+        key_norm: l2 or l1, with 1e-6 under the root (see `longseq.kernels.head_features`). The delta rule is stable
+            only with keys of norm at most one.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
         dt_min, dt_max: range of the first step sizes softplus(dt_bias).
 
@@ -64,6 +64,7 @@ class GatedDeltaNet(Mixer):
     reads_backwards = True
     reads_pairs = True
     undecayed = ("A_log", "dt_bias")
+    revision = 2  # the first had no 1/√K
 
     def __init__(
         self,
@@ -168,6 +169,7 @@ class GatedDeltaNet(Mixer):
             v,
             beta if real is None else beta * real,
             g=g if real is None else g * real,
+            scale=self.key_dim**-0.5,
             initial_state=memory,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
@@ -186,7 +188,7 @@ class GatedDeltaNet(Mixer):
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
         q, k, v, beta = self._features(mixed, logits)
-        o, memory = delta_rule_step(q, k, v, beta, memory, g=g, backend=self.step_backend)
+        o, memory = delta_rule_step(q, k, v, beta, memory, g=g, scale=self.key_dim**-0.5, backend=self.step_backend)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:

@@ -19,6 +19,8 @@ from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.registry import register
 
+LOWEST_BAND = 1e-4  # of the inputs of filters
+
 
 class HyenaState(NamedTuple):
     """The short convolution's last inputs `[B, (N + 1) d_model, W - 1]` and the long ones' inputs of all tokens so far.
@@ -40,11 +42,12 @@ class Hyena(Mixer):
     starting from z = v. The first of the N convolutions of the definition is the short one, as in the published code,
     and the other N - 1 have implicit filters: a small network of sines of the distance, times an exponential window
 
-        h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbt, sin 2πbt),  t = distance / max_length
+        h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbs, −sin 2πbs)
+        t = distance / (max_length − 1),  s = distance / max_length
 
-    with b = 0 ... filter_bands − 1 and rates α_c spread over the channels, so that the windows fall to 1/100 between
-    `fast_decay` and `slow_decay`. Beyond order 2 they are spread over the channels of all long convolutions, of which
-    the first then has the fast ones. The published code also trains the inputs of f.
+    with b spread from 1e-4 to filter_bands − 1 and rates α_c from slow to fast, so that the windows fall to 1/100
+    between `slow_decay` for the first channel and `fast_decay` for the last. Beyond order 2 the N - 1 filters of a
+    channel have neighbouring rates. The published code also trains the inputs of f.
 
     A token's output depends on the inputs of all tokens before it, so the state keeps them all and grows, and a step
     takes time in proportion to their number.
@@ -52,13 +55,13 @@ class Hyena(Mixer):
     Args:
         order: N.
         convolution_width: taps of the short convolution.
-        max_length: the distance that counts as t = 1. It is a constant and not the length of the input, so that a
-            filter is the same for a sequence, for a part of it and for one token; longer sequences are accepted, with
-            filters continued beyond t = 1. By default the context length of the paper's language models.
+        max_length: tokens over which t runs from 0 to 1, at least 2. It is a constant and not the length of the input,
+            so that a filter is the same for a sequence, for a part of it and for one token; longer sequences are
+            accepted, with filters continued beyond t = 1. By default the context length of the paper's language models.
         filter_width, filter_depth: channels and linear layers of the network f.
         filter_bands: frequencies of its input.
         sine_frequency: initial factor, learned for each channel, in the sine that follows each of its hidden layers.
-        fast_decay, slow_decay: where, in t, the window of the first channel and that of the last fall to 1/100.
+        fast_decay, slow_decay: where, in t, the window of the last channel and that of the first fall to 1/100.
         window_bias: what the windows do not fall below; 0 in the published configuration for The Pile.
 
     Source: Hyena Hierarchy: Towards Larger Convolutional Language Models (Poli et al., 2023), section 3; the sizes of f
@@ -69,6 +72,7 @@ class Hyena(Mixer):
     operations = ("short_convolution",)
     reads_backwards = True
     growing_state = True
+    revision = 2  # the first had fast windows first, b from 0 on, sin for −sin and t = s
 
     def __init__(
         self,
@@ -89,8 +93,8 @@ class Hyena(Mixer):
         super().__init__(d_model, backend=backend)
         if order < 2:
             raise ValueError(f"order={order}: the first long convolution comes with order 2")
-        if max_length < 1:
-            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 1")
+        if max_length < 2:
+            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 2")
         self.order = order
         self.max_length = max_length
         self.in_proj = nn.Linear(d_model, (order + 1) * d_model)
@@ -159,8 +163,9 @@ class Hyena(Mixer):
         """
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
-        filters = self.filter(length, self.max_length, at_least_float32(z).dtype).chunk(self.order - 1, dim=-1)
-        skips = self.filter.skip.chunk(self.order - 1)
+        # The filters of a channel, one for each of its convolutions, stand side by side.
+        filters = self.filter(length, self.max_length, at_least_float32(z).dtype).unflatten(-1, (self.d_model, -1))
+        skips = self.filter.skip.unflatten(-1, (self.d_model, -1)).unbind(-1)
         inputs = []
         for index, gate in enumerate(reversed(gates[1:])):
             own = gate * z
@@ -169,7 +174,7 @@ class Hyena(Mixer):
                 row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
                 row = move(own, place, row)
             inputs.append(row)
-            z = long_convolution(row, filters[index], reverse)
+            z = long_convolution(row, filters[..., index], reverse)
             if place is not None:
                 z = pick(z, place)
             z = (z + skips[index] * own).to(own.dtype)
@@ -241,9 +246,11 @@ class ImplicitFilter(nn.Module):
         """Evaluate the filters at the distances 0 ... `length` - 1."""
         wide = dtype if self.skip.device.type == "mps" else torch.float64  # which mps does not have
         with without_autocast(self.skip):
-            time = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1) / max_length
-            angle = 2 * math.pi * time * torch.arange(self.bands, device=time.device, dtype=wide)
-            h = torch.cat([time, angle.cos(), angle.sin()], dim=-1)
+            distance = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1)
+            time = distance / (max_length - 1)
+            bands = torch.linspace(LOWEST_BAND, self.bands - 1, self.bands, device=time.device, dtype=wide)
+            angle = 2 * math.pi * (distance / max_length) * bands
+            h = torch.cat([time, angle.cos(), -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:
                 h = torch.sin(self.frequency.to(wide) * _apply(layer, h))
@@ -251,9 +258,9 @@ class ImplicitFilter(nn.Module):
             return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
 
     def _rates(self, time: Tensor) -> Tensor:
-        """α of each channel, the fast ones first."""
+        """α of each channel, the slow ones first."""
         fast, slow = (math.log(100) / decay for decay in self.decays)
-        return torch.linspace(fast, slow, self.channels, device=time.device, dtype=time.dtype)
+        return torch.linspace(slow, fast, self.channels, device=time.device, dtype=time.dtype)
 
     def flops(self, length: int) -> int:
         """Count the floating-point operations of the network at so many distances."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
 from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
@@ -83,7 +84,7 @@ class Mamba(SelectiveMixer):
         y, final = selective_scan(
             x,
             step if mask is None else step * mask.unsqueeze(-1),
-            -A_log.exp(),
+            _rates(A_log),
             key,
             query,
             initial_state=memory,
@@ -95,9 +96,14 @@ class Mamba(SelectiveMixer):
         return y, final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        delta, A = step_size(rate, self.rate_bias), -self.A_log.exp()
-        return selective_scan_step(x, delta, A, key, query, memory, backend=self.step_backend)
+        delta = step_size(rate, self.rate_bias)
+        return selective_scan_step(x, delta, _rates(self.A_log), key, query, memory, backend=self.step_backend)
 
     def _saturation(self, step: Tensor, mask: Tensor | None) -> Tensor:
         # One column of A at a time: the decays of all of them are as many as the states of all tokens.
-        return torch.stack([saturation((step * a).exp(), mask) for a in (-self.A_log.exp()).unbind(-1)]).mean()
+        return torch.stack([saturation((step * a).exp(), mask) for a in _rates(self.A_log).unbind(-1)]).mean()
+
+
+def _rates(A_log: Tensor) -> Tensor:
+    """A = −exp(A_log), in float32 at least: bfloat16 would round the rates of decay by up to 0.4 %."""
+    return -at_least_float32(A_log).exp()

@@ -18,6 +18,7 @@ from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 
 DECAY_EXPONENT = 8.0
+TAP_DEVIATION = 0.1  # of the sum of the initial taps
 
 
 class RGLRUState(NamedTuple):
@@ -35,8 +36,11 @@ class RGLRU(Mixer):
         log a = −8 softplus(Λ) r;   h ← a h + sqrt(1 − a²) (i x);   y = W_out (h GELU(z))
 
     I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, one block a
-    head. a starts between 0.9 and 0.999 where r = 1, spread evenly, as the paper has it; in the published code it is
-    a^(1/8) that starts there, and a sequence's first token is not multiplied by the root.
+    head. GELU is the approximation by tanh, as in the published code. So are the initial taps of the convolution, of
+    deviation 0.1 / sqrt(convolution_width), and those of W_a and W_x, one over the root of a block's width, as in the
+    paper (transformers' RecurrentGemma draws these a tenth as large). a starts between 0.9 and 0.999 where r = 1,
+    spread evenly, as the paper has it; in the published code it is a^(1/8) that starts there, and a sequence's first
+    token is not multiplied by the root.
 
     Args:
         width: I; by default the multiple of num_heads next to 4/3 d_model.
@@ -52,6 +56,7 @@ class RGLRU(Mixer):
     reads_backwards = True
     reads_pairs = True
     undecayed = ("decay", "gate_bias")
+    revision = 2  # the first had the exact GELU
 
     def __init__(
         self,
@@ -80,6 +85,9 @@ class RGLRU(Mixer):
     def init_recurrence(self) -> None:
         decay = torch.empty_like(self.decay).uniform_(0.9, 0.999)
         self.decay.copy_(torch.expm1(-decay.log() / DECAY_EXPONENT).log())  # the inverse of softplus
+        self.convolution.weight.normal_(std=TAP_DEVIATION * self.convolution.width**-0.5)
+        assert self.convolution.bias is not None
+        self.convolution.bias.zero_()
         self.gate_weight.normal_(std=self.head_dim**-0.5)
         self.gate_bias.zero_()
 
@@ -161,7 +169,7 @@ class RGLRU(Mixer):
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _gate(self, h: Tensor, branch: Tensor) -> Tensor:
-        return h.flatten(-2).to(branch.dtype) * functional.gelu(branch)
+        return h.flatten(-2).to(branch.dtype) * functional.gelu(branch, approximate="tanh")
 
     def scan_flops(self, tokens: int) -> int:
         gates = 2 * self.gate_weight.numel()

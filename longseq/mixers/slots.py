@@ -36,11 +36,11 @@ class SlotState(NamedTuple):
 class SlotMixer(Mixer):
     """Frame of GSA and ABC: attention to M slots, which a subclass says how to write.
 
-        q, k, v = φ(W x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
+        q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not one head. `gate_width` is how many channels of the input projection the gates
-    read. The options are those of the mixers.
+    The norm is over all channels, not one head. `value_map` is ψ, and `gate_width` how many channels of the input
+    projection the gates read. The options are those of the mixers.
     """
 
     reads_backwards: ClassVar[bool] = True
@@ -54,6 +54,7 @@ class SlotMixer(Mixer):
         num_heads: int,
         num_slots: int,
         feature_map: str,
+        value_map: str,
         activation: str,
         scale: float,
         norm_eps: float,
@@ -69,6 +70,7 @@ class SlotMixer(Mixer):
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, None, preferred=1)
         self.num_slots = num_slots
         self.feature_map = feature_map
+        self.value_map = value_map
         self.activation = activation
         self.scale = scale
         self.gate_width = gate_width
@@ -160,10 +162,10 @@ class SlotMixer(Mixer):
         return SlotState(slots, slots.clone(), None)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mixed, logits = projected.split([3 * self.d_model, self.gate_width], dim=-1)
-        mixed = FEATURE_MAPS[self.feature_map](mixed)
-        q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        return q, k, v, at_least_float32(logits)
+        mixed, v, logits = projected.split([2 * self.d_model, self.d_model, self.gate_width], dim=-1)
+        mixed, v = FEATURE_MAPS[self.feature_map](mixed), FEATURE_MAPS[self.value_map](v)
+        q, k = mixed.unflatten(-1, (2 * self.num_heads, self.head_dim)).chunk(2, dim=-2)
+        return q, k, v.unflatten(-1, (self.num_heads, self.head_dim)), at_least_float32(logits)
 
     def _read_out(self, o: Tensor) -> Tensor:
         return self.norm(functional.silu(o.flatten(-2)))

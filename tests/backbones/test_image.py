@@ -114,6 +114,47 @@ def test_weights_of_timm_load_through_timm_at_another_size_with_other_classes(tm
         assert (ours.forward_features(x) - vit.forward_features(x)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("no_embed_class", [False, True])
+@pytest.mark.parametrize(
+    ("img_size", "target"),
+    [((80, 160), (80, 160)), ((96, 160), (96, 160)), ((64, 64), (64, 64)), ((64, 64), (48, 96)), ((64, 64), (96, 96))],
+)
+def test_weights_of_timm_load_on_their_own_grid_and_from_a_square_one(img_size, target, no_embed_class):
+    """5 x 10 patches are 7 x 7 and a class token; 6 x 10 and a class token are no square."""
+    options = {"depth": 1, "embed_dim": 48, "num_classes": 7}
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=img_size, num_heads=3, no_embed_class=no_embed_class, **options
+    )
+    vit = randomised(vit)
+    ours = timm.create_model(
+        "longseq_vit_tiny_patch16_224", mixer="attention", mixer_options={"num_heads": 3}, img_size=target, **options
+    ).eval()
+    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
+    vit.set_input_size(img_size=target)
+    x = images(*target)
+    with torch.no_grad():
+        assert (ours(x) - vit(x)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("deit_tiny_distilled_patch16_224", {}, r"distillation token of a distilled DeiT \(dist_token\)"),
+        ("vit_tiny_patch16_224", {"init_values": 1e-5}, r"a layer scale \(blocks.0.ls1.gamma\)"),
+        ("vit_tiny_patch16_224", {"reg_tokens": 4}, r"register tokens \(reg_token\)"),
+        ("vit_tiny_patch16_224", {"qk_norm": True}, r"norms of queries and keys \(blocks.0.attn.q_norm.weight\)"),
+        ("vit_tiny_patch16_224", {"pre_norm": True}, r"a norm before its blocks \(norm_pre.weight\)"),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "fc_norm": True}, r"between pooling and head \(fc_norm."),
+        ("vit_tiny_patch16_224", {"global_pool": "map", "class_token": False}, r"pooling by attention \(attn_pool"),
+    ],
+)
+def test_weights_with_parts_that_have_no_place_are_refused_by_their_name(name, options, message):
+    vit = timm.create_model(name, depth=1, **options)
+    ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention", depth=1)
+    with pytest.raises(ValueError, match=message + ".*, for which this model has no place"):
+        checkpoint_filter_fn(vit.state_dict(), ours)
+
+
 @pytest.mark.parametrize("options", [{}, {"direction": "cross"}, {"class_token": "none", "global_pool": "avg"}])
 def test_our_own_weights_load_at_another_size(options):
     source, target = tiny(**options), tiny(img_size=(64, 64), **options)

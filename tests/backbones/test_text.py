@@ -155,6 +155,15 @@ def test_generation_refuses_what_makes_no_sense(option: dict[str, Any]) -> None:
         make().generate(**{"prompt": make_tokens(1), "max_new_tokens": 1, **option})
 
 
+@pytest.mark.parametrize(("mlp", "branches"), [(None, 3), ("gelu", 6), ("swiglu", 6)])
+def test_layers_into_the_residual_start_smaller_by_the_root_of_their_number(mlp: str | None, branches: int) -> None:
+    model = TextBackbone(vocab_size=VOCABULARY, d_model=64, depth=3, mixer="longhorn", mlp=mlp)
+    for block in model.blocks:
+        for last in (block.mixer.out_proj, *(() if mlp is None else (block.mlp.fc2,))):
+            bound = (last.in_features * branches) ** -0.5  # of the uniform distribution of nn.Linear
+            assert 0.97 * bound < last.weight.abs().max() <= bound
+
+
 def test_tied_embeddings_are_the_head() -> None:
     tied, free = make(), make(tie_embeddings=False)
     assert sum(p.numel() for p in free.parameters()) - sum(p.numel() for p in tied.parameters()) == VOCABULARY * 32

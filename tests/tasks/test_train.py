@@ -185,6 +185,19 @@ def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
         train.run(tiny("recipe.epochs=1", "recipe.learning_rate=0.5", f"resume={path}"))
 
 
+def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp_path):
+    train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    contents = read(path)
+    contents["mixer_revisions"] = dict.fromkeys(contents["mixer_revisions"], 0)
+    torch.save(contents, path)
+    (tmp_path / "run" / "metrics.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"resume: the checkpoint cannot be continued: its .* are of revision 0, and this"
+    ):
+        train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
+
+
 def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
     value = train.run(tiny("recipe.epochs=1"))
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from longseq import mixers
 from longseq.mixers import Mixer
 from longseq.tasks.checkpoint import load, sha256
 
@@ -64,6 +65,22 @@ def test_recompute_was_a_switch_once(checkpoint: Path, tmp_path: Path, switch: b
     x = torch.randn(3, 1, 8, 8)
     assert torch.equal(backbone(x), load(checkpoint).backbone(x))
     assert {module.recompute for module in backbone.modules() if isinstance(module, Mixer)} == {switch}
+
+
+def test_layers_that_compute_something_else_by_now_are_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch.load(checkpoint, weights_only=True)["mixer_revisions"] == {"attention": 1}
+    before = change(checkpoint, tmp_path / "before.ckpt", lambda contents: contents.pop("mixer_revisions"))
+    assert load(before).task_name == "image"  # attention is what it was
+    monkeypatch.setattr(mixers.get("attention"), "revision", 2)
+    for path in (before, checkpoint):
+        with pytest.raises(
+            ValueError, match=r"its attention layers are of revision 1, .* computes revision 2"
+        ) as raised:
+            load(path, key="init")
+        assert str(raised.value).startswith(f"init={path}: ")
+        assert "\n" not in str(raised.value)
 
 
 def test_pretrained_weights_are_not_fetched_again(

@@ -193,8 +193,8 @@ class _Llama(nn.Module):
             num_attention_heads=max(1, width // 64),
             max_position_embeddings=max(text["lengths"]) + text["new_tokens"],
             tie_word_embeddings=True,
-            attn_implementation="sdpa",
         )
+        config._attn_implementation = "sdpa"  # an argument of the constructor that its signature does not have
         self.model = LlamaForCausalLM(config)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Any]:

@@ -1,0 +1,152 @@
+"""The scripts of benchmarks/: runs that continue, images that are those of the command, tables that are their rows'."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from longseq.tasks import assemble
+from longseq.tasks.image import data
+from longseq.tasks.image.datasets import TrainingBatches
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+    def find(name: str) -> ModuleType:
+        return __import__(name)
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """CIFAR-10 with noise for images: three of each of two classes for training, one for the test."""
+    root = tmp_path_factory.mktemp("cifar10")
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 3), ("val", 1)):
+        for name in ("cat", "dog"):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256, (32, 32, 3), np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+def training_batches(script, root: Path) -> TrainingBatches:
+    words = ("experiment=image/cifar10", f"data.root={root}", "data.val_fraction=0.34", "recipe.batch_size=2")
+    config = script("cifar10").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
+    return assemble.build_datamodule(config).train_dataloader().dataset
+
+
+def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(script, folder, tmp_path, monkeypatch):
+    cifar10_data = script("cifar10_data")
+    monkeypatch.setattr(cifar10_data, "ACROSS", 2)
+    cifar10_data.pack(str(folder), tmp_path / "pictures")
+    cifar10_data.unpack([tmp_path / "pictures"], tmp_path / "file.npz")
+    from_folder = training_batches(script, folder)
+    monkeypatch.setattr(data, "cifar10", data.cifar10)
+    script("entry").read_cifar10_from(str(tmp_path / "file.npz"))
+    from_file = training_batches(script, tmp_path / "file.npz")
+    assert from_file.split.source.class_names == ["cat", "dog"]
+    assert np.array_equal(from_file.split.indices, from_folder.split.indices)
+    draws = [script("entry").Draw(position, 0, 1) for position in range(len(from_file))]
+    for of_file, of_folder in zip(from_file[draws][:2], from_folder[draws][:2], strict=True):
+        assert torch.equal(of_file, of_folder)
+    picture = tmp_path / "pictures" / "cifar10_0.webp"
+    changed = np.array(Image.open(picture))
+    changed[0, 0, 0] ^= 1
+    Image.fromarray(changed).save(picture, lossless=True)
+    with pytest.raises(ValueError, match="not those that were packed"):
+        cifar10_data.unpack([tmp_path / "pictures"], tmp_path / "file.npz")
+
+
+def test_augmented_images_of_the_files_are_those_of_the_command(script, folder, tmp_path, monkeypatch):
+    entry = script("entry")
+    batches = training_batches(script, folder)
+    for epoch in (0, 1):
+        entry.augment(batches, tmp_path, epoch)
+    monkeypatch.setattr(data, "TrainingBatches", TrainingBatches)
+    entry.read_augmented_from(str(tmp_path))
+    read = training_batches(script, folder)
+    assert isinstance(read, entry.AugmentedBatches)
+    seen = []
+    for epoch in (0, 1):
+        draws = [entry.Draw(position, 0, epoch) for position in (2, 0)]
+        seen.append(read[draws].images)
+        assert torch.equal(read[draws].images, batches[draws].images)
+        assert torch.equal(read[draws].targets, batches[draws].targets)
+    assert not torch.equal(*seen)
+
+
+def test_weights_move_by_one_unit_in_the_last_place_and_each_draw_is_another(script):
+    entry = script("entry")
+    models = [entry.move_by_one_unit(torch.nn.Linear(50, 50), draw) for draw in (0, 1) if torch.manual_seed(0)]
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(50, 50).weight
+    for model in models:
+        assert torch.equal((model.weight.view(torch.int32) - plain.view(torch.int32)).abs(), torch.ones(50, 50).int())
+    assert not torch.equal(models[0].weight, models[1].weight)
+
+
+# Stands for `longseq train`: a run that is stopped once, where its words ask for that, and continues.
+STAND_IN = """
+import json, pathlib, sys, time
+words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+folder = pathlib.Path(words["hydra.run.dir"])
+if "fails" in words:
+    sys.exit("longseq: error: no such thing")
+if "waits" in words and not (folder / "checkpoint").exists():
+    (folder / "checkpoint").touch()
+    time.sleep(60)
+metrics = {"parameters": 5, "epochs": 1, "seconds": 2.0, "val/top1": 0.5, "test/top1": int(words["seed"]) / 10}
+(folder / "metrics.json").write_text(json.dumps(metrics))
+"""
+
+
+def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_path, monkeypatch, capsys):
+    trainings = script("trainings")
+    (tmp_path / "entry.py").write_text(STAND_IN)
+    monkeypatch.setattr(trainings, "ENTRY", tmp_path / "entry.py")
+    monkeypatch.setenv("GIT_COMMIT", "abcdef0 2026-01-01T00:00:00+00:00")
+    rows = [trainings.Row("a", ("mixer=a",)), trainings.Row("b", ("waits=1",)), trainings.Row("c", ("fails=1",))]
+
+    def run(*words: str) -> tuple[int, str]:
+        given = [f"output={tmp_path / 'table.json'}", f"work={tmp_path / 'runs'}", *words]
+        options = trainings.read_options(given, "table", ["a", "b", "c"], seeds=2, jobs=2)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            code = trainings.run_table(rows, {"what": "runs"}, options, gpus=0)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return code, capsys.readouterr().out
+
+    monkeypatch.setattr(trainings, "GRACE", 0.5)
+    code, told = run("rows=a,b", "seconds=3", "seeds=3,1")
+    assert code == 0
+    assert "2 runs are left: the same command continues" in told
+    assert "4 runs, 2 of them in" in run("rows=a,b", "seeds=3,1")[1]
+    first, second = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert (first["model"], first["test_top1"]) == ("a", {"1": 0.1, "3": 0.3})
+    assert (second["model"], second["test_top1"]) == ("b", {"1": 0.1, "3": 0.3})
+    assert first["measured"]["commit"].startswith("abcdef0")
+    assert "4 runs, 4 of them in" in run("rows=a,b", "seeds=3,1")[1]
+    code, told = run("rows=c", "seeds=1")
+    assert code == 1
+    assert "c, seed 1, ended with exit code 1: longseq: error: no such thing" in told
+    with pytest.raises(ValueError, match=r"^rows=d: choose from a, b, c$"):
+        run("rows=d")
+    monkeypatch.setenv("GIT_COMMIT", "1234567 2026-01-02T00:00:00+00:00")
+    with pytest.raises(ValueError, match=r"has runs of another commit: name another file$"):
+        run("rows=a")
