@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from timm.data.readers.img_extensions import get_img_extensions, set_img_extensions
@@ -149,6 +149,17 @@ class TarImages(ReaderImageInTar):
                 shown = np.array([not _is_below_hidden(sample[0].path) for sample in self.samples])
         self.samples, self.targets = self.samples[shown], self.targets[shown]
         self.passed_over = self._others()
+        self._opened_by: int | None = None
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        # A forked process shares the position in the files that the one before it has opened.
+        if self._opened_by != os.getpid():
+            for state in [self.tar_state] if self.root_is_tar else self.tar_state.values():
+                state.reset()
+                for child in state.children.values():
+                    child.reset()
+            self._opened_by = os.getpid()
+        return super().__getitem__(index)
 
     def _others(self) -> list[PassedOver]:
         archives = [Path(self.root)] if Path(self.root).is_file() else sorted(Path(self.root).glob("*.tar"))

@@ -391,7 +391,6 @@ def open_stream(
             num_samples=num_samples,
             seed=seed,
             class_map=_plain(class_map),
-            input_img_mode="",  # timm would clip 16 bits
             **_stream_options(source),
         )
     except Exception as error:
@@ -401,11 +400,14 @@ def open_stream(
 
 
 def _stream_options(source: str) -> dict[str, str]:
-    """WebDataset: the endings of an image among the files of a sample; the first is also timm's name for it."""
+    """Have timm leave images in their own mode, for it clips 16 bits, and take every ending of an image."""
+    if source.lower().startswith("tfds/"):
+        return {}  # decoded by TensorFlow, to 8 bits
     if not source.lower().startswith("wds/"):
-        return {}
+        return {"input_img_mode": ""}
+    # The first ending is also timm's name for the image of a sample.
     endings = {ending.removeprefix(".") for ending in image_endings()} - {"jpg"}
-    return {"input_key": ";".join(["jpg", *sorted(endings)])}
+    return {"input_img_mode": "", "input_key": ";".join(["jpg", *sorted(endings)])}
 
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import shutil
 import struct
 import tarfile
@@ -212,6 +213,23 @@ def test_every_ending_is_trained_on_and_the_rest_is_counted_and_named(kind, tmp_
     assert "1 without an ending" in line
     assert "dark/notes.txt" in line
     return check_shades(module, 12)
+
+
+def test_tar_files_that_were_read_before_workers_start(tmp_path):
+    root = write_mixed(tmp_path / "images")
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(root / "train", arcname=".")
+    source = open_folder(tmp_path / "all.tar", val_fraction=0.34)._splits.train.source
+    source.read(0)
+    file = source.reader.tar_state.tf.fileobj.fileno()
+    position = os.lseek(file, 0, os.SEEK_CUR)
+    child = os.fork()
+    if child == 0:
+        for index in range(len(source)):
+            source.read(index)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.lseek(file, 0, os.SEEK_CUR) == position
 
 
 def test_images_without_a_class_are_passed_over_by_name(tmp_path, caplog):
