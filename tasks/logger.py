@@ -34,7 +34,8 @@ class RunLogger(TensorBoardLogger):
     @rank_zero_only
     def close(self) -> None:
         """End the file and the thread that writes it; for the end of a run, of which a process may train several."""
-        self.experiment.close()
+        if self._experiment is not None:
+            self._experiment.close()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -95,8 +95,8 @@ def draw_predictions(
     draw = ImageDraw.Draw(canvas)
     for i, image in enumerate(pixels):
         left, top = (i % columns) * (side + 4) + 2, (i // columns) * (side + caption + 4) + 2
-        filter = Image.Resampling.NEAREST if side >= image.shape[-1] else Image.Resampling.BOX
-        tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), filter)
+        resampling = Image.Resampling.NEAREST if side >= image.shape[-1] else Image.Resampling.BOX
+        tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), resampling)
         canvas.paste(tile, (left, top))
         right = predicted[i] == true[i]
         text = class_names[predicted[i]] if right else f"{class_names[predicted[i]]} (is {class_names[true[i]]})"
