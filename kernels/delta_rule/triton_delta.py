@@ -24,6 +24,7 @@ from longseq.kernels.delta_rule.triton_forward import advance, find_largest, pre
 from longseq.kernels.delta_rule.triton_segments import connect, summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     PREPARED,
     ROW,
@@ -35,6 +36,7 @@ from longseq.kernels.triton_launch import (
     count_sequences,
     count_slots,
     fit_launches,
+    launch_options,
     sequence_of_slots,
     strides,
 )
@@ -202,15 +204,14 @@ def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: in
     """How many chunks of one of so many rows of the batch make a segment of time; 0: none are cut.
 
     `lanes` programs walk through a sequence side by side. Packed sequences are cut as the one that they lie in, unless
-    there are enough of them. By comparisons where sizes may be symbols of torch.compile.
+    there are enough of them.
     """
-    most = programs // (batch * lanes)
-    if most < FEWEST_SEGMENTS or sequences * lanes > programs or chunks < FEWEST_CHUNKS:
+    if sequences * lanes > programs:
         return 0
-    span = SHORTEST_SEGMENT
-    while 2 * span * span < chunks:  # `connect` walks through segments as the others do through chunks
-        span *= 2
-    return max(span, cdiv(chunks, most))
+    shortest = SHORTEST_SEGMENT
+    while 2 * shortest * shortest < chunks:  # `connect` walks through segments as the others do through chunks
+        shortest *= 2
+    return find_span(chunks, batch * lanes, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
 
 def _constants(plan: _Plan, key_dim: int, value_dim: int, packed: bool) -> dict[str, object]:
@@ -243,7 +244,7 @@ def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
         values, state, largest, tokens, heads, batch * tokens, programs, 0 if state is None else state.numel(),
         *strides(values), WIDTH=width, HAS_STATE=state is not None,
         EVEN=batch == 1 or values.stride(0) == tokens * values.stride(1),
-        ROWS=LARGEST_ROWS, BLOCK=block_width(width), num_warps=8,
+        ROWS=LARGEST_ROWS, BLOCK=block_width(width), **launch_options(8),
     )  # fmt: skip
     return largest
 

@@ -695,7 +695,6 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
 def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch, op):
     from longseq.kernels.diagonal_scan import triton_scan as kernels
 
-    monkeypatch.setattr(kernels, "FEWEST_WARPS", 0)
     monkeypatch.setattr(kernels, "WARPS", 0)
     inputs = make_inputs(op, batch=1, tokens=21, sizes={"N": 5})
     exact = gradients(inputs, backend="reference")
@@ -1259,7 +1258,6 @@ def test_least_squares_from_a_state_backwards_on_the_gpu(op, reading, dtype):
 def test_diagonal_scans_of_more_warps_than_run_at_once_on_the_gpu(monkeypatch, op, dtype):
     from longseq.kernels.diagonal_scan import triton_scan as kernels
 
-    monkeypatch.setattr(kernels, "FEWEST_WARPS", 0)
     monkeypatch.setattr(kernels, "WARPS", 0)
     assert_accurate_in_every_run(*gpu_arguments(op, 2, 197, 384, 16, dtype), dtype)
 
