@@ -23,6 +23,9 @@ def triton_reasons(call: Call) -> list[str]:
     reasons = []
     if not TRITON_IS_INSTALLED:
         reasons.append("Triton is not installed (pip install triton)")
+    if call.device.type == "cuda" and torch.version.hip is not None and not is_emulated():
+        # Its GPUs call themselves cuda. Triton has neither maxnreg for them nor the three TF32 products of float32.
+        reasons.append("it runs on NVIDIA GPUs, and this torch is built for AMD's (use backend='torch')")
     if call.device.type != "cuda" and not is_emulated():
         reasons.append(f"it runs on a CUDA device, not on {call.device.type} (TRITON_INTERPRET=1 emulates one, slowly)")
     if call.dtype == torch.float64:

@@ -18,6 +18,15 @@ ROOMY = SHARED_MEMORY // 2  # GPUs with less take fewer stages
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+def launch_options(warps: int, **others: int | None) -> dict[str, Any]:
+    """What Triton itself is told of any launch; the keyword arguments of all launches come from here.
+
+    A product and the sum that takes it are one instruction with one rounding, as they were when the kernels were
+    measured. Triton has done so by default, and will not from 3.10 on.
+    """
+    return {"num_warps": warps, **others, "enable_fp_fusion": True}
+
+
 class Launch(NamedTuple):
     """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest.
 
@@ -34,9 +43,9 @@ class Launch(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
     @property
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, Any]:
         """What Triton itself is told."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return launch_options(self.warps, num_stages=self.stages, maxnreg=self.registers)
 
     def find_fault(self, kernel: str) -> str | None:
         """Why no kernel can be launched so; what else is wrong with it, its compilation shows."""

@@ -15,6 +15,7 @@ from PIL import Image
 from longseq.tasks import assemble
 from longseq.tasks.image import data
 from longseq.tasks.image.datasets import TrainingBatches
+from longseq.tools.benchmark.work import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,3 +151,72 @@ def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_pa
     monkeypatch.setenv("GIT_COMMIT", "1234567 2026-01-02T00:00:00+00:00")
     with pytest.raises(ValueError, match=r"has runs of another commit: name another file$"):
         run("rows=a")
+
+
+def test_first_calls_are_timed_of_operations_and_of_models(script, monkeypatch):
+    first_calls = script("first_calls")
+    assert first_calls.time_call(TINY[0], torch.device("cpu")) >= 0.0
+    language = [*first_calls.LANGUAGE, "text.mixers=[linear_attention]", "text.d_model=16", "text.depth=1"]
+    language += ["text.vocabulary=50", "text.lengths=[8]", "text.step_tokens=8", "seconds=0.01", "device=cpu"]
+    assert first_calls.time_call(language, torch.device("cpu")) >= 0.0
+    assert len(first_calls.CALLS) == 10
+
+
+def test_a_step_is_taken_apart(script, monkeypatch):
+    image_steps = script("image_steps")
+    x = torch.randn(4, 4)
+    row = image_steps.take_apart(lambda: x @ x, torch.device("cpu"))
+    assert min(row["step_ms"], row["host_ms"]) >= 0
+    assert row["kernels_ms"] == row["launches"] == 0  # the kernels of a GPU alone
+    monkeypatch.setattr(image_steps, "take_apart", lambda step, _: {"found": step()})
+    words = ["image.models=[longseq_vit_tiny_patch16_224]", "image.mixers=[linear_attention]", "image.peers=[]"]
+    (row,) = image_steps.measure([*words, "image.sizes=[[16,1]]", "image.classes=2"], torch.device("cpu"))
+    assert row == {"model": words[0][14:-1], "mixer": "linear_attention", "pixels": 16, "batch": 1, "found": None}
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("page", ["benchmarks/README.md", "README.md"])
+def test_tables_are_those_of_the_rows(script, page):
+    table = script("table")
+    assert (ROOT / page).read_text() == table.PAGES[ROOT / page](), "run python benchmarks/table.py"
+
+
+def test_every_row_says_what_it_was_measured_on(script):
+    for file in sorted((ROOT / "benchmarks").glob("*.json")):
+        if file.stem == "changes":
+            continue
+        result = json.loads(file.read_text())
+        assert "..." not in result["command"], f"{file.name}: a command that cannot be run"
+        for row in result["rows"]:
+            measured = row["measured"]
+            assert ("commit" in measured) != ("recorded" in measured), f"{file.name}: {row}"
+            assert measured["date"], f"{file.name}: {row}"
+            assert "torch" in measured["versions"], f"{file.name}: {row}"
+            # Rows from before commits were kept tell the GPU or the processor; those since, the processor always.
+            assert measured.get("processor") or ("recorded" in measured and measured["gpu"]), f"{file.name}: {row}"
+
+
+def test_a_row_is_older_than_a_later_change_of_its_mixer_alone(script, monkeypatch):
+    table = script("table")
+    change = {"what": "a mend", "commit": "b", "date": "2026-01-02T00:00:00+00:00", "moves": ["accuracy"]}
+    monkeypatch.setattr(table, "changes", lambda: [{**change, "names": ["deltanet"]}])
+
+    def later(kind: str = "accuracy", day: str = "2026-01-01", **row: str) -> list[int]:
+        return table.find_later_changes({**row, "measured": {"commit": f"a {day}T00:00:00+00:00"}}, kind)
+
+    assert later(mixer="deltanet convolution_width=0") == [1]
+    assert later(model="deltanet with a wide MLP", kind="accuracy and speed") == [1]
+    assert later(model="longseq_vit_tiny_patch16_224", mixer="deltanet") == [1]
+    assert later(mixer="deltanet", kind="speed") == []
+    assert later(mixer="deltanet", day="2026-01-03") == []
+    assert later(mixer="gated_deltanet") == []
+    assert later(op="deltanet", implementation="fla") == []
+
+
+def test_parameters_say_when_they_are_not_those_of_attention(script):
+    table = script("table")
+    assert table.millions(3_582_922, 3_582_922) == "3.58M"
+    assert table.millions(3_650_000, 3_582_922) == "3.65M"
+    assert table.millions(394_920_960, 336_479_232) == "395M (+17 %)"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block, and of a warp's; programs of the gradient at most, each of which
 # walks through blocks a whole grid apart and adds up the gradients of weight and bias.
@@ -121,7 +121,7 @@ def _blocks(width: int, readings: int) -> dict[str, int]:
     """Rows and columns of a program's block, of so many readings at a time, and its warps."""
     columns = next_power_of_2(width)
     rows = max(1, BLOCK // (columns * readings))
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
+    return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(readings * rows * columns // WARP, 1), 8))}
 
 
 @lru_cache(PREPARED)

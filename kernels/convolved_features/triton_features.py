@@ -39,7 +39,7 @@ from longseq.kernels.short_convolution.triton_convolution import (
     short_convolution_triton,
     zeros_of_taps,
 )
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 
 # Measured on an H200. Channels of a program's block for each warp, tokens whose loads are issued together, by readings,
 # and the programs that rows are cut into stretches for; backward writes and reads partial sums of each.
@@ -378,7 +378,7 @@ def _prepare(
         convolve_features if kernel == "forward" else differentiate_convolved, device, tiles * over_c,
         (batch, tokens, *numbers, stretch),
         H=heads, K=key_dim, V=value_dim, WIDTH=width, EPS=EPS, **constants, GROUP=group, BLOCK_K=block_k,
-        UNROLL=unroll, STRENGTHS=STRENGTHS, num_warps=_warps(group * block_k, width),
+        UNROLL=unroll, STRENGTHS=STRENGTHS, **launch_options(_warps(group * block_k, width)),
     )  # fmt: skip
     return launch, tiles
 

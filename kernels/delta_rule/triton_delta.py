@@ -36,6 +36,7 @@ from longseq.kernels.triton_launch import (
     count_sequences,
     count_slots,
     fit_launches,
+    launch_options,
     sequence_of_slots,
     strides,
 )
@@ -243,7 +244,7 @@ def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
         values, state, largest, tokens, heads, batch * tokens, programs, 0 if state is None else state.numel(),
         *strides(values), WIDTH=width, HAS_STATE=state is not None,
         EVEN=batch == 1 or values.stride(0) == tokens * values.stride(1),
-        ROWS=LARGEST_ROWS, BLOCK=block_width(width), num_warps=8,
+        ROWS=LARGEST_ROWS, BLOCK=block_width(width), **launch_options(8),
     )  # fmt: skip
     return largest
 

@@ -30,6 +30,7 @@ from longseq.kernels.triton_launch import (
     find_launch,
     find_uneven,
     fit_launches,
+    launch_options,
     next_power_of_2,
     sequence_of_slots,
 )
@@ -111,7 +112,7 @@ class _Plan(NamedTuple):
     def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
         """The constants of a walk."""
         tile = walk.tile(self.width)
-        options = {"num_warps": 1, "maxnreg": walk.registers}
+        options = launch_options(1, maxnreg=walk.registers)
         even = channels % tile["BLOCK_D"] == 0
         return {**self.constants, **tile, **options, "EVEN": even, "VECTOR": walk.vector, "TOKENS": walk.tokens}
 
@@ -147,7 +148,7 @@ def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
     if prepared.numel():
         launch = find_launch(
             prepare, key.device, batch * cdiv(tokens, PREPARED), (tokens, entries, *_strides(key, query)),
-            LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, num_warps=2,
+            LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, **launch_options(2),
         )  # fmt: skip
         launch(key, query, prepared)
     return prepared
@@ -285,7 +286,7 @@ def differentiate_scan(
         if d_key.numel():
             launch = find_launch(
                 gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens, d_key.stride(1)),
-                N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
+                N=entries, WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
             )  # fmt: skip
             launch(d_prepared, d_key, d_query)
     if A is not None:

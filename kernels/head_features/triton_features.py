@@ -10,7 +10,7 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E
 
 # Measured on an H200. Numbers of a program's block of one head, and of a warp's.
@@ -180,7 +180,7 @@ def _prepare(
         differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads,
         (rows, row, logits_row),
         H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=kind, L1=l1, READINGS=readings,
-        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=min(max(block * widest // WARP, 1), 8),
+        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, **launch_options(min(max(block * widest // WARP, 1), 8)),
     )  # fmt: skip
 
 

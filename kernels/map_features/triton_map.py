@@ -18,7 +18,7 @@ from longseq.kernels.head_features.triton_features import (
     unit_gradient,
     unit_rows,
 )
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 
 # By count, not by time. Numbers of a program's block of one head, and of a warp's: 16 of a thread.
 BLOCK = 2048
@@ -69,7 +69,7 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: in
         kernel[(cdiv(count, block) * heads,)](
             rows, *tensors, count, rows.stride(0), rows.stride(1), scale,
             H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
-            num_warps=min(max(block * columns // WARP, 1), 8),
+            **launch_options(min(max(block * columns // WARP, 1), 8)),
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -99,7 +99,7 @@ def update_inverse(
     block_k = next_power_of_2(width)
     block = block_k if block_k * block_k <= MATRIX else ROWS // block_k
     grid = (batch * heads * cdiv(width, block),)
-    constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, "num_warps": 8 if block_k > 64 else 4}
+    constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, **launch_options(8 if block_k > 64 else 4)}
     projected = None
     with torch.cuda.device_of(A):  # Triton launches on the current device
         if u is not None and block < block_k:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
-from longseq.kernels.triton_launch import cdiv, find_launch, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
 # Measured on an H200, without a skip. Channels and numbers of a program's block, and numbers of a warp's; programs at
 # most of a gradient with a skip, each of which walks through blocks a whole grid apart and adds up the gradient of the
@@ -117,7 +117,7 @@ def _blocks(channels: int) -> dict[str, int]:
     """Rows and columns of a program's block, and its warps."""
     columns = min(next_power_of_2(channels), CHANNELS)
     rows = max(1, BLOCK // columns)
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
+    return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(rows * columns // WARP, 1), 8))}
 
 
 @custom_op("silu_product")
