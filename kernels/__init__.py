@@ -6,6 +6,9 @@ reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `
 around them: they read each token alone, and have no state. `longhorn_pair` is all of a layer between its projections.
 `convolved_features` has no step: it is `short_convolution` and `head_features`, which one token takes.
 
+A `Packing`, made once from `cu_seqlens`, is taken wherever that is: what operations and layers derive from it is then
+found once for a batch. `packed_attention` is softmax attention over such rows.
+
 LONGSEQ_CHECK_CU_SEQLENS=1 checks the values of `cu_seqlens` in every call, for which it waits for the GPU. Without it
 the Triton kernels take them as they are: what lies outside of all segments is then never written.
 """
@@ -21,6 +24,8 @@ from longseq.kernels.linear_attention import linear_attention, linear_attention_
 from longseq.kernels.longhorn_pair import longhorn_pair
 from longseq.kernels.map_features import map_features
 from longseq.kernels.orthogonal_recurrence import orthogonal_recurrence, orthogonal_recurrence_step
+from longseq.kernels.packed_attention import packed_attention
+from longseq.kernels.packing import Packing
 from longseq.kernels.recursive_least_squares import recursive_least_squares, recursive_least_squares_step
 from longseq.kernels.short_convolution import short_convolution, short_convolution_step
 from longseq.kernels.silu_product import silu_product
@@ -32,6 +37,7 @@ from longseq.kernels.variational_linear_attention import (
 )
 
 __all__ = [
+    "Packing",
     "add_norm",
     "convolved_features",
     "cumulative_softmax",
@@ -49,6 +55,7 @@ __all__ = [
     "map_features",
     "orthogonal_recurrence",
     "orthogonal_recurrence_step",
+    "packed_attention",
     "recursive_least_squares",
     "recursive_least_squares_step",
     "selective_scan",
