@@ -278,9 +278,9 @@ class TextBackbone(nn.Module):
                 "1, and top_p in (0, 1]"
             )
         tokens = [prompt]
+        state: Any = None
         if max_new_tokens > 0:
             features, state = self.forward_features(prompt)
-            assert state is not None
             logits = self.forward_head(features[:, -1])
         graph = StepGraph(self, state) if cuda_graph and max_new_tokens > 1 else None
         for index in range(max_new_tokens):

@@ -124,7 +124,7 @@ class SlotMixer(Mixer):
         last: Any = memory
         self.observe("state_norm", lambda: mean_norm(torch.cat(last, -1)))
         self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
-        return self._read_out(o), SlotState(*last, normalizer) if output_final_state else None
+        return self._read_out(o), SlotState(last[0], last[1], normalizer) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)
