@@ -2,7 +2,7 @@
 
 The decorated function is a signature and a docstring, without a body. A call of it is bound to the signature, judged
 (`judge` checks the arguments, and returns what backends may know of them), given to the first backend that is willing,
-and run. Where the preferred backend runs, calls that are alike are judged once.
+and run. Calls that are alike are judged once.
 """
 
 import importlib
