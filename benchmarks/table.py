@@ -43,8 +43,11 @@ def changes() -> list[dict[str, Any]]:
     return json.loads((HERE / "changes.json").read_text())["changes"]
 
 
-def find_later_changes(row: Row, kind: str) -> list[int]:
-    """Numbers of the changes, counted from 1, that came after the row's commit and move its figures."""
+def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
+    """Numbers of the changes, counted from 1, that came after the row's commit and move its figures.
+
+    A change names mixers and operations, or whole tables.
+    """
     measured = row.get("measured", {})
     commit = measured.get("commit") or measured.get("recorded")
     if row.get("implementation") not in OURS or commit is None:
@@ -55,24 +58,24 @@ def find_later_changes(row: Row, kind: str) -> list[int]:
         number
         for number, change in enumerate(changes(), 1)
         if set(kind.split(" and ")) & set(change["moves"])
-        and words & set(change["names"])
+        and (words & set(change["names"]) or table in change.get("tables", ()))
         and datetime.fromisoformat(change["date"]) > then
     ]
 
 
-def mark(result: Mapping[str, Any]) -> dict[str, Any]:
+def mark(name: str) -> dict[str, Any]:
     """The result with a column of the changes since a row was measured, where there are any."""
-    rows = []
+    result, rows = read(name), []
     for row in result["rows"]:
-        later = find_later_changes(row, result["kind"])
+        later = find_later_changes(row, result["kind"], name)
         rows.append({**row, **({"changed_since": ", ".join(map(str, later))} if later else {})})
     return {**result, "rows": rows}
 
 
 def results_page() -> str:
-    results = [json.loads(path.read_text()) for path in sorted(HERE.glob("*.json")) if path.stem != "changes"]
+    results = [mark(path.stem) for path in sorted(HERE.glob("*.json")) if path.stem != "changes"]
     listed = [f"{n}. {one['what']} ({one['commit']}, {one['date'][:10]})" for n, one in enumerate(changes(), 1)]
-    return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(mark(result)) + "\n" for result in results)])
+    return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(result) + "\n" for result in results)])
 
 
 # ---- the tables of the README above

@@ -149,6 +149,9 @@ def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_pa
     with pytest.raises(ValueError, match=r"^rows=d: choose from a, b, c$"):
         run("rows=d")
     monkeypatch.setenv("GIT_COMMIT", "1234567 2026-01-02T00:00:00+00:00")
+    (tmp_path / "table.json").rename(tmp_path / "first.json")
+    assert "2 runs are left" in run("rows=a,b", "seconds=0.1", "seeds=1")[1]  # none is the other commit's
+    (tmp_path / "first.json").rename(tmp_path / "table.json")
     with pytest.raises(ValueError, match=r"has runs of another commit: name another file$"):
         run("rows=a")
 
@@ -172,6 +175,26 @@ def test_a_step_is_taken_apart(script, monkeypatch):
     words = ["image.models=[longseq_vit_tiny_patch16_224]", "image.mixers=[linear_attention]", "image.peers=[]"]
     (row,) = image_steps.measure([*words, "image.sizes=[[16,1]]", "image.classes=2"], torch.device("cpu"))
     assert row == {"model": words[0][14:-1], "mixer": "linear_attention", "pixels": 16, "batch": 1, "found": None}
+
+
+def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
+    keep = script("keep")
+    old = [{"mixer": "a", "tokens": 8, "speed": 1}, {"mixer": "b", "tokens": 8, "speed": 1}]
+    kept = {"what": "models", "command": "first", "notes": ["by hand"], "rows": old}
+    result = {
+        "what": "Whole models",
+        "command": "second",
+        "notes": [],
+        "rows": [{"mixer": "b", "tokens": 8, "speed": 2}],
+    }
+    merged = keep.merge(kept, result, {})
+    assert merged["rows"] == [old[0], *result["rows"]]
+    assert (merged["what"], merged["notes"], merged["command"]) == ("models", ["by hand"], "first; second")
+    assert keep.merge(merged, result, {})["command"] == "first; second"
+    recomputed = keep.merge(kept, result, {"recompute": "mixer"})
+    assert recomputed["rows"] == [*old, {**result["rows"][0], "recompute": "mixer"}]
+    all_new = {**result, "rows": [*result["rows"], {"mixer": "a", "tokens": 8, "speed": 3}]}
+    assert keep.merge(kept, all_new, {})["command"] == "second"
 
 
 # ---- tables
@@ -201,10 +224,11 @@ def test_every_row_says_what_it_was_measured_on(script):
 def test_a_row_is_older_than_a_later_change_of_its_mixer_alone(script, monkeypatch):
     table = script("table")
     change = {"what": "a mend", "commit": "b", "date": "2026-01-02T00:00:00+00:00", "moves": ["accuracy"]}
-    monkeypatch.setattr(table, "changes", lambda: [{**change, "names": ["deltanet"]}])
+    of_a_table = {**change, "names": [], "tables": ["recall"]}
+    monkeypatch.setattr(table, "changes", lambda: [{**change, "names": ["deltanet"]}, of_a_table])
 
-    def later(kind: str = "accuracy", day: str = "2026-01-01", **row: str) -> list[int]:
-        return table.find_later_changes({**row, "measured": {"commit": f"a {day}T00:00:00+00:00"}}, kind)
+    def later(kind: str = "accuracy", day: str = "2026-01-01", name: str = "", **row: str) -> list[int]:
+        return table.find_later_changes({**row, "measured": {"commit": f"a {day}T00:00:00+00:00"}}, kind, name)
 
     assert later(mixer="deltanet convolution_width=0") == [1]
     assert later(model="deltanet with a wide MLP", kind="accuracy and speed") == [1]
@@ -212,6 +236,7 @@ def test_a_row_is_older_than_a_later_change_of_its_mixer_alone(script, monkeypat
     assert later(mixer="deltanet", kind="speed") == []
     assert later(mixer="deltanet", day="2026-01-03") == []
     assert later(mixer="gated_deltanet") == []
+    assert later(mixer="gated_deltanet", name="recall") == [2]
     assert later(op="deltanet", implementation="fla") == []
 
 
