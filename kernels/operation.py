@@ -298,7 +298,7 @@ def dispatched(
         return partial(run_empty, plain, first.shape) if is_recurrent and is_empty(first.shape) else plain
 
     def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        first = args[0] if args else kwargs.get(names[0])
+        first: Any = args[0] if args else kwargs.get(names[0])
         # Sizes of fake tensors may be symbols.
         if not is_plain(first) or is_watched() or is_exporting() or is_recording():
             return choose(args, kwargs)
