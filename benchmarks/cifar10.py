@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from entry import augment, file_of, read_cifar10_from
 from hydra import compose, initialize_config_module
-from trainings import Row, read_options, run_table
+from trainings import Row, find_digest, read_options, run_table
 
 from longseq.tasks import assemble
 
@@ -99,7 +99,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         options = read_options(arguments, "cifar10", [row.name for row in ROWS], seeds=3, jobs=6 * max(gpus, 1))
-        augmented = options.work / "augmented"
+        augmented = options.work / f"augmented_{find_digest(file, options.overrides)}"
         augment_all(file, augmented, options.seeds, options.overrides)
         changes = (f"cifar10={file}", f"augmented={augmented}")
         rows = [

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from longseq.kernels import orthogonal_recurrence
 from longseq.mixers import compression
+from longseq.tasks.checkpoint import load
 from longseq.tools.benchmark.report import add_circumstances
-from longseq.tools.checkpoint import load
 
 HERE = Path(__file__).parent
 OBJECTIVES = ("decode", "encode", "similarity")

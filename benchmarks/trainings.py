@@ -11,6 +11,7 @@ Every other word is an override of each `longseq train`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longseq.tasks import runs
-from longseq.tasks.circumstances import find_circumstances
+from longseq.tasks.circumstances import find_circumstances, find_commit
 
 HERE = Path(__file__).parent
 ENTRY = HERE / "entry.py"
@@ -164,7 +165,9 @@ class Trainer:
             self.places.put(place)
 
     def _train(self, row: Row, seed: int, place: str) -> Mapping[str, Any] | None:
-        folder = self.options.work / f"{row.name.replace(' ', '_')}_{seed}"
+        # Named by all that the outcome depends on: a run of another commit or recipe is not this one.
+        digest = find_digest(row.words, row.changes, row.fixed_seed, self.options.overrides, find_commit())
+        folder = self.options.work / f"{row.name.replace(' ', '_')}_{seed}_{digest}"
         if (metrics := runs.finished(folder)) is not None:
             return metrics
         if self.left() < GRACE:
@@ -199,6 +202,11 @@ class Trainer:
                 f"{row.name}, seed {seed}, ended with exit code {process.returncode}: {' | '.join(told)}"
             )
         return metrics
+
+
+def find_digest(*parts: Any) -> str:
+    """A short name for what these values are."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 
 
 def run_table(rows: Sequence[Row], head: Mapping[str, Any], options: Options, gpus: int) -> int:

@@ -5,6 +5,9 @@ against it, a name runs that backend or raises ValueError with the reasons. `exp
 reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `silu_product` and `token_loss` stand
 around them: they read each token alone, and have no state. `longhorn_pair` is all of a layer between its projections.
 `convolved_features` has no step: it is `short_convolution` and `head_features`, which one token takes.
+
+LONGSEQ_CHECK_CU_SEQLENS=1 checks the values of `cu_seqlens` in every call, for which it waits for the GPU. Without it
+the Triton kernels take them as they are: what lies outside of all segments is then never written.
 """
 
 from longseq.kernels.add_norm import add_norm

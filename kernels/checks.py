@@ -55,9 +55,6 @@ def check_tensors(
                     f"must be {sizes[dim]} as in {source[dim]}"
                 )
             source.setdefault(dim, name)
-    for dim in ("B", "T"):
-        if sizes.get(dim, 1) < 1:
-            raise ValueError(f"{op}: {first_name} has shape {tuple(first.shape)}, but its {dim} must be at least 1")
     if mask is not None:
         check_mask(op, mask, first_name, first)
     if cu_seqlens is not None and sizes["B"] != 1:

@@ -1,5 +1,6 @@
 """The registry of operations and their backends: which one runs, and why the others do not."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,38 +130,43 @@ def explain_call(op: str, call: Call) -> dict[str, list[str]]:
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
 
 
-# Of each `record_calls` that is open, what it has found.
-_RECORDS: list[list[tuple[str, str, Call]]] = []
+# By thread, of each `record_calls` that is open, what it has found. Empty but while calls are recorded: torch.compile
+# traces no question for the thread.
+_RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
 
 
 @contextmanager
 def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
-    """Collect the calls made inside: an operation, the backend asked for, and what backends judge the call by.
+    """Collect the calls that this thread makes inside: an operation, the backend asked for, and what backends judge by.
 
     For layers on empty tensors (torch's meta device): whatever is asked for, the torch backend runs. What it calls in
     turn is not collected.
     """
     calls: list[tuple[str, str, Call]] = []
-    _RECORDS.append(calls)
+    thread = threading.get_ident()
+    _RECORDS.setdefault(thread, []).append(calls)
     try:
         yield calls
     finally:
-        _RECORDS.pop()
+        _RECORDS[thread].pop()
+        if not _RECORDS[thread]:
+            del _RECORDS[thread]
 
 
 def is_recording() -> bool:
-    """Whether a `record_calls` is open."""
-    return bool(_RECORDS)
+    """Whether this thread has a `record_calls` open."""
+    return bool(_RECORDS) and threading.get_ident() in _RECORDS
 
 
 def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        records, _RECORDS[:] = _RECORDS[:], []
+        thread = threading.get_ident()
+        records = _RECORDS.pop(thread)
         try:
             return run(*args, **kwargs)
         finally:
-            _RECORDS[:] = records
+            _RECORDS[thread] = records
 
     return call
 
@@ -179,8 +185,8 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     Raises ValueError with every reason when the named backend, or each backend, refuses the call.
     """
     candidates = backends(op)
-    if _RECORDS:
-        _RECORDS[-1].append((op, name, call))
+    if is_recording():
+        _RECORDS[threading.get_ident()][-1].append((op, name, call))
         return _without_record(next(backend.function for backend in candidates if backend.name == "torch"))
     if name != "auto":
         candidates = tuple(backend for backend in candidates if backend.name == name)
@@ -194,6 +200,12 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
             return backend.function
         refusals.append(f"backend {backend.name!r} of {op} cannot run: {'; '.join(reasons)}")
     raise ValueError(". ".join(refusals))
+
+
+def find_plain_form(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch form of an operation in place of its kernels; another form as it is."""
+    named = {backend.name: backend.function for backend in backends(op)}
+    return named["torch"] if function is named.get("triton") else function
 
 
 def is_exporting() -> bool:

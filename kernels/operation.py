@@ -2,14 +2,15 @@
 
 The decorated function is a signature and a docstring, without a body. A call of it is bound to the signature, judged
 (`judge` checks the arguments, and returns what backends may know of them), given to the first backend that is willing,
-and run. Where the preferred backend runs, calls that are alike are judged once.
+and run. Calls that are alike are judged once.
 """
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from longseq.kernels.dispatch import (
     Backend,
     Call,
     backends,
+    find_plain_form,
     is_exporting,
     is_recording,
     loop_reasons,
@@ -33,13 +35,20 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
+from longseq.kernels.empty import is_empty, run_empty
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+from longseq.kernels.recurrence import segment_bounds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COUNTER = "int64"  # in place of a layout: a whole number for each row of a state
 TRITON_STEP_WIDTH = 512  # of a dimension that one program of a step holds whole
+
+# With "1", the values of cu_seqlens are checked in every call, whichever backend runs: they must begin with 0, never
+# fall, and end with T. The call then waits for the GPU once. Without, the triton backend takes them as they are, and
+# returns whatever lay in memory where they leave tokens out.
+SEGMENTS_VARIABLE = "LONGSEQ_CHECK_CU_SEQLENS"
 
 MOST_REMEMBERED = 4096  # calls of an operation
 
@@ -285,6 +294,7 @@ def dispatched(
     parameters = inspect.signature(function).parameters
     names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
     remembered, is_step = _REMEMBERED.setdefault(op, {}), op.endswith("_step")
+    is_recurrent = "cu_seqlens" in names
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
@@ -292,7 +302,11 @@ def dispatched(
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         function(*args, **kwargs)  # Python's own errors for arguments that the signature does not have
         arguments = bind(args, kwargs)
-        return select(op, arguments.pop("backend"), judge(op, **arguments))
+        run, first = select(op, arguments.pop("backend"), judge(op, **arguments)), arguments[names[0]]
+        if is_exporting() or first.numel():
+            return run
+        plain = find_plain_form(op, run)  # of no numbers there is nothing to launch
+        return partial(run_empty, plain, first.shape) if is_recurrent and is_empty(first.shape) else plain
 
     def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         first = args[0] if args else kwargs.get(names[0])
@@ -324,9 +338,16 @@ def dispatched(
         run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
         arguments = bind(args, kwargs)
         del arguments["backend"]
+        if is_recurrent and arguments["cu_seqlens"] is not None and not torch.compiler.is_compiling():
+            _check_values(arguments["cu_seqlens"], arguments[names[0]])
         return run(**(arguments if prepare is None else prepare(**arguments)))
 
     return call  # type: ignore[return-value]
+
+
+def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
+    if os.environ.get(SEGMENTS_VARIABLE) == "1" and not is_exporting():
+        segment_bounds(cu_seqlens, first.shape[1])
 
 
 def _look(parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import compute_dtype, without_autocast
 from longseq.kernels.reading import Reverse, turn
 
@@ -58,7 +59,9 @@ def run_recurrence(
             state = first.new_zeros((rows, *state_shape), dtype=dtype)
         if reverse:
             sequences = [None if x is None else turn(x, reverse) for x in sequences]
-        if cu_seqlens is None:
+        if not is_exporting() and first.shape[1] == 0:
+            output, final_state = _run_nothing(core, sequences, state), state
+        elif cu_seqlens is None:
             output, final_state = core(sequences, state)
         elif reverse:  # the last segment comes first, too
             segment_bounds(cu_seqlens, first.shape[1])
@@ -70,6 +73,13 @@ def run_recurrence(
         if reverse:
             output = turn(output, reverse)
     return output.to(output_dtype), final_state if output_final_state else None
+
+
+def _run_nothing(core: Core, sequences: Sequences, state: State) -> Tensor:
+    """The output for no tokens: as a core gives it for one token of zeros, without that."""
+    rows = sequences[0].shape[0]
+    padded = [None if x is None else torch.cat((x, x.new_zeros(rows, 1, *x.shape[2:])), 1) for x in sequences]
+    return core(padded, each(lambda x: x[:rows].detach(), state))[0][:, :0]
 
 
 def _flip_rows(x: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def describe(measured: Mapping[str, Any]) -> str:
     """One line of what `find_circumstances` found."""
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     parts = [measured.get("gpu"), measured.get("processor") or "a processor whose model was not recorded"]
-    parts.append(f"{measured['threads']} threads" if "threads" in measured else None)
+    if (threads := measured.get("threads")) is not None:
+        parts.append("1 thread" if threads == 1 else f"{threads} threads")
     if "recorded" in measured:  # figures from before commits were kept
         commit = f"recorded in commit {measured['recorded'].split()[0]}"
     else:

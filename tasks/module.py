@@ -21,8 +21,9 @@ REVISIONS = "mixer_revisions"
 class TrainedModule(LightningModule):
     """Trains a backbone with an optimizer and a schedule that is stepped after each update.
 
-    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials.
-    `hyperparameters` is a plain container for the checkpoint (see `longseq.tools.checkpoint`). A subclass defines the
+    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, or None in
+    a module that only measures.
+    `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.checkpoint`). A subclass defines the
     steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those that a run ends
     with. Batch-level randomness is a function of (seed, micro batch, rank), so that a resumed run repeats the
     uninterrupted one: a training step calls `seed_batch` first.
@@ -40,8 +41,8 @@ class TrainedModule(LightningModule):
         self,
         backbone: nn.Module,
         *,
-        optimizer: Callable[..., torch.optim.Optimizer],
-        schedule: Callable[..., tuple[Any, int]],
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
+        schedule: Callable[..., tuple[Any, int]] | None,
         learning_rate: float,
         epochs: int,
         seed: int = 0,
@@ -82,6 +83,8 @@ class TrainedModule(LightningModule):
             self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
 
     def configure_optimizers(self) -> Any:
+        assert self._optimizer is not None, "this module only measures"
+        assert self._schedule is not None, "this module only measures"
         optimizer = self._optimizer(self.backbone, lr=self.learning_rate)
         scheduler, _ = self._schedule(optimizer, num_epochs=self.epochs, updates_per_epoch=self._updates_per_epoch())
         if scheduler is None:

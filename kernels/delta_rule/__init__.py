@@ -70,7 +70,8 @@ def delta_rule(
     Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     the decay is that of Yang et al. 2024, "Gated Delta Networks", eq. 10.

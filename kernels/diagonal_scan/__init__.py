@@ -61,7 +61,8 @@ def longhorn_scan(
     chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -103,7 +104,8 @@ def selective_scan(
     changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.

@@ -39,7 +39,7 @@ def head_features_torch(
     with without_autocast(x):
         dtype = compute_dtype(x, logits)
         q, k, v = (
-            part.unflatten(-1, (num_heads, -1))
+            part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
             for part in x.to(dtype).split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
         )
         q, k = (unit_torch(FEATURE_MAPS[feature_map](part), key_norm) for part in (q, k))

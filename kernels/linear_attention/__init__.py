@@ -78,8 +78,8 @@ def linear_attention(
     `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them. The
-    values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read
-    them.
+    values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 9; gates per channel as in Yang et al. 2023, "Gated
     Linear Attention Transformers with Hardware-Efficient Training", eq. 3.

@@ -118,7 +118,8 @@ def orthogonal_recurrence(
     dtype. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
     (objectives), 14 (N), 16 (g), 18 (threshold) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun

@@ -34,7 +34,7 @@ def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
     """What backends are called with: `count`, one at real tokens [B, T] int64, and zeros at the others."""
     x = arguments["x" if "x" in arguments else "k"]
     if mask is None:
-        return {**arguments, "count": torch.ones_like(x[:, :, 0, 0], dtype=torch.int64)}
+        return {**arguments, "count": x.new_ones(x.shape[:2], dtype=torch.int64)}
     absent = ~mask[..., None, None]
     written = {name: arguments[name] for name in ("x", "k", "v", "u") if arguments.get(name) is not None}
     masked = {name: x.masked_fill(absent, 0) for name, x in written.items()}

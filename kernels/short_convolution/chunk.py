@@ -99,7 +99,7 @@ def convolve_windows(
         return output.mT, rows[(ends + shift).unsqueeze(-1) + tap].mT
 
     return run_recurrence(
-        dense if mask is None else padded,
+        dense if mask is None or mask.numel() == 0 else padded,
         (x,),
         initial_state,
         (weight_shape[0], weight_shape[1] - 1),

@@ -78,7 +78,8 @@ def slot_attention(
     result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
-    of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read them.
+    of `cu_seqlens` are checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
     Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.

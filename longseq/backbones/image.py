@@ -25,9 +25,18 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from longseq.blocks.hooks import is_watched
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
-from longseq.blocks.positions import Layout, insert_token, layout_of, resize_positions, split_token
+from longseq.blocks.positions import (
+    Layout,
+    insert_token,
+    layout_of,
+    move_token_back,
+    move_token_first,
+    resize_positions,
+    split_token,
+)
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
@@ -60,7 +69,9 @@ class ImageBackbone(nn.Module):
         share_directions: what several readings of the image share: projections, all or none.
         merge: sum of the readings, as in Vim's paper, or their mean, as in its published models.
         backend: the kernel backend of mixers and norms; auto takes the first that can run.
-        class_token: middle, first or none. Features come out with the token first, wherever it stood.
+        class_token: middle, first or none. Features come out with the token first, wherever it stood, and so do the
+            inputs and outputs of blocks and of the final norm for hooks and in symbolic traces (torch.fx). Inside a
+            block the token stands at its place in the sequence.
         global_pool: token, avg (mean over the patches), or "" for no pooling.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
         norm: rms or layer.
@@ -193,7 +204,7 @@ class ImageBackbone(nn.Module):
         x, layout = self._embed(x)
         for block in self.blocks:
             x = self._run(block, x, layout)
-        return self._token_first(self.norm(x), layout)
+        return self.norm(self._token_first(x, layout))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool the tokens of `forward_features` and classify; `pre_logits` stops before the last layer."""
@@ -220,16 +231,15 @@ class ImageBackbone(nn.Module):
         return (at_least_float32(x) if self.residual_in_float32 else x), layout
 
     def _run(self, block: nn.Module, x: Tensor, layout: Layout) -> Tensor:
-        if self.grad_checkpointing and not torch.jit.is_tracing():
-            return checkpoint(block, x, layout)
-        return block(x, layout)
+        run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
+        # Who looks at the border of a block, by a hook or in a symbolic trace, finds the token where others have it.
+        # Moving it costs two copies, which runs that no one looks at are spared.
+        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or is_watched(block)):
+            return move_token_back(run(move_token_first(x, layout), layout, True), layout)
+        return run(x, layout)
 
     def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
-        if self.class_token != "middle":
-            return x
-        token, patches = split_token(x, layout)
-        assert token is not None
-        return torch.cat([token, patches], dim=1)
+        return move_token_first(x, layout) if self.class_token == "middle" else x
 
     def forward_intermediates(
         self,
@@ -274,10 +284,10 @@ class ImageBackbone(nn.Module):
             if with_tokens:
                 result["image_intermediates_prefix"] = tokens
             if not intermediates_only:
-                result["image_features"] = self._token_first(self.norm(x), layout)
+                result["image_features"] = self.norm(self._token_first(x, layout))
             return result
         listed = list(zip(intermediates, tokens, strict=True)) if with_tokens else intermediates
-        return listed if intermediates_only else (self._token_first(self.norm(x), layout), listed)
+        return listed if intermediates_only else (self.norm(self._token_first(x, layout)), listed)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

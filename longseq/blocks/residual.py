@@ -8,7 +8,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from longseq.blocks.norm import add_and_norm
-from longseq.blocks.positions import Layout
+from longseq.blocks.positions import Layout, move_token_back, move_token_first
 
 
 class ResidualBlock(nn.Module):
@@ -57,9 +57,15 @@ class ResidualBlock(nn.Module):
 class Block(ResidualBlock):
     """A residual block whose mixing layer reads an image (see `longseq.blocks.scan.Directions`)."""
 
-    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns."""
-        return self.add_branches(x, self.mixer(self.norm1(x), layout))
+    def forward(self, x: Tensor, layout: Layout | None = None, token_first: bool = False) -> Tensor:
+        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns.
+
+        With `token_first` the class token stands before the patches in `x` and in the result, and at its place in
+        between only.
+        """
+        if layout is None or not token_first:
+            return self.add_branches(x, self.mixer(self.norm1(x), layout))
+        return move_token_first(self.forward(move_token_back(x, layout), layout), layout)
 
 
 class SequenceBlock(ResidualBlock):

@@ -69,6 +69,22 @@ def test_vit_with_attention_equals_deit():
         assert (ours.forward_features(x) - deit.forward_features(x)).abs().max() < 1e-5
 
 
+def test_gradients_of_vit_with_attention_equal_those_of_a_vit_of_timm():
+    options = {"depth": 2, "embed_dim": 48, "img_size": 64, "num_classes": 7}
+    vit = randomised(timm.create_model("vit_tiny_patch16_224", num_heads=3, **options)).double()
+    ours = timm.create_model(
+        "longseq_vit_tiny_patch16_224", mixer="attention", mixer_options={"num_heads": 3}, **options
+    ).double()
+    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
+    for model in (ours, vit):
+        model(images(64, 64).double()).square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in vit.named_parameters()}
+    # The class token and its position are one parameter here: each of theirs has its gradient.
+    expected = {**checkpoint_filter_fn(gradients, ours), "cls_token": gradients["cls_token"]}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9 * expected[name].abs().max())
+
+
 @pytest.mark.parametrize("place", ["middle", "first", "none"])
 def test_vim_is_its_formula(place):
     """From the parameters by name; of the layers only the mixing ones are called."""

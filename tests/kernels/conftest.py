@@ -5,16 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longseq.kernels.operation import forget
-
-
-@pytest.fixture(autouse=True)
-def choices_of_this_test():
-    """No choice of a backend that an earlier test has made: tests change what decides."""
-    forget()
-    yield
-    forget()
-
 
 @pytest.fixture
 def interpreted(monkeypatch):

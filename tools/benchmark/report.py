@@ -65,6 +65,7 @@ def make_result(
     return {
         "what": what,
         "command": command_line(),
+        "kind": "speed",
         "rows": add_circumstances(rows, device),
         "notes": list(notes),
     }
