@@ -56,6 +56,7 @@ def process(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def held():
+    assert FILE.exists(), f"there is no {FILE.name}: {REMEDY}"
     return json.loads(FILE.read_text())
 
 

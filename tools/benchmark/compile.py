@@ -324,12 +324,12 @@ def hash_kernel(kernel: Any) -> str:
             continue
         source = strip(textwrap.dedent(function.src))
         seen[name] = source
-        for node in ast.walk(ast.parse(source)):
-            value = function.fn.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+        for used in {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}:
+            value: Any = function.fn.__globals__.get(used)
             if isinstance(value, JITFunction):
                 waiting.append(value)
             elif hasattr(value, "value"):  # a tl.constexpr
-                seen[f"{name}.{node.id}"] = repr(value.value)
+                seen[f"{name}.{used}"] = repr(value.value)
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
 
 
