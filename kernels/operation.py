@@ -297,7 +297,8 @@ def dispatched(
     is_recurrent = "cu_seqlens" in names
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**defaults, **dict(zip(names, args)), **kwargs}  # noqa: B905
+        given = {**dict(zip(names, args)), **kwargs} if args else kwargs  # noqa: B905
+        return {**defaults, **given}
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         function(*args, **kwargs)  # Python's own errors for arguments that the signature does not have

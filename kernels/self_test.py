@@ -10,7 +10,8 @@ side. Those that fail, or do not compile, are refused: a warning says so, and `b
 The verdict holds for one kind of GPU, one Triton, one torch and one state of these sources and tables, and is kept as a
 file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes that write at once cannot harm each
 other. It is kept in the process alone without a folder to write to, and where the kernels failed by an error of the
-moment. A file of launches that does not fit is no failure of theirs: it is the caller's ValueError.
+moment. A file of launches that does not fit is no failure of theirs: it is the caller's ValueError. The ranks of a
+process group act on one verdict (see `_agree`).
 
 LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
 """
@@ -127,7 +128,8 @@ def longseq_self_test_verdict(
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     packed = packed and not op.endswith("_step") and any(case.bounds for case in find_trial(op).cases)
-    key = (op, dtype, device, reverse, mixed, packed, kind, *widths)
+    call = (op, dtype, reverse, mixed, packed, kind, *widths)
+    key = (device, _count_ranks(), *call)  # what one process found is found again once others run beside it
     if key in _VERDICTS:
         return _VERDICTS[key]
     if is_testing():
@@ -142,11 +144,40 @@ def longseq_self_test_verdict(
         test = _Test(op, dtype, device, reverse, mixed, packed, kind, sizes)
         failure, is_final = _judge(test)
         if is_final:
-            _VERDICTS[key] = failure
+            failure = _VERDICTS[key] = _agree(call, failure)
     finally:
         _LOCK.release()
     if failure is not None:
         warnings.warn(f"longseq refuses the Triton kernels of {op}, and backend='auto' runs torch: {failure}")
+    return failure
+
+
+def _count_ranks() -> int:
+    """The processes of the default process group; one without it."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _agree(call: tuple[object, ...], failure: str | None) -> str | None:
+    """The verdict that all ranks act on: that of the rank that came first.
+
+    It lies in the store of the process group, where each rank writes or reads it without waiting: no collective, in
+    which a rank would hang that alone makes a call. A rank whose kernels are right refuses them with the first one. A
+    rank whose kernels failed cannot take back what the first one runs already, and stops.
+    """
+    if _count_ranks() == 1:
+        return failure
+    rank, op = torch.distributed.get_rank(), call[0]
+    store = torch.distributed.distributed_c10d._get_default_store()
+    mine = json.dumps({"rank": rank, "error": failure})
+    first = json.loads(store.compare_set(f"longseq self-test of {call}", "", mine))
+    if failure is not None and first["error"] is None:
+        raise RuntimeError(
+            f"rank {rank} refuses the Triton kernels of {op}, but rank {first['rank']} runs them, and all ranks must "
+            f"run the same backend (mend it, or use backend='torch'): {failure}"
+        )
+    if failure is None and first["error"] is not None:
+        return f"all ranks run the same backend, and on rank {first['rank']} {first['error']}"
     return failure
 
 

@@ -78,7 +78,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
 
 def _is_first_process() -> bool:
     """Whether this is the process of a run that writes; Lightning counts the processes of each machine from 0."""
-    return rank_zero_only.rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
+    rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    return rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def _trained_backbone(config: dict[str, Any]) -> torch.nn.Module:

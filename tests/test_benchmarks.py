@@ -128,7 +128,7 @@ def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_pa
         options = trainings.read_options(given, "table", ["a", "b", "c"], seeds=2, jobs=2)
         before = signal.getsignal(signal.SIGTERM)
         try:
-            code = trainings.run_table(rows, {"what": "runs"}, options, gpus=0)
+            code = trainings.run_table(rows, {"what": "runs"}, options, gpus=[])
         finally:
             signal.signal(signal.SIGTERM, before)
         return code, capsys.readouterr().out

@@ -42,8 +42,9 @@ class VLA(Mixer):
         A ← A − (A u)(A u)ᵀ / (1 + uᵀ A u);   A ← A + refresh I every `refresh_period` tokens
         α̂ = A k̂ / ‖A k̂‖;   S ← S + α̂ (v − Sᵀ k̂)ᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / max(zᵀ φ(q), eps))
 
-    A starts as I / λ0, each head has its own W_u `[K, K]`. The paper has no convolution and no positions; to compare
-    the layer with others that have a short convolution, give it one of width 4.
+    A starts as I / λ0, each head has its own W_u `[K, K]`. The norm of W_u k has 1e-6 under its root, as those of the
+    delta rule's keys; the paper names no such number. The paper has no convolution and no positions; to compare the
+    layer with others that have a short convolution, give it one of width 4.
 
     No eigenvalue of the step I − α̂ k̂ᵀ is above one in size, but its spectral norm is above one wherever α̂ is not k̂ (see
     `variational_linear_attention`): gradients can grow along the recurrence, which the paper's Corollary 1 denies.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -124,7 +123,7 @@ def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Imag
 def _bits(image: Image.Image) -> int:
     """The bits of a 16-bit mode that are in use: TIFF files of 12 bits come in it too."""
     stored = _tags(image).get(258, 16)
-    return int(stored[0] if isinstance(stored, Iterable) else stored)
+    return int(stored[0] if isinstance(stored, (tuple, list)) else stored)
 
 
 def _white_is_zero(image: Image.Image) -> bool:
@@ -132,5 +131,5 @@ def _white_is_zero(image: Image.Image) -> bool:
     return _tags(image).get(262) == 0
 
 
-def _tags(image: Image.Image) -> dict[int, object]:
+def _tags(image: Image.Image) -> dict[int, Any]:
     return dict(getattr(image, "tag_v2", None) or {})

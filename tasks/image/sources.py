@@ -399,7 +399,7 @@ def open_stream(
         ) from error
 
 
-def _stream_options(source: str) -> dict[str, str]:
+def _stream_options(source: str) -> dict[str, Any]:
     """Have timm leave images in their own mode, for it clips 16 bits, and take every ending of an image."""
     if source.lower().startswith("tfds/"):
         return {}  # decoded by TensorFlow, to 8 bits

@@ -495,6 +495,43 @@ def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
     assert "as the file says" in output
 
 
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from longseq.kernels import explain, self_test
+rank = int(sys.argv[1])
+self_test.is_tested = lambda device_type: True
+self_test._find_error = lambda test: "cannot compile" if rank == 1 else None
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+for first, dtype in ((1, torch.float32), (0, torch.bfloat16)):
+    if rank != first:
+        dist.barrier()
+    try:
+        print(explain("short_convolution", dtype=dtype)["triton"])
+    except RuntimeError as error:
+        print(error)
+    if rank == first:
+        dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_run_the_same_backend_or_stop(tmp_path):
+    processes = []
+    for rank in range(2):
+        environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(tmp_path / str(rank))}
+        environment.pop(self_test.SELF_TEST_VARIABLE, None)
+        command = [sys.executable, "-W", "ignore", "-c", RANK, str(rank), f"file://{tmp_path}/group"]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    (right, alone), (failed, stopped) = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    assert "cannot compile" in failed
+    assert "all ranks run the same backend, and on rank 1 their self-test failed" in right
+    assert alone == "[]"
+    assert stopped.startswith("rank 1 refuses the Triton kernels of short_convolution, but rank 0 runs them")
+    assert "cannot compile" in stopped
+
+
 def compiled(function, **options):
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)

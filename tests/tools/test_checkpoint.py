@@ -182,6 +182,15 @@ def test_configurations_that_name_no_model_of_ours(
     assert "\n" not in str(raised.value)
 
 
+def test_class_names_that_do_not_fit_the_head(checkpoint: Path, tmp_path: Path) -> None:
+    def shorten(contents: dict[str, Any]) -> None:
+        contents["hyper_parameters"]["data"]["class_names"].pop()
+
+    path = change(checkpoint, tmp_path / "other.ckpt", shorten)
+    with pytest.raises(ValueError, match="names 9 classes, and its model has 10"):
+        load(path)
+
+
 def test_the_callers_random_state_stays(checkpoint: Path) -> None:
     torch.manual_seed(7)
     expected = torch.rand(1)

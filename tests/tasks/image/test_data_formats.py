@@ -297,6 +297,12 @@ def test_data_that_cannot_be_trained_on_is_refused_in_one_line(spoil, message, t
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("class_map", [{"dark": -1, "light": 0}, {"dark": "first", "light": 1}, {}, "absent.txt"])
+def test_class_maps_without_numbers_are_refused(class_map, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.class_map=.*"):
+        open_folder(write_mixed(tmp_path), class_map=class_map)
+
+
 def test_one_class_by_a_class_map_is_refused(tmp_path):
     root = write_mixed(tmp_path)
     shutil.rmtree(root / "train" / "dark")
