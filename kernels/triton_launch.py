@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longseq.kernels.devices import ROOMY, longseq_shared_memory
 from longseq.kernels.launch_file import file_of_launches, find_misfit, named_file, read_launches
+from longseq.kernels.packing import find_once
 
 # By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
 ROW = {2: 64, 4: 32}
@@ -185,9 +186,17 @@ def count_slots(batch: int, tokens: int, chunk: int, cu_seqlens: Tensor | None) 
 
 
 def sequence_of_slots(slots: int, chunk: int, tokens: int, cu_seqlens: Tensor | None) -> Tensor | None:
-    """The packed segment that each slot belongs to, found without waiting for the device."""
+    """The packed segment that each of all slots belongs to, found without waiting for the device.
+
+    For the borders of a `Packing` it is found once, for all operations that cut time so.
+    """
     if cu_seqlens is None:
         return None
-    numbers = torch.arange(slots, device=cu_seqlens.device)
-    first = cu_seqlens[:-1].clamp(0, tokens) // chunk + numbers[: cu_seqlens.shape[0] - 1]
-    return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
+    borders = cu_seqlens
+
+    def find() -> Tensor:
+        numbers = torch.arange(slots, device=borders.device)
+        first = borders[:-1].clamp(0, tokens) // chunk + numbers[: borders.shape[0] - 1]
+        return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
+
+    return find_once(borders, ("sequence of slots", chunk), find)

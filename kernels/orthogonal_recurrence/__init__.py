@@ -12,6 +12,7 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     orthogonal_recurrence_reference,
     orthogonal_recurrence_step_torch,
 )
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
@@ -82,7 +83,7 @@ def orthogonal_recurrence(
     scale: float = 1.0,
     initial_state: Tensor | None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 1,
     reverse: Reverse = False,
     backend: str = "auto",
