@@ -27,6 +27,7 @@ from longseq.kernels.dispatch import (
     is_exporting,
     is_recording,
     loop_reasons,
+    no_reasons,
     register,
     register_local,
     register_step,
@@ -157,6 +158,7 @@ def operation(
     torch: Callable[..., Any],
     triton: str | None = None,
     limits: Mapping[str, int] | None = None,
+    reasons: Callable[[Call], list[str]] = no_reasons,
     reference: Callable[..., Any] | None = None,
     prepare: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Function], Function]:
@@ -164,9 +166,9 @@ def operation(
 
     `judge` is called with the operation's name and its arguments by keyword; it checks them, and returns what backends
     may know. `triton` names the module, in the package of the function, of the function `<operation>_triton`, which is
-    imported when it is first called; `limits` has the largest sizes that its kernels take, as in {"K V": 256}. Without
-    a `reference` it is an operation on each token alone. Backends are called with the operation's arguments by keyword,
-    or with what `prepare` makes of them.
+    imported when it is first called; `limits` has the largest sizes that its kernels take, as in {"K V": 256}, and
+    `reasons` finds others against them. Without a `reference` it is an operation on each token alone. Backends are
+    called with the operation's arguments by keyword, or with what `prepare` makes of them.
     """
 
     def decorate(function: Function) -> Function:
@@ -174,7 +176,11 @@ def operation(
         forms = []
         if triton is not None:
             kernels = Later(f"{function.__module__}.{triton}", f"{op}_triton")
-            forms.append(Backend("triton", kernels, lambda call: triton_reasons(call) + _limit_reasons(call, limits)))
+
+            def find_reasons(call: Call) -> list[str]:
+                return triton_reasons(call) + _limit_reasons(call, limits) + reasons(call)
+
+            forms.append(Backend("triton", kernels, find_reasons))
         if reference is None:
             register_local(op, *forms, Backend("torch", torch))
         else:

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.devices import ROOMY, longseq_shared_memory
 from longseq.kernels.launch_file import file_of_launches, find_misfit, named_file, read_launches
 from longseq.kernels.packing import find_once
 
@@ -14,8 +15,6 @@ from longseq.kernels.packing import find_once
 ROW = {2: 64, 4: 32}
 # As many launches are remembered, and calls that led to one of the delta rule's.
 PREPARED = 1024
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
-ROOMY = SHARED_MEMORY // 2  # GPUs with less take fewer stages
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -116,7 +115,7 @@ def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Any]]) -> No
 
     Raises ValueError for a file that does not fit: measured on other kinds of GPU alone, or for other kernels.
     """
-    if shared_memory() < ROOMY:
+    if longseq_shared_memory("cuda", None) < ROOMY:
         for (_, width), table in launches.items():
             most = 2 if width <= 128 else 1
             for name, launch in table.items():
@@ -151,13 +150,6 @@ def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Any]]) -> No
 def capability_here() -> list[int] | None:
     """The compute capability of the current GPU; None where there is none."""
     return list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-
-
-def shared_memory() -> int:
-    """Bytes of shared memory that a program may have on the current GPU; as many as an H200's where there is none."""
-    if not torch.cuda.is_available():
-        return SHARED_MEMORY
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
 
 
 def cdiv(dividend: int, divisor: int) -> int:
