@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from entry import augment, file_of, read_cifar10_from
 from hydra import compose, initialize_config_module
-from trainings import Row, find_digest, read_options, run_table
+from trainings import Row, find_digest, read_options, run_table, visible_gpus
 
 from longseq.tasks import assemble
 
@@ -95,10 +95,10 @@ def main() -> None:
         sys.exit(__doc__)
     file = str(Path(words["data"]).absolute())
     arguments = [word for word in sys.argv[1:] if not word.startswith("data=")]
-    gpus = torch.cuda.device_count()
+    gpus = visible_gpus()
     started = time.monotonic()
     try:
-        options = read_options(arguments, "cifar10", [row.name for row in ROWS], seeds=3, jobs=6 * max(gpus, 1))
+        options = read_options(arguments, "cifar10", [row.name for row in ROWS], seeds=3, jobs=6 * max(len(gpus), 1))
         augmented = options.work / f"augmented_{find_digest(file, options.overrides)}"
         augment_all(file, augmented, options.seeds, options.overrides)
         changes = (f"cifar10={file}", f"augmented={augmented}")

@@ -32,7 +32,7 @@ HEAD = {
 def main() -> None:
     try:
         options = read_options(sys.argv[1:], "digits", [row.name for row in ROWS], seeds=5, jobs=os.cpu_count() or 1)
-        sys.exit(run_table(ROWS, HEAD, options, gpus=0))
+        sys.exit(run_table(ROWS, HEAD, options, gpus=[]))
     except ValueError as error:
         sys.exit(str(error))
 

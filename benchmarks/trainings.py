@@ -138,13 +138,13 @@ class Table:
 class Trainer:
     """Runs `longseq train` by entry.py, each on the next free place."""
 
-    def __init__(self, options: Options, gpus: int) -> None:
+    def __init__(self, options: Options, gpus: Sequence[str]) -> None:
         self.options = options
         self.end = time.monotonic() + options.seconds
         self.processes: set[subprocess.Popen[bytes]] = set()
         self.places: queue.Queue[str] = queue.Queue()
         for number in range(options.jobs):
-            self.places.put(str(number % gpus) if gpus else "")
+            self.places.put(gpus[number % len(gpus)] if gpus else "")
 
     def left(self) -> float:
         """Seconds until the runs are told to stop."""
@@ -209,10 +209,17 @@ def find_digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 
 
-def run_table(rows: Sequence[Row], head: Mapping[str, Any], options: Options, gpus: int) -> int:
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def run_table(rows: Sequence[Row], head: Mapping[str, Any], options: Options, gpus: Sequence[str]) -> int:
     """Train every row with every seed, all rows with the first seed first; the exit code.
 
-    `gpus` of this machine are shared, none: the runs see the processor alone.
+    The runs share the `gpus`; without any they see the processor alone.
     """
     table = Table(options.output, head, torch.device("cuda" if gpus else "cpu"))
     order = [row.name for row in rows]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.packing import check_borders
 
 
 def check_tensors(
@@ -30,7 +31,7 @@ def check_tensors(
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     if cu_seqlens is not None:
-        sizes["S"], source["S"] = _check_cu_seqlens(op, cu_seqlens), "the segments of cu_seqlens"
+        sizes["S"], source["S"] = check_borders(op, cu_seqlens), "the segments of cu_seqlens"
     first_name, (first, _) = next(iter(given.items()))
     for name, (tensor, layout) in given.items():
         shape = tuple(tensor.shape)
@@ -63,18 +64,6 @@ def check_tensors(
             "concatenate the sequences along time"
         )
     return sizes
-
-
-def _check_cu_seqlens(op: str, cu_seqlens: Tensor) -> int:
-    """Check dtype and shape; return the number of segments."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, but must be int32 or int64; cast it first")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be [N + 1] with N >= 1 segments: "
-            "0, the end of each segment"
-        )
-    return cu_seqlens.shape[0] - 1
 
 
 def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -> tuple[Any, ...]:

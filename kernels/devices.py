@@ -10,12 +10,26 @@ from longseq.kernels.dispatch import Call
 
 # Looked up once, without importing it: a look-up in a call would break compiled graphs.
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
+ROOMY = SHARED_MEMORY // 2  # GPUs with less (compute capabilities 8.6, 8.9 and 12.0: 99 KiB) take fewer stages
 SPELLED = {"C": "chunk_size"}  # sizes that are arguments
 
 
 def is_emulated() -> bool:
     """Whether kernels run in Triton's interpreter, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def longseq_shared_memory(device_type: str, index: int | None) -> int:
+    """Bytes of shared memory that a program may have on a GPU; as many as an H200's where there is none."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return SHARED_MEMORY
+    index = torch.cuda.current_device() if index is None else index
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+# Called by what torch.compile traces as it is (see `longseq_self_test_verdict`).
+longseq_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def triton_reasons(call: Call) -> list[str]:

@@ -49,6 +49,8 @@ _STEPS: dict[str, tuple[Backend, ...]] = {}
 # Of operations on each token alone, and of those on all of an image, by name. They have no state, and so none of those
 # contracts.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
+# Of operations that have no kernels of ours, by name, and so none of the contracts.
+_PLAIN: dict[str, tuple[Backend, ...]] = {}
 
 
 def register(op: str, *backends: Backend) -> None:
@@ -68,6 +70,12 @@ def register_local(op: str, *backends: Backend) -> None:
     """Register an operation on each token alone with its backends, the preferred one first."""
     assert op not in _LOCAL, f"operation {op} is registered twice"
     _LOCAL[op] = backends
+
+
+def register_plain(op: str, *backends: Backend) -> None:
+    """Register an operation that torch's own kernels compute, in one form or another, the preferred one first."""
+    assert op not in _PLAIN, f"operation {op} is registered twice"
+    _PLAIN[op] = backends
 
 
 def backend_of_local(backend: str) -> str:
@@ -102,7 +110,7 @@ def list_stepped_ops() -> tuple[str, ...]:
 
 def backends(op: str) -> tuple[Backend, ...]:
     """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
-    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op)
+    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op) or _PLAIN.get(op)
     if found is None:
         raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
     return found

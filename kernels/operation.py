@@ -7,7 +7,6 @@ and run. Calls that are alike are judged once.
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -28,6 +27,7 @@ from longseq.kernels.dispatch import (
     is_exporting,
     is_recording,
     loop_reasons,
+    no_reasons,
     register,
     register_local,
     register_step,
@@ -35,19 +35,14 @@ from longseq.kernels.dispatch import (
     unpacking_reasons,
 )
 from longseq.kernels.empty import is_empty, run_empty
+from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
-from longseq.kernels.recurrence import segment_bounds
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COUNTER = "int64"  # in place of a layout: a whole number for each row of a state
 TRITON_STEP_WIDTH = 512  # of a dimension that one program of a step holds whole
-
-# With "1", the values of cu_seqlens are checked in every call, whichever backend runs: they must begin with 0, never
-# fall, and end with T. The call then waits for the GPU once. Without, the triton backend takes them as they are, and
-# returns whatever lay in memory where they leave tokens out.
-SEGMENTS_VARIABLE = "LONGSEQ_CHECK_CU_SEQLENS"
 
 MOST_REMEMBERED = 4096  # calls of an operation
 
@@ -163,6 +158,7 @@ def operation(
     torch: Callable[..., Any],
     triton: str | None = None,
     limits: Mapping[str, int] | None = None,
+    reasons: Callable[[Call], list[str]] = no_reasons,
     reference: Callable[..., Any] | None = None,
     prepare: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Function], Function]:
@@ -170,9 +166,9 @@ def operation(
 
     `judge` is called with the operation's name and its arguments by keyword; it checks them, and returns what backends
     may know. `triton` names the module, in the package of the function, of the function `<operation>_triton`, which is
-    imported when it is first called; `limits` has the largest sizes that its kernels take, as in {"K V": 256}. Without
-    a `reference` it is an operation on each token alone. Backends are called with the operation's arguments by keyword,
-    or with what `prepare` makes of them.
+    imported when it is first called; `limits` has the largest sizes that its kernels take, as in {"K V": 256}, and
+    `reasons` finds others against them. Without a `reference` it is an operation on each token alone. Backends are
+    called with the operation's arguments by keyword, or with what `prepare` makes of them.
     """
 
     def decorate(function: Function) -> Function:
@@ -180,7 +176,11 @@ def operation(
         forms = []
         if triton is not None:
             kernels = Later(f"{function.__module__}.{triton}", f"{op}_triton")
-            forms.append(Backend("triton", kernels, lambda call: triton_reasons(call) + _limit_reasons(call, limits)))
+
+            def find_reasons(call: Call) -> list[str]:
+                return triton_reasons(call) + _limit_reasons(call, limits) + reasons(call)
+
+            forms.append(Backend("triton", kernels, find_reasons))
         if reference is None:
             register_local(op, *forms, Backend("torch", torch))
         else:
@@ -304,7 +304,7 @@ def dispatched(
         return partial(run_empty, plain, first.shape) if is_recurrent and is_empty(first.shape) else plain
 
     def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        first = args[0] if args else kwargs.get(names[0])
+        first: Any = args[0] if args else kwargs.get(names[0])
         # Sizes of fake tensors may be symbols.
         if not is_plain(first) or is_watched() or is_exporting() or is_recording():
             return choose(args, kwargs)
@@ -329,6 +329,11 @@ def dispatched(
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        packing = kwargs.get("cu_seqlens")
+        if isinstance(packing, Packing):
+            # What was found for the borders goes with them.
+            check_tokens(packing, args[0] if args else kwargs[names[0]])
+            kwargs["cu_seqlens"] = packing.cu_seqlens
         # The first condition alone is traced by torch.compile.
         run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
         arguments = bind(args, kwargs)
@@ -341,7 +346,7 @@ def dispatched(
 
 
 def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
-    if os.environ.get(SEGMENTS_VARIABLE) == "1" and not is_exporting():
+    if is_checked() and not is_exporting():
         segment_bounds(cu_seqlens, first.shape[1])
 
 

@@ -23,8 +23,9 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -362,6 +363,17 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
             yield _Check(f"{variant} in {dtype}", _make(test, Case(variant, 3), dtype), dtype, _take_steps)
 
 
+def list_calls(
+    op: str, dtype: torch.dtype, widths: Mapping[str, int], *, mixed: bool
+) -> Iterator[tuple[bool, str, Callable[[], Any]]]:
+    """The calls of self-tests that read forward, on tensors without values: whether packed, a name, and the call."""
+    cases = () if op.endswith("_step") else find_trial(op).cases
+    for packed, kind in dict.fromkeys((bool(case.bounds), case.kind) for case in cases) or ((False, ""),):
+        test = _Test(op, dtype, torch.device("meta"), False, mixed, packed, kind, dict(widths))
+        for check in _list_checks(test):
+            yield packed, check.name, partial(check.run, "triton", "meta")
+
+
 def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
     """A case's inputs, with float32 states as models keep them."""
     from longseq.kernels.testing import make_inputs
@@ -371,7 +383,13 @@ def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
     sizes = {**test.widths, **{name: size for name, size in own.items() if size is not None}}
     segments = len(case.bounds) - 1 if case.bounds else None
     inputs = make_inputs(
-        op, case.variant, batch=case.rows, tokens=case.tokens, segments=segments, dtype=dtype, sizes=sizes
+        *(op, case.variant),
+        batch=case.rows,
+        tokens=case.tokens,
+        segments=segments,
+        dtype=dtype,
+        sizes=sizes,
+        device="meta" if test.device.type == "meta" else "cpu",
     )
     wide = trial.mixed if test.mixed else ()
     narrow = trial.narrow if test.kind == "narrow" else ()

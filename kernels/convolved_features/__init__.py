@@ -8,6 +8,7 @@ from longseq.kernels.convolved_features.features import convolved_features_refer
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features import TRITON_WIDTH, check_features
 from longseq.kernels.operation import operation
+from longseq.kernels.packing import Packing
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse
 from longseq.kernels.short_convolution import check_convolution
@@ -59,7 +60,7 @@ def convolved_features(
     key_norm: str = "l2",
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     mask: Tensor | None = None,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -288,11 +288,11 @@ def differentiate_convolved(
     x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
+    WEIGHS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x in a stretch of tokens, of its channels for a few heads of q, k or v, and sums for the weights.
+    """The gradient of x in a stretch of tokens, of its channels for a few heads of q, k or v.
 
-    With q, that of the logits, and zeros for the channels behind them, too.
+    If WEIGHS, sums for the weights, too. With q, that of the logits, and zeros for the channels behind them, too.
     """
     C: tl.constexpr = (2 * K + V) * H
     tile, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
@@ -344,20 +344,23 @@ def differentiate_convolved(
             seen = _of_segment(window, segments, WIDTH, PACKED, DELAY)
             dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
             t = u + i - delay
-            dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
+            if WEIGHS:
+                dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
             behind = push(behind, tl.zeros_like(dz), WIDTH)
             behind = accumulate(behind, _of_segment(taps, segments, WIDTH, PACKED, DELAY), dz, WIDTH)
             t = u + i - (WIDTH - 1)
             if READINGS == 2:
                 dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
-                d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
+                if WEIGHS:
+                    d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
                 behind = accumulate(behind, later_taps, dz, WIDTH)
             _store_token(dx, t, dx_token, first, end, channel, there, behind[WIDTH - 1])
-    for k in tl.static_range(WIDTH):
-        tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
-        if READINGS == 2:
-            other = sums + tl.cast(B, tl.int64) * tl.cdiv(T, stretch) * WIDTH * C
-            tl.store(other + k * C + channel, d_later[k], mask=there)
+    if WEIGHS:
+        for k in tl.static_range(WIDTH):
+            tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
+            if READINGS == 2:
+                other = sums + tl.cast(B, tl.int64) * tl.cdiv(T, stretch) * WIDTH * C
+                tl.store(other + k * C + channel, d_later[k], mask=there)
 
 
 @lru_cache(PREPARED)
@@ -437,26 +440,27 @@ def _allocate(x: Tensor, weight: Tensor, heads: int, key_dim: int) -> tuple[Tens
 @custom_op("convolved_features_backward")
 def convolved_features_backward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor,
-    feature_map: str, l1: bool, reverse: int,
+    feature_map: str, l1: bool, reverse: int, weighs: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of the weight."""
+    """The gradients of x and of the weight, the latter empty unless it `weighs`."""
     x, weight = channels_adjacent(x), weight.contiguous()
     batch, tokens, channels = x.shape
     heads, key_dim = dq.shape[2:]
     dx = _allocate_gradient(x)
     launch, tiles = _prepare(
         "backward", x.device, batch, tokens, (*x.stride()[:2], dx.stride(1), channels), weight.shape[-1], heads,
-        key_dim, dv.shape[3], **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+        key_dim, dv.shape[3], WEIGHS=weighs, **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
     )  # fmt: skip
-    sums = x.new_empty((*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2]), dtype=torch.float32)
+    rows = (*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2])
+    sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
     gradients = (y.contiguous() for y in (dq, dk, dv, d_beta))
     launch(x, weight, segment_of_tokens(x, cu_seqlens), *gradients, dx, sums)
-    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT)
+    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT) if weighs else x.new_empty((0,))
 
 
 @convolved_features_backward.register_fake
-def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse):
-    return _allocate_gradient(x), weight.new_empty(weight.shape)
+def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse, weighs):
+    return _allocate_gradient(x), weight.new_empty(weight.shape if weighs else 0)
 
 
 def _allocate_gradient(x: Tensor) -> Tensor:
@@ -471,10 +475,11 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, dq, dk, dv, d_beta):
     x, weight, cu_seqlens = ctx.saved_tensors
+    weighs = ctx.needs_input_grad[1]
     dx, dweight = convolved_features_backward(
-        x, weight, cu_seqlens, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, ctx.reverse
+        x, weight, cu_seqlens, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, ctx.reverse, weighs
     )
-    return dx, dweight, *(None,) * 6
+    return dx, dweight if weighs else None, *(None,) * 6
 
 
 convolved_features.register_autograd(_differentiate, setup_context=_setup_context)

@@ -9,6 +9,7 @@ from longseq.kernels.cumulative_softmax.reference import (
     cumulative_softmax_step_torch,
 )
 from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
 __all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
@@ -22,7 +23,7 @@ def cumulative_softmax(
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ from torch import Tensor
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
 __all__ = ["delta_rule", "delta_rule_step"]
@@ -46,7 +47,7 @@ def delta_rule(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     recompute: bool = False,

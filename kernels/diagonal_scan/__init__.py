@@ -10,6 +10,7 @@ from longseq.kernels.diagonal_scan.reference import (
     selective_scan_step_torch,
 )
 from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
 __all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
@@ -41,7 +42,7 @@ def longhorn_scan(
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -84,7 +85,7 @@ def selective_scan(
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -7,6 +7,7 @@ from torch import Tensor
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
 from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
 __all__ = ["linear_attention", "linear_attention_step"]
@@ -57,7 +58,7 @@ def linear_attention(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -4,12 +4,15 @@ from typing import Any
 
 from torch import Tensor
 
+from longseq.kernels.devices import ROOMY, longseq_shared_memory
+from longseq.kernels.dispatch import Call
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.orthogonal_recurrence.chunk import orthogonal_recurrence_chunk
 from longseq.kernels.orthogonal_recurrence.reference import (
     orthogonal_recurrence_reference,
     orthogonal_recurrence_step_torch,
 )
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
@@ -17,6 +20,7 @@ __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
 OBJECTIVES = ("decode", "encode", "similarity", "ttt")
 TRITON_WIDTH = 128  # of a state's rows and columns: it is held in registers
 TRITON_CHUNK = 64  # tokens
+TRITON_NARROW = 64  # rows and columns of a state whose chunks are small on every GPU
 
 
 def _check(
@@ -46,10 +50,23 @@ _RECURRENCE = Recurrence(
 )
 
 
+def _memory_reasons(call: Call) -> list[str]:
+    """The reason against chunks of wide states: their tiles need more shared memory than GPUs of some families have."""
+    memory = longseq_shared_memory(call.device.type, call.device.index)
+    chunk, width = call.sizes.get("C", 1), max(call.sizes.get("D", 1), call.sizes.get("M", 1))
+    if chunk == 1 or width <= TRITON_NARROW or memory >= ROOMY:
+        return []
+    return [
+        f"chunks of states wider than {TRITON_NARROW} need more than the {memory // 1024} KiB of shared memory of this "
+        "GPU (use backend='torch', or chunk_size=1)"
+    ]
+
+
 @operation(
     _RECURRENCE.judge,
     triton="triton_orthogonal",
     limits={"D M": TRITON_WIDTH, "C": TRITON_CHUNK},
+    reasons=_memory_reasons,
     torch=orthogonal_recurrence_chunk,
     reference=orthogonal_recurrence_reference,
 )
@@ -66,7 +83,7 @@ def orthogonal_recurrence(
     scale: float = 1.0,
     initial_state: Tensor | None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 1,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.operation import COUNTER, Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
@@ -72,7 +73,7 @@ def recursive_least_squares(
     mask: Tensor | None = None,
     initial_state: InverseState | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -8,6 +8,7 @@ from torch import Tensor
 from longseq.kernels.checks import check_tensors
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
@@ -75,7 +76,7 @@ def short_convolution(
     activation: str | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     mask: Tensor | None = None,
     reverse: Reverse = False,
     backend: str = "auto",

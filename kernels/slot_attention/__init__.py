@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
@@ -55,7 +56,7 @@ def slot_attention(
     activation: str = "softmax",
     initial_state: tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from longseq.kernels.delta_rule import TRITON_WIDTH
 from longseq.kernels.operation import COUNTER, Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares import TRITON_WIDTH as INVERSE_WIDTH
 from longseq.kernels.recursive_least_squares import check_refresh, count_tokens, without_lambda0
@@ -55,7 +56,7 @@ def variational_linear_attention(
     mask: Tensor | None = None,
     initial_state: VariationalState | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",

@@ -26,6 +26,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from longseq.blocks.hooks import is_watched
+from longseq.blocks.initialisation import remember_generators
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
 from longseq.blocks.positions import (
@@ -41,6 +42,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
+from longseq.blocks.sharding import gathers_parameters, whole_parameters
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
 from longseq.mixers import get as get_mixer
@@ -116,6 +118,7 @@ class ImageBackbone(nn.Module):
         dynamic_img_size: bool = False,
     ) -> None:
         super().__init__()
+        take_back_draws = remember_generators()
         check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
@@ -172,26 +175,41 @@ class ImageBackbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
+        take_back_draws()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise as the Vision Transformer does; recurrences then set the values that are theirs.
+        """Draw all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+
+        They are drawn as the Vision Transformer's; recurrences then set the values that are theirs.
 
         Vim's published code, and so that of Longhorn, draws the projections of blocks as `nn.Linear` does: at 192
         channels twice as large, and those to Longhorn's rates, from 12, eight times.
         """
-        trunc_normal_(self.pos_embed, std=0.02)
-        if self.cls_token is not None:
-            trunc_normal_(self.cls_token, std=0.02)
-        lecun_normal_(self.patch_embed.proj.weight)
-        assert self.patch_embed.proj.bias is not None
-        nn.init.zeros_(self.patch_embed.proj.bias)
-        for module in self.modules():
+        blocks: Any = self.blocks
+        with whole_parameters(self, without=blocks):
+            trunc_normal_(self.pos_embed, std=0.02)
+            if self.cls_token is not None:
+                trunc_normal_(self.cls_token, std=0.02)
+            lecun_normal_(self.patch_embed.proj.weight)
+            assert self.patch_embed.proj.bias is not None
+            nn.init.zeros_(self.patch_embed.proj.bias)
+            for part in (self.norm, self.head):
+                self._init_part(part)
+        for block in blocks:
+            with whole_parameters(block):
+                self._init_part(block)
+
+    def _init_part(self, part: nn.Module) -> None:
+        for module in part.modules():
             if isinstance(module, nn.Linear):
                 _init_linear(module)
-        for module in self.modules():
+            elif not isinstance(module, Mixer) and hasattr(module, "reset_parameters"):
+                reset: Any = module.reset_parameters
+                reset()
+        for module in part.modules():
             if isinstance(module, Mixer):
-                module.init_recurrence()
+                module.reset_parameters()
                 if self.depth_scaled_init and module.out_proj is not None:
                     module.out_proj.weight.data.div_(math.sqrt(len(self.blocks)))
 
@@ -199,6 +217,7 @@ class ImageBackbone(nn.Module):
         """Classify images `[B, C, H, W]`: `[B, num_classes]`, or pooled features without a head."""
         return self.forward_head(self.forward_features(x))
 
+    @gathers_parameters
     def forward_features(self, x: Tensor) -> Tensor:
         """Return normalised tokens `[B, T, D]`: the class token, where there is one, then the patches in row order."""
         x, layout = self._embed(x)
@@ -206,6 +225,7 @@ class ImageBackbone(nn.Module):
             x = self._run(block, x, layout)
         return self.norm(self._token_first(x, layout))
 
+    @gathers_parameters
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool the tokens of `forward_features` and classify; `pre_logits` stops before the last layer."""
         if self.global_pool == "token":
@@ -241,6 +261,7 @@ class ImageBackbone(nn.Module):
     def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
         return move_token_first(x, layout) if self.class_token == "middle" else x
 
+    @gathers_parameters
     def forward_intermediates(
         self,
         x: Tensor,

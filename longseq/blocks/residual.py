@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from longseq.blocks.norm import add_and_norm
 from longseq.blocks.positions import Layout, move_token_back, move_token_first
+from longseq.blocks.sharding import gathers_parameters
+from longseq.kernels.packing import Packing
 
 
 class ResidualBlock(nn.Module):
@@ -72,12 +74,20 @@ class SequenceBlock(ResidualBlock):
     """A residual block whose mixing layer is a mixer itself, with the state that it carries along a sequence."""
 
     def forward(
-        self, x: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
     ) -> tuple[Tensor, Any]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.mixers.Mixer`."""
-        y, state = self.mixer(self.norm1(x), state, cu_seqlens=cu_seqlens, mask=mask)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
+        y, state = self.mixer(self.norm1(x), state, **options)
         return self.add_branches(x, y), state
 
+    @gathers_parameters
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Transform one more token `x [B, D]`."""
         y, state = self.mixer.step(self.norm1(x), state)

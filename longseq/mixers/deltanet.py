@@ -14,6 +14,7 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -92,12 +93,14 @@ class DeltaNet(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, DeltaNetState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, DeltaNetState | None]:
         convolution, memory = (None, None) if state is None else state
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
+        options["output_final_state"] = output_final_state
         if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(projected, convolution, **options, **self._options)
         else:
@@ -105,8 +108,8 @@ class DeltaNet(Mixer):
             if self.convolution is not None:
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
-        o, memory = self._recur(features, memory, cu_seqlens, mask, reverse)
-        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
+        o, memory = self._recur(features, memory, cu_seqlens, mask, reverse, output_final_state)
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
@@ -118,9 +121,9 @@ class DeltaNet(Mixer):
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(
-        self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
+        mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, K]` and the last memory."""
         q, k, v, beta = features
         beta = self._scale(beta)
@@ -133,12 +136,11 @@ class DeltaNet(Mixer):
             beta if mask is None else beta * mask.unsqueeze(-1),
             scale=self.head_dim**-0.5,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 

@@ -14,6 +14,7 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
@@ -110,9 +111,9 @@ class GatedDeltaNet(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
-        self.init_recurrence()
+        self.reset_parameters()
 
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         draw_decay_rates(self.A_log)
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
@@ -124,14 +125,16 @@ class GatedDeltaNet(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, GatedDeltaNetState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, GatedDeltaNetState | None]:
         convolution, memory = (None, None) if state is None else state
         mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
+        options["output_final_state"] = output_final_state
         if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
         else:
@@ -139,8 +142,8 @@ class GatedDeltaNet(Mixer):
             if self.convolution is not None:
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
-        o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse)
-        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
+        o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse, output_final_state)
+        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
@@ -155,9 +158,9 @@ class GatedDeltaNet(Mixer):
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(
-        self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
+        mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, V]` and the last memory."""
         q, k, v, beta = features
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
@@ -171,12 +174,11 @@ class GatedDeltaNet(Mixer):
             g=g if real is None else g * real,
             scale=self.key_dim**-0.5,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import twice
 from longseq.mixers.registry import register
@@ -23,6 +24,11 @@ class ConstantGate(nn.Module):
     def __init__(self, num_heads: int, num_slots: int) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.empty(num_heads, num_slots))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the logits from a normal distribution: slots with equal gates would stay equal for ever."""
+        nn.init.normal_(self.logits)
 
 
 @register("gsa")
@@ -82,16 +88,10 @@ class GatedSlotAttention(SlotMixer):
         self.gate_temperature = gate_temperature
         self.revision = 1 if feature_map == "silu" else 2  # the first applied φ to v as well
         self.gate = None if data_dependent_gate else ConstantGate(num_heads, num_slots)
-        self.init_recurrence()
-
-    @torch.no_grad()
-    def init_recurrence(self) -> None:
-        if self.gate is not None:
-            self.gate.logits.normal_()  # slots with equal gates would stay equal for ever
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+        reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, None, None]:  # fmt: skip
         g, _, _ = self.write_step(logits, None)
         return g if mask is None else g * mask[..., None, None], None, None

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
@@ -64,14 +65,16 @@ class HGRN2(GatedLinearMixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, MemoryState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, MemoryState | None]:
         q, k, v, g = self._split(projected)
         memory = None if state is None else state.memory
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.head_dim**-0.5, reverse=reverse)
-        return self.norm(o.flatten(-2)), MemoryState(memory)
+        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "reverse": reverse, "keep": output_final_state}
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, **options)
+        return self.norm(o.flatten(-2)), MemoryState(memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, g = (twice(x) for x in self._split(projected))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.packing import front_places, move, pick, rows_of, unpack_rows
+from longseq.blocks.packing import front_places, move, pack_rows, pick, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import Mixer, memory_dtype
@@ -112,26 +113,30 @@ class Hyena(Mixer):
         )
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def init_recurrence(self) -> None:
-        self.filter.reset_parameters()
+    def reset_parameters(self) -> None:
+        self.filter.reset_parameters()  # a general initialisation may have drawn its layers in another way
 
     def scan(
         self,
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, HyenaState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, HyenaState | None]:
         past = None if state is None else state.convolution
-        mixed, convolution = self.convolution(projected, past, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        if cu_seqlens is not None:
-            mixed, mask = unpack_rows(mixed, cu_seqlens), rows_of(cu_seqlens.to(mixed.device))
+        packing = pack_like(cu_seqlens, projected)
+        mixed, convolution = self.convolution(
+            projected, past, cu_seqlens=packing, mask=mask, reverse=reverse, output_final_state=output_final_state
+        )
+        if packing is not None:
+            mixed, mask = unpack_rows(mixed, packing), rows_of(packing)
         if state is None and mask is None:
             y, inputs = self._convolve(mixed, None, None, reverse)
-            inputs = turn(inputs, reverse)
-            length = torch.full((inputs.shape[0],), inputs.shape[1], device=inputs.device)
+            inputs = [turn(x, reverse) for x in inputs]
+            length = torch.full((y.shape[0],), y.shape[1], device=y.device)
         else:
             real = torch.ones_like(mixed[..., 0], dtype=torch.bool) if mask is None else mask
             start = real.new_zeros(real.shape[0], dtype=torch.long) if state is None else state.length
@@ -139,10 +144,9 @@ class Hyena(Mixer):
             place = turn(front_places(turn(real, reverse), start), reverse)
             y, inputs = self._convolve(mixed * real.unsqueeze(-1), kept, place)
             length = start + real.sum(1)
-        if cu_seqlens is not None:
-            assert mask is not None
-            y = y[mask].unsqueeze(0)
-        return y, HyenaState(convolution, inputs, length)
+        if packing is not None:
+            y = pack_rows(y, packing)
+        return y, HyenaState(convolution, torch.stack(inputs, dim=2), length) if output_final_state else None
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, HyenaState]:
         y, state = self.scan(projected.unsqueeze(1), state)
@@ -155,7 +159,7 @@ class Hyena(Mixer):
 
     def _convolve(
         self, mixed: Tensor, past: Tensor | None, place: Tensor | None, reverse: Reverse = False
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
 
         With `past [B, P, N - 1, d_model]`, token t of row b follows on it at `place[b, t]` of P + T, in the order of
@@ -178,7 +182,7 @@ class Hyena(Mixer):
             if place is not None:
                 z = pick(z, place)
             z = (z + skips[index] * own).to(own.dtype)
-        return gates[0] * z, torch.stack(inputs, dim=2)
+        return gates[0] * z, inputs
 
     def scan_flops(self, tokens: int) -> int:
         # Three transforms of twice the length for a channel, and six for the product of two complex numbers.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -60,20 +61,21 @@ class Mamba(SelectiveMixer):
         self.dt_max = dt_max
         self.rate_bias = nn.Parameter(torch.empty(self.inner))
         self.A_log = nn.Parameter(torch.empty(self.inner, state_size))
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
-        self.D.fill_(1.0)
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
         self.A_log.copy_(torch.arange(1, self.state_size + 1).log().expand_as(self.A_log))
         bound = self.rate_rank**-0.5
         self.rate_proj.weight.uniform_(-bound, bound)
         draw_step_bias(self.rate_bias, self.dt_min, self.dt_max)
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: Reverse, backward: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         A_log: Tensor = self.A_log
         if backward is None:
             step = step_size(rate, self.rate_bias)
@@ -88,7 +90,7 @@ class Mamba(SelectiveMixer):
             key,
             query,
             initial_state=memory,
-            output_final_state=backward is None,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,

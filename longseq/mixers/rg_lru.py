@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -79,10 +80,10 @@ class RGLRU(Mixer):
         self.gate_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, 2 * self.head_dim))
         self.gate_bias = nn.Parameter(torch.empty(self.num_heads, 2 * self.head_dim))
         self.out_proj = nn.Linear(self.width, d_model)
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         decay = torch.empty_like(self.decay).uniform_(0.9, 0.999)
         self.decay.copy_(torch.expm1(-decay.log() / DECAY_EXPONENT).log())  # the inverse of softplus
         self.convolution.weight.normal_(std=TAP_DEVIATION * self.convolution.width**-0.5)
@@ -96,18 +97,23 @@ class RGLRU(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, RGLRUState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, RGLRUState | None]:
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        x, convolution = self.convolution(
+            x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
+        )
         gates = self._gates(x, self.gate_weight, self.gate_bias)
         self.observe("gate_saturation", lambda: saturation(gates, mask))
-        h, memory = self._recur(*self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse)
+        h, memory = self._recur(
+            *self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse, keep=output_final_state
+        )
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(h, branch), RGLRUState(convolution, memory)
+        return self._gate(h, branch), RGLRUState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, branch = projected.chunk(2, dim=-1)
@@ -119,9 +125,9 @@ class RGLRU(Mixer):
         return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
 
     def _recur(
-        self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
+        mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """h `[B, T, H, I / H]` and the last memory."""
         if mask is not None:
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
@@ -132,12 +138,11 @@ class RGLRU(Mixer):
             update,
             g_value=decay,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         return h, memory
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RGLRUState]:

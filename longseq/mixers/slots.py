@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import Mixer, memory_dtype, twice
@@ -79,8 +80,8 @@ class SlotMixer(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+        reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Log α and w `[B, T, H, M]`, w None where it is 1 - α, and the normalisers, from `gate_width` channels."""
         raise NotImplementedError
@@ -98,13 +99,14 @@ class SlotMixer(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, SlotState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, SlotState | None]:
         q, k, v, logits = self._split(projected)
         normalizer = None if state is None else state.normalizer
-        g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse)
+        g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse, output_final_state)
         o, memory = slot_attention(
             q,
             k,
@@ -114,15 +116,15 @@ class SlotMixer(Mixer):
             scale=self.scale,
             activation=self.activation,
             initial_state=None if state is None else (state.keys, state.values),
-            output_final_state=True,
+            output_final_state=self.needs_state(output_final_state),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
-        self.observe("state_norm", lambda: mean_norm(torch.cat(memory, -1)))
+        last: Any = memory
+        self.observe("state_norm", lambda: mean_norm(torch.cat(last, -1)))
         self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
-        return self._read_out(o), SlotState(*memory, normalizer)
+        return self._read_out(o), SlotState(last[0], last[1], normalizer) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)

@@ -13,6 +13,7 @@ from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.text import TextBackbone, mlp_width, sample
 from longseq.blocks.recompute import RECOMPUTE
+from longseq.kernels.packing import Packing
 from longseq.state import map_state, select_state, state_size
 
 VOCABULARY = 11
@@ -133,6 +134,37 @@ def test_a_step_graph_outlives_the_autocast_that_it_was_recorded_in() -> None:
 def test_a_step_graph_refuses_states_that_grow() -> None:
     with pytest.raises(ValueError, match="Attention grows with every token"):
         make("attention").float().cuda().generate(make_tokens(1).cuda(), 4, cuda_graph=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool) -> None:
+    options = {"attention": {"rotary": True}, "window_attention": {"window": 32, "rotary": True}, "deltanet": {}}
+    model = TextBackbone(
+        vocab_size=64, d_model=128, depth=3, mixer="attention+window_attention+deltanet", mixer_options=options
+    ).cuda()
+    borders = torch.tensor([0, 100, 100, 101, 400, 512])
+    tokens = torch.randint(64, (1, 512), device="cuda")
+    run = torch.compile(model, fullgraph=True) if compiled else model
+
+    def train(found: Packing) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits, state = run(tokens, cu_seqlens=found, output_final_state=False)
+        logits.float().square().mean().backward()
+        assert state is None
+        return logits
+
+    train(Packing(borders, device="cuda"))  # what is compiled or tried out waits
+    torch.cuda.synchronize()
+    found = Packing(borders, device="cuda")
+    torch.cuda.set_sync_debug_mode("default" if compiled else "error")
+    try:
+        packed = train(found)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.autocast("cuda", torch.bfloat16):
+        alone = torch.cat([model(part)[0] for part in tokens.split([100, 1, 299, 112], dim=1)], dim=1)
+    assert (packed - alone).norm() <= 2e-2 * alone.norm()
 
 
 def test_sampling_keeps_the_best_tokens() -> None:

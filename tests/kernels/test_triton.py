@@ -22,6 +22,7 @@ from longseq.kernels import (
     variational_linear_attention,
 )
 from longseq.kernels.dispatch import backends
+from longseq.kernels.packing import Packing
 from longseq.kernels.testing import (
     Inputs,
     assert_accurate,
@@ -60,7 +61,7 @@ def test_packed_segments_are_separate(interpreted, op):
     variant = list_variants(op)[0]
     exact = gradients(make_inputs(op, variant, segments=4, tokens=11), backend="reference", cu_seqlens=bounds)
     inputs = make_inputs(op, variant, segments=4, tokens=11, dtype=torch.float32)
-    assert_as_accurate_as_torch(inputs, exact, cu_seqlens=bounds)
+    assert_as_accurate_as_torch(inputs, exact, cu_seqlens=Packing(bounds))
 
 
 @pytest.mark.parametrize("op", TRITON_OPS)

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 from longseq import mixers
 from longseq.kernels import dispatch
+from longseq.kernels.packing import Packing
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
 
@@ -160,6 +161,43 @@ def test_packed_sequences_are_separate(name: str, carried: bool) -> None:
         if mixer.growing_state:
             continue  # it has room for the longest sequence; `test_packed_sequences_go_on` compares outputs
         assert_same_state(select_state(packed_state, torch.tensor([row])), alone_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packing_stands_for_its_borders(name: str) -> None:
+    mixer, x = make(name), make_tokens(1)
+    borders = torch.tensor([0, 5, 5, 6, TOKENS])
+    (expected, expected_state), (y, state) = mixer(x, cu_seqlens=borders), mixer(x, cu_seqlens=Packing(borders))
+    assert torch.equal(y, expected)
+    assert_same_state(state, expected_state)
+    with pytest.raises(ValueError, match="must end with T = 36"):
+        mixer(x[:, 1:], cu_seqlens=Packing(borders))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_nobody_reads_is_not_computed(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+
+    def record(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wanted.append(kwargs.get("output_final_state"))
+            return run(*args, **kwargs)
+
+        return call
+
+    for op in mixers.get(name).operations:
+        forms = tuple(dispatch.Backend(b.name, record(b.function), b.reasons) for b in dispatch.backends(op))
+        monkeypatch.setitem(dispatch._BACKENDS, op, forms)
+    mixer, x = make(name), make_tokens(1)
+    options = {"cu_seqlens": torch.tensor([0, 5, 5, 6, TOKENS])} if packed else {}
+    expected, _ = mixer(x, **options)
+    assert any(wanted) or not mixer.operations
+    wanted.clear()
+    y, state = mixer(x, output_final_state=False, **options)
+    assert torch.equal(y, expected)
+    assert state is None
+    assert not any(wanted)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Gate:
     """What float64 says about a call, and the error of the torch form, which sets the bar: that of the self-test."""
 
     def __init__(self, work: Work, dtype: torch.dtype, device: torch.device, gradients: bool = True) -> None:
-        self.op, self.dtype, self.gradients = work.op, dtype, gradients
+        self.dtype, self.gradients = dtype, gradients
         self.inputs = work.make(dtype, device)  # whole: fewer sequences or heads may be launched otherwise
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
