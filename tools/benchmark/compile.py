@@ -121,7 +121,8 @@ def find_fault(row: dict[str, Any]) -> str | None:
 
     if row["error"] is not None:
         return row["error"]
-    limit = SHARED_MEMORY[tuple(map(int, row["capability"].split(".")))]
+    major, minor = map(int, row["capability"].split("."))
+    limit = SHARED_MEMORY[major, minor]
     if row["shared"] > limit:
         return f"{row['shared']} bytes of shared memory, of {limit}"
     if row["tensor_memory"] > TENSOR_MEMORY:
