@@ -6,15 +6,30 @@ leaves the gradients of the states after each chunk. The rest runs over chunks i
 (gradients of queries, keys, strengths and gates).
 
 A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
-product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on is in
-units of the largest gradient, `d_largest`, and what they find from U and the states in units of `largest` as well.
-Gradients of states, of U and of V are handed on transposed, as those are themselves (see triton_forward.py).
+product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on are
+tiles with units, which stand in a row of memory of their own (see triton_kept.py). Gradients of states, of U and of V
+are handed on transposed, as those are themselves (see triton_forward.py).
 """
 
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import find_segment
+from longseq.kernels.delta_rule.triton_kept import (
+    AMONG,
+    D_ATTENTION,
+    D_LOWER,
+    D_OUTPUT,
+    ERASED,
+    INVERSE,
+    KEY,
+    QUERIES,
+    QUERY,
+    TILE,
+    WRITE_KEY,
+    WRITES,
+    WRITTEN,
+)
+from longseq.kernels.delta_rule.triton_segments import find_segment, unit_of_pieces
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
@@ -25,30 +40,55 @@ from longseq.kernels.triton_tiles import (
     load_block,
     load_numbers,
     load_tokens,
-    own_unit,
     sequence,
     store_block,
     store_tokens,
     token_after,
-    unit_of_chunk,
-    unit_scale,
+)
+from longseq.kernels.triton_units import (
+    LIMIT,
+    add_product,
+    as_tile,
+    in_units,
+    inverse_of,
+    load_largest_unit,
+    load_share,
+    load_unit,
+    power_of_two,
+    store_column_units,
+    store_unit,
 )
 
 
 @triton.jit
 def _store_scores(
-    d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED: tl.constexpr, CHUNK: tl.constexpr
-):
+    d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place,
+    GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ."""
     i = tl.arange(0, CHUNK)
     if GATED:
         between = decay_between(gate, CHUNK)
         d_reading *= between
         d_erasing *= between
-    d_reading = tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0)
-    d_erasing = tl.where(i[:, None] > i[None, :], -d_erasing, 0.0)
+    d_reading, unit = in_units(tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0), SCALED)
     store_block(d_attention + place * CHUNK * CHUNK, 0, 0, d_reading, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_unit(d_units, D_ATTENTION, unit, SCALED)
+    d_erasing, unit = in_units(tl.where(i[:, None] > i[None, :], -d_erasing, 0.0), SCALED)
     store_block(d_lower + place * CHUNK * CHUNK, 0, 0, d_erasing, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_unit(d_units, D_LOWER, unit, SCALED)
+
+
+@triton.jit
+def _load_rows(
+    x, x_token, weight, unit, live, column,
+    K: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """STEP columns of queries or keys as they came, times their weights, as the tile that forward had of them."""
+    rows = load_tokens(x, x_token, live, column, K, CHUNK, STEP).to(tl.float32)
+    if SCALED:
+        weight *= inverse_of(unit)
+    return as_tile(rows * weight, SCALED)
 
 
 @triton.jit
@@ -63,21 +103,24 @@ def _load_gradients(
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def retreat(
-    g, d_largest, cu_seqlens, squares, queries, writes, erased, written, decays, d_output, d_final,
-    d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
-    scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
-    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    q, beta, write_key, g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
+    d_output, d_final, d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+    scale, sequences, span, T, H,
+    q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
+    g_row, g_token, g_head, do_row, do_token, do_head,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, KEPT_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
     The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. Of SHORT sequences one
-    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. Its unit is that of its
-    sequence and head, and is left in `d_largest`, by place. A SUMMARY leaves a segment's offset alone.
+    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. A SUMMARY leaves a
+    segment's offset alone. Without KEPT_KEYS, e^b Q and e^{b_C - b} W, of which there is no gate, are made again.
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
@@ -91,35 +134,44 @@ def retreat(
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
+    if not KEPT_KEYS:
+        q += row * q_row + head * q_head
+        write_key += row * write_row + head * write_head
+        beta += row * beta_row + head * beta_head
 
-    if SHORT:
-        d_last = d_final
-        if HAS_FINAL:
-            d_last = load_block(d_final + (n * H + head) * K * V, 0, 0, K, V, STEP, BLOCK)
-        unit = own_unit(d_output + start * do_token, do_token, end - start, d_last, V, HAS_FINAL, 128, BLOCK)
-    else:
-        unit = unit_scale(d_largest, SCALED)
-    inverse = 1.0 / unit
     d_state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
         if HAS_FINAL:
-            piece = load_block(d_final + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
-            piece = tl.trans(piece.to(tl.float32) * tl.where(number == last, unit, 0.0))
+            if number == last:
+                piece = load_block(d_final + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
+                piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED and not SUMMARY:
             if number < last:
                 piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         d_state = d_state + (piece,)
     # Shared memory has room for a wide state's tiles of two chunks, but not for these beside them.
-    EARLY: tl.constexpr = STEP < K
+    EARLY: tl.constexpr = K > 128
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
+    if SCALED:
+        following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
+        later_queries_unit = tl.load(following_units + QUERIES)
+        later_writes_unit = tl.load(following_units + WRITES)
+        later_erased_unit = tl.load(following_units + ERASED)
+        later_among_unit = tl.load(following_units + AMONG)
+    if not KEPT_KEYS:
+        t = token_after(tl.maximum(stop - 1, 0) * CHUNK, start, end, REVERSE)
+        live = end - start - (stop - 1) * CHUNK
+        later_strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
         live = end - start - m * CHUNK
         place = (slot + m) * H + head
+        of_chunk = units + place * UNITS
+        left_units = d_units + place * D_UNITS
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
@@ -130,99 +182,153 @@ def retreat(
             earlier = _load_gradients(d_output, do_token, before, start, end, column, V, REVERSE, CHUNK, BLOCK)
         else:
             do = _load_gradients(d_output, do_token, m, start, end, column, V, REVERSE, CHUNK, BLOCK)
-        do = (do.to(tl.float32) * unit).to(DTYPE)
+        do, do_unit = in_units(do.to(tl.float32), SCALED)
+        # Numbers that products do not take are asked for a turn early.
+        following = tl.maximum(m - 1, begin)
+        queries_unit, writes_unit, erased_unit, among_unit = 1.0, 1.0, 1.0, 1.0
+        if SCALED:
+            queries_unit, writes_unit = later_queries_unit, later_writes_unit
+            erased_unit, among_unit = later_erased_unit, later_among_unit
+            following_units = units + ((slot + following) * H + head) * UNITS
+            later_queries_unit = tl.load(following_units + QUERIES)
+            later_writes_unit = tl.load(following_units + WRITES)
+            later_erased_unit = tl.load(following_units + ERASED)
+            later_among_unit = tl.load(following_units + AMONG)
+        strength = 1.0
+        if not KEPT_KEYS:
+            strength = later_strength[:, None]
+            following_beta = beta + token_after(following * CHUNK, start, end, REVERSE) * beta_token
+            later_strength = load_numbers(following_beta, beta_token * NEXT, end - start - following * CHUNK, CHUNK)
 
-        du = tl.dot(tl.trans(do), among, input_precision=PRECISION)
+        unit, inverse = unit_of_pieces(d_state, SCALED)
+        du = tl.zeros((BLOCK, CHUNK), tl.float32)
         for e in tl.static_range(0, K, STEP):
-            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            after = d_state[e // STEP].to(DTYPE)
+            if KEPT_KEYS:
+                write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            else:
+                write = _load_rows(
+                    *(write_key + t * write_token, write_token * NEXT, strength, writes_unit, live, e),
+                    *(K, SCALED, CHUNK, STEP),
+                )
+            after = as_tile(d_state[e // STEP] * inverse, SCALED)
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
-        du = du.to(DTYPE)
+        if SCALED:
+            du *= unit * writes_unit
+        du = add_product(du, tl.trans(do), among, do_unit * among_unit, SCALED, PRECISION)
+        du, du_unit = in_units(du, SCALED)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
-            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            if KEPT_KEYS:
+                query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            else:
+                query = _load_rows(
+                    *(q + t * q_token, q_token * NEXT, scale, queries_unit, live, e),
+                    *(K, SCALED, CHUNK, STEP),
+                )
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * whole, input_precision=PRECISION)
-            pieces = pieces + (tl.dot(du, erase, piece, input_precision=PRECISION),)
+            piece = d_state[e // STEP] * whole
+            piece = add_product(piece, tl.trans(do), query, do_unit * queries_unit, SCALED, PRECISION)
+            pieces = pieces + (add_product(piece, du, erase, du_unit * erased_unit, SCALED, PRECISION),)
         d_state = pieces
+        if not SUMMARY:
+            store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
+            store_column_units(left_units + D_OUTPUT + 2 * tiles, column, unit, TILE, V, BLOCK, SCALED)
         if SHORT:
-            tl.store(d_largest + place, unit)
             x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
-            dv = tl.dot(du, x, input_precision=PRECISION)
-            store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
+            u_unit = load_unit(of_chunk, WRITTEN, SCALED)
+            dv = tl.dot(du, x, input_precision=PRECISION) * (du_unit * load_unit(of_chunk, INVERSE, SCALED))
             d_v_row = d_v + ((row * T + t) * H + head) * V
-            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv * inverse), V, CHUNK, BLOCK)
-            d_reading = tl.dot(do, u, input_precision=PRECISION)
-            d_erasing = tl.dot(tl.trans(u), dv.to(DTYPE), input_precision=PRECISION)
+            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv), V, CHUNK, BLOCK)
+            dv, dv_unit = in_units(dv, SCALED)
+            store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
+            store_unit(left_units, D_OUTPUT + tiles, dv_unit, SCALED)
+            d_reading = tl.dot(do, u, input_precision=PRECISION) * (do_unit * u_unit)
+            d_erasing = tl.dot(tl.trans(u), dv, input_precision=PRECISION) * (dv_unit * u_unit)
             gate = tl.zeros((CHUNK,), tl.float32)
             if GATED:
                 gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-            _store_scores(d_attention, d_lower, d_reading, tl.trans(d_erasing), gate, scale, place, GATED, CHUNK)
+            d_erasing = tl.trans(d_erasing)
+            _store_scores(
+                d_attention, d_lower, left_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK
+            )
         elif not SUMMARY:
             store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
+            store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):
         left = d_state[e // STEP]
         if SUMMARY:
             if (number > 0) & (number <= last):
                 store_block(d_offsets + (segment * H + head) * K * V, column, e, left, V, K, BLOCK, STEP)
         elif number == 0:
-            store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left * inverse), K, V, STEP, BLOCK)
+            store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left), K, V, STEP, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_scores(
-    g, d_largest, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
+    g, units, d_units, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of V (in `d_written` also, in place of U's), of Q Wᵀ and of R Wᵀ."""
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     place = slot * H + head
+    units += place * UNITS
+    d_units += place * D_UNITS
     d_output += row * do_row + start * do_token + head * do_head
     do_token *= NEXT
     d_v += ((row * T + start) * H + head) * V
 
-    unit = unit_scale(d_largest, SCALED)
-    inverse = 1.0 / unit
     x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    x_unit = load_unit(units, INVERSE, SCALED)
     d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     for e in range(0, V, STEP):
         du = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
         u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
-        dv = tl.dot(du, x, input_precision=PRECISION)
-        store_block(d_written + place * CHUNK * V, e, 0, dv, V, CHUNK, STEP, CHUNK)
-        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION)
-        store_tokens(d_v, H * V * NEXT, live, e, dv * inverse, V, CHUNK, STEP)
-        d_reading = tl.dot(do, u, d_reading, input_precision=PRECISION)
-        d_erasing = tl.dot(dv.to(u.dtype), u, d_erasing, input_precision=PRECISION)
+        u_unit = load_unit(units, WRITTEN + e // TILE, SCALED)
+        du_unit = load_unit(d_units, D_OUTPUT + tiles + e // TILE, SCALED)
+        do_unit = load_unit(d_units, D_OUTPUT + e // TILE, SCALED)
+        do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
+        if SCALED:
+            do *= inverse_of(do_unit)
+        d_reading = add_product(d_reading, as_tile(do, SCALED), u, do_unit * u_unit, SCALED, PRECISION)
+        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION) * (x_unit * du_unit)
+        store_tokens(d_v, H * V * NEXT, live, e, dv, V, CHUNK, STEP)
+        dv, dv_unit = in_units(dv, SCALED)
+        d_erasing = add_product(d_erasing, dv, u, dv_unit * u_unit, SCALED, PRECISION)
+        turned = tl.dot(du, x, input_precision=PRECISION) * (x_unit * du_unit)
+        if SCALED:
+            turned *= inverse_of(dv_unit)
+        store_block(d_written + place * CHUNK * V, e, 0, turned, V, CHUNK, STEP, CHUNK)
+        store_unit(d_units, D_OUTPUT + tiles + e // TILE, dv_unit, SCALED)
     gate = tl.zeros((CHUNK,), tl.float32)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-    _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
+    _store_scores(d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_inputs(
-    q, k, beta, write_key, g, largest, d_largest, cu_seqlens, sequence_of, written, states,
+    q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, written, states,
     d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
     scale, T, H, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, SHORT: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's."""
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
     block = tl.program_id(0) % blocks
     column = block * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
@@ -232,6 +338,8 @@ def differentiate_inputs(
     place = slot * H + head
     token = (row * T + start) * H + head
     i = tl.arange(0, CHUNK)
+    units += place * UNITS
+    d_units += place * D_UNITS
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     write_key += row * write_row + start * write_token + head * write_head
@@ -244,9 +352,19 @@ def differentiate_inputs(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
 
-    unit = unit_of_chunk(d_largest, place, SHORT, SCALED)
-    # Multiplied by one after the other: their product may lie outside of float32's range where the gradients do not.
-    inverse, other = 1.0 / unit, 1.0 / unit_of_chunk(largest, place, SHORT, SCALED)
+    # The tiles of all value columns are added up in the largest of their units.
+    u_units = units + WRITTEN
+    state_units = u_units + tiles
+    do_units = d_units + D_OUTPUT
+    dv_units = do_units + tiles
+    after_units = dv_units + tiles
+    u_unit, state_unit, do_unit, dv_unit, after_unit = 1.0, 1.0, 1.0, 1.0, 1.0
+    if SCALED:
+        u_unit = load_largest_unit(u_units, tiles)
+        state_unit = load_largest_unit(state_units, tiles)
+        do_unit = load_largest_unit(do_units, tiles)
+        dv_unit = load_largest_unit(dv_units, tiles)
+        after_unit = load_largest_unit(after_units, tiles)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
     dr = tl.zeros((CHUNK, BLOCK), tl.float32)
     dw = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -255,24 +373,57 @@ def differentiate_inputs(
         state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
         after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
         u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
+        do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
         dv = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        dq = tl.dot(do, state, dq, input_precision=PRECISION)
+        kept = state.to(tl.float32) * after.to(tl.float32)
+        if SCALED:
+            do *= inverse_of(do_unit)
+            if tiles > 1:
+                state_share = load_share(state_units, e // TILE, state_unit)
+                after_share = load_share(after_units, e // TILE, after_unit)
+                do *= state_share
+                dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
+                u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
+                kept *= state_share * after_share
+        dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
         dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
         dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
         if GATED:
-            d_whole += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0)
-    dq *= scale
-    dr = -dr
+            d_whole += tl.sum(kept, 0)
+    # Multiplied by one after the other: a product of units may lie outside of float32's range where gradients do not.
+    dq = dq * (scale * do_unit) * state_unit
+    dr = -dr * dv_unit * state_unit
+    dw = dw * u_unit * after_unit
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
-    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK).to(written.dtype.element_ty)
-    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
-    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK)
+    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK)
     write = read
     if OWN_WRITE_KEY:
-        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
+        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK)
+    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    reading_unit = load_unit(d_units, D_ATTENTION, SCALED)
+    erasing_unit = load_unit(d_units, D_LOWER, SCALED)
+    query_unit = load_unit(units, QUERY, SCALED)
+    read_unit = load_unit(units, KEY, SCALED)
+    write_unit = load_unit(units, WRITE_KEY, SCALED)
+    query_tile = query.to(tl.float32)
+    read_tile = read.to(tl.float32)
+    write_tile = write.to(tl.float32)
+    # Strengths as parts of their largest, which write keys count in, too.
+    part_of_strength = strength
+    weighed_unit = write_unit
+    if SCALED:
+        query_tile *= inverse_of(query_unit)
+        read_tile *= inverse_of(read_unit)
+        write_tile *= inverse_of(write_unit)
+        strength_unit, strength_inverse = power_of_two(tl.max(tl.abs(strength), 0))
+        part_of_strength *= strength_inverse / LIMIT
+        weighed_unit *= strength_unit * LIMIT
+    query_tile = as_tile(query_tile, SCALED)
+    read_tile = as_tile(read_tile, SCALED)
+    write_tile = as_tile(write_tile, SCALED)
     d_end = 0.0
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
@@ -280,19 +431,19 @@ def differentiate_inputs(
         dq *= since[:, None]
         dr *= since[:, None]
         dw *= decay_until(g, g_token, live, CHUNK)[:, None]
-        d_end = tl.sum(d_whole, 0) * tl.exp(tl.sum(gate, 0))
+        d_end = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
         d_end += tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0)
 
-    weighed = (d_reading.to(tl.float32) * strength[None, :]).to(read.dtype)
-    dq = tl.dot(weighed, write, dq, input_precision=PRECISION) * inverse * other
-    dw = tl.dot(tl.trans(d_reading), query, dw, input_precision=PRECISION)
+    weighed = as_tile(d_reading.to(tl.float32) * part_of_strength[None, :], SCALED)
+    dq = add_product(dq, weighed, write_tile, reading_unit * weighed_unit, SCALED, PRECISION)
     store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
+    dw = add_product(dw, tl.trans(d_reading), query_tile, reading_unit * query_unit, SCALED, PRECISION)
     later = strength
     if GATED:
         later = tl.sum(dq * query.to(tl.float32), 1)
-    weighed = (d_erasing.to(tl.float32) * strength[None, :]).to(read.dtype)
-    dr = tl.dot(weighed, write, dr, input_precision=PRECISION) * inverse * other
-    dw = tl.dot(tl.trans(d_erasing), read, dw, input_precision=PRECISION) * inverse * other
+    weighed = as_tile(d_erasing.to(tl.float32) * part_of_strength[None, :], SCALED)
+    dr = add_product(dr, weighed, write_tile, erasing_unit * weighed_unit, SCALED, PRECISION)
+    dw = add_product(dw, tl.trans(d_erasing), read_tile, erasing_unit * read_unit, SCALED, PRECISION)
     d_strength = tl.sum(dw * write.to(tl.float32), 1)
     part = block.to(tl.int64) * tokens * H + token
     tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
@@ -300,7 +451,7 @@ def differentiate_inputs(
         # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
         # one side of it are in both sums, with opposite signs.
         later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
-        dg = tl.cumsum(later, 0, reverse=True) + d_end * inverse * other
+        dg = tl.cumsum(later, 0, reverse=True) + d_end
         tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
     dw *= strength[:, None]
     if OWN_WRITE_KEY:
