@@ -56,6 +56,31 @@ def inverse_of(unit):
 
 
 @triton.jit
+def exponent_of(unit):
+    """Of a unit 2^e: e."""
+    return (unit.to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def two_to(exponent):
+    """2^exponent, or the nearest number that float32 has."""
+    exponent = tl.minimum(tl.maximum(exponent, -126), 127)
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def times_two_to(x, exponent):
+    """x 2^exponent, in two steps: of products of units, float32 may hold the result but not the unit."""
+    half = exponent >> 1
+    return x * two_to(half) * two_to(exponent - half)
+
+
+# A sum of matrices begins with one whose numbers are below 2^LEAD of the unit that it goes on in. A product that has
+# still less to say is added in too large a unit, 2^24 times below that of the tile that the sum becomes.
+LEAD = tl.constexpr(60)
+
+
+@triton.jit
 def find_unit(x, SCALED: tl.constexpr):
     """The unit of a matrix and its inverse; not SCALED, both are 1."""
     unit, inverse = 1.0, 1.0

@@ -1,9 +1,10 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-`retreat` walks from the last chunk to the first, in the segments of time that forward had (see triton_segments.py), and
-leaves the gradients of the states after each chunk. The rest runs over chunks in parallel: `differentiate_scores`
-(gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences, `retreat` does that too) and `differentiate_inputs`
-(gradients of queries, keys, strengths and gates).
+Where there is no gate, `weigh_rows` makes e^b Q and e^{b_C - b} W again. `retreat` walks from the last chunk to the
+first, in the segments of time that forward had (see triton_segments.py), and leaves the gradients of the states after
+each chunk. The rest runs over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L;
+of short sequences, `retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and
+gates).
 
 A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on are
@@ -29,7 +30,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     WRITES,
     WRITTEN,
 )
-from longseq.kernels.delta_rule.triton_segments import find_segment, unit_of_pieces
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, turn_to_tiles
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
@@ -46,9 +47,10 @@ from longseq.kernels.triton_tiles import (
     token_after,
 )
 from longseq.kernels.triton_units import (
+    LEAD,
     LIMIT,
-    add_product,
     as_tile,
+    exponent_of,
     in_units,
     inverse_of,
     load_largest_unit,
@@ -57,6 +59,7 @@ from longseq.kernels.triton_units import (
     power_of_two,
     store_column_units,
     store_unit,
+    two_to,
 )
 
 
@@ -80,18 +83,6 @@ def _store_scores(
 
 
 @triton.jit
-def _load_rows(
-    x, x_token, weight, unit, live, column,
-    K: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """STEP columns of queries or keys as they came, times their weights, as the tile that forward had of them."""
-    rows = load_tokens(x, x_token, live, column, K, CHUNK, STEP).to(tl.float32)
-    if SCALED:
-        weight *= inverse_of(unit)
-    return as_tile(rows * weight, SCALED)
-
-
-@triton.jit
 def _load_gradients(
     d_output, do_token, m, start, end, column,
     V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,23 +92,48 @@ def _load_gradients(
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
 
+@triton.jit(do_not_specialize=PLAIN)
+def weigh_rows(
+    q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
+    scale, T, H, q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
+    K: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: queries times scale and write keys times their strengths, the tiles that forward had."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT = direction(REVERSE)
+    q += row * q_row + start * q_token + head * q_head
+    write_key += row * write_row + start * write_token + head * write_head
+    beta += row * beta_row + start * beta_token + head * beta_head
+    strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
+    if SCALED:
+        scale *= inverse_of(tl.load(units + place * UNITS + QUERIES))
+        strength *= inverse_of(tl.load(units + place * UNITS + WRITES))
+    for e in tl.static_range(0, K, BLOCK):
+        query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
+        store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
+        write = load_tokens(write_key, write_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * strength[:, None]
+        store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
+
+
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def retreat(
-    q, beta, write_key, g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
+    g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
     d_output, d_final, d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
-    scale, sequences, span, T, H,
-    q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
-    g_row, g_token, g_head, do_row, do_token, do_head,
+    scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
-    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, KEPT_KEYS: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
     The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. Of SHORT sequences one
     program holds all columns, and leaves the gradients of V instead of U's, and of the scores. A SUMMARY leaves a
-    segment's offset alone. Without KEPT_KEYS, e^b Q and e^{b_C - b} W, of which there is no gate, are made again.
+    segment's offset alone.
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
@@ -134,11 +150,6 @@ def retreat(
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
-    if not KEPT_KEYS:
-        q += row * q_row + head * q_head
-        write_key += row * write_row + head * write_head
-        beta += row * beta_row + head * beta_head
-
     d_state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
@@ -150,6 +161,7 @@ def retreat(
             if number < last:
                 piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         d_state = d_state + (piece,)
+    d_state, exponent = turn_to_tiles(d_state, 0, SCALED)
     # Shared memory has room for a wide state's tiles of two chunks, but not for these beside them.
     EARLY: tl.constexpr = K > 128
     if EARLY:
@@ -161,10 +173,6 @@ def retreat(
         later_writes_unit = tl.load(following_units + WRITES)
         later_erased_unit = tl.load(following_units + ERASED)
         later_among_unit = tl.load(following_units + AMONG)
-    if not KEPT_KEYS:
-        t = token_after(tl.maximum(stop - 1, 0) * CHUNK, start, end, REVERSE)
-        live = end - start - (stop - 1) * CHUNK
-        later_strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
@@ -194,47 +202,44 @@ def retreat(
             later_writes_unit = tl.load(following_units + WRITES)
             later_erased_unit = tl.load(following_units + ERASED)
             later_among_unit = tl.load(following_units + AMONG)
-        strength = 1.0
-        if not KEPT_KEYS:
-            strength = later_strength[:, None]
-            following_beta = beta + token_after(following * CHUNK, start, end, REVERSE) * beta_token
-            later_strength = load_numbers(following_beta, beta_token * NEXT, end - start - following * CHUNK, CHUNK)
 
-        unit, inverse = unit_of_pieces(d_state, SCALED)
+        d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
         du = tl.zeros((BLOCK, CHUNK), tl.float32)
         for e in tl.static_range(0, K, STEP):
-            if KEPT_KEYS:
-                write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            else:
-                write = _load_rows(
-                    *(write_key + t * write_token, write_token * NEXT, strength, writes_unit, live, e),
-                    *(K, SCALED, CHUNK, STEP),
-                )
-            after = as_tile(d_state[e // STEP] * inverse, SCALED)
+            after = as_tile(d_state[e // STEP], SCALED)
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
+            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
+        du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
         if SCALED:
-            du *= unit * writes_unit
-        du = add_product(du, tl.trans(do), among, do_unit * among_unit, SCALED, PRECISION)
-        du, du_unit = in_units(du, SCALED)
+            from_state = state_exponent + exponent_of(writes_unit)
+            du_exponent = tl.maximum(exponent_of(do_unit) + exponent_of(among_unit), from_state - LEAD)
+            du *= two_to(from_state - du_exponent)
+        du, du_unit = in_units(tl.dot(tl.trans(do), among, du, input_precision=PRECISION), SCALED)
+        if SCALED:
+            du_exponent += exponent_of(du_unit)
+            du_unit = two_to(du_exponent)
+            read_exponent = exponent_of(do_unit) + exponent_of(queries_unit)
+            read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
+            earlier_exponent = tl.maximum(du_exponent + exponent_of(erased_unit), read_exponent - LEAD)
+            first_weight = whole * two_to(state_exponent - read_exponent)
+            second_weight = two_to(read_exponent - earlier_exponent)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
-            if KEPT_KEYS:
-                query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            else:
-                query = _load_rows(
-                    *(q + t * q_token, q_token * NEXT, scale, queries_unit, live, e),
-                    *(K, SCALED, CHUNK, STEP),
-                )
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            piece = d_state[e // STEP] * whole
-            piece = add_product(piece, tl.trans(do), query, do_unit * queries_unit, SCALED, PRECISION)
-            pieces = pieces + (add_product(piece, du, erase, du_unit * erased_unit, SCALED, PRECISION),)
+            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * first_weight, input_precision=PRECISION)
+            piece = tl.dot(du, erase, piece * second_weight, input_precision=PRECISION)
+            pieces = pieces + (piece,)
         d_state = pieces
+        if SCALED:
+            exponent = earlier_exponent
         if not SUMMARY:
+            state_units = left_units + D_OUTPUT + 2 * tiles
             store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
-            store_column_units(left_units + D_OUTPUT + 2 * tiles, column, unit, TILE, V, BLOCK, SCALED)
+            if SCALED:
+                store_column_units(state_units, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
         if SHORT:
             x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
@@ -258,7 +263,7 @@ def retreat(
             store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
             store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):
-        left = d_state[e // STEP]
+        left = end_walk(d_state[e // STEP], exponent, SCALED)
         if SUMMARY:
             if (number > 0) & (number <= last):
                 store_block(d_offsets + (segment * H + head) * K * V, column, e, left, V, K, BLOCK, STEP)
@@ -288,27 +293,45 @@ def differentiate_scores(
 
     x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     x_unit = load_unit(units, INVERSE, SCALED)
+    # The tiles of all value columns are added up in the largest of their units.
+    u_units = units + WRITTEN
+    do_units = d_units + D_OUTPUT
+    du_units = do_units + tiles
+    u_unit, do_unit, dv_unit = 1.0, 1.0, 1.0
+    if SCALED:
+        u_unit = load_largest_unit(u_units, tiles)
+        do_unit = load_largest_unit(do_units, tiles)
     d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for e in range(0, V, STEP):
+    for e in tl.static_range(0, V, STEP):
         du = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
         u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        u_unit = load_unit(units, WRITTEN + e // TILE, SCALED)
-        du_unit = load_unit(d_units, D_OUTPUT + tiles + e // TILE, SCALED)
-        do_unit = load_unit(d_units, D_OUTPUT + e // TILE, SCALED)
         do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
+        own_unit = x_unit * load_unit(du_units, e // TILE, SCALED)
         if SCALED:
             do *= inverse_of(do_unit)
-        d_reading = add_product(d_reading, as_tile(do, SCALED), u, do_unit * u_unit, SCALED, PRECISION)
-        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION) * (x_unit * du_unit)
+            if tiles > 1:
+                u = u * load_share(u_units, e // TILE, u_unit).to(u.dtype)
+        d_reading = tl.dot(as_tile(do, SCALED), u, d_reading, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION) * own_unit
         store_tokens(d_v, H * V * NEXT, live, e, dv, V, CHUNK, STEP)
-        dv, dv_unit = in_units(dv, SCALED)
-        d_erasing = add_product(d_erasing, dv, u, dv_unit * u_unit, SCALED, PRECISION)
-        turned = tl.dot(du, x, input_precision=PRECISION) * (x_unit * du_unit)
+        dv, unit = in_units(dv, SCALED)
         if SCALED:
-            turned *= inverse_of(dv_unit)
+            if e > 0:
+                larger = tl.maximum(unit, dv_unit)
+                d_erasing *= dv_unit * inverse_of(larger)
+                dv = dv * (unit * inverse_of(larger)).to(dv.dtype)
+                dv_unit = larger
+            else:
+                dv_unit = unit
+        d_erasing = tl.dot(dv, u, d_erasing, input_precision=PRECISION)
+        turned = tl.dot(du, x, input_precision=PRECISION) * own_unit
+        if SCALED:
+            turned *= inverse_of(unit)
         store_block(d_written + place * CHUNK * V, e, 0, turned, V, CHUNK, STEP, CHUNK)
-        store_unit(d_units, D_OUTPUT + tiles + e // TILE, dv_unit, SCALED)
+        store_unit(du_units, e // TILE, unit, SCALED)
+    d_reading = d_reading * do_unit * u_unit
+    d_erasing = d_erasing * dv_unit * u_unit
     gate = tl.zeros((CHUNK,), tl.float32)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
@@ -390,10 +413,8 @@ def differentiate_inputs(
         dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
         if GATED:
             d_whole += tl.sum(kept, 0)
-    # Multiplied by one after the other: a product of units may lie outside of float32's range where gradients do not.
-    dq = dq * (scale * do_unit) * state_unit
-    dr = -dr * dv_unit * state_unit
-    dw = dw * u_unit * after_unit
+    dq *= scale
+    dr = -dr
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK)
@@ -408,21 +429,37 @@ def differentiate_inputs(
     query_unit = load_unit(units, QUERY, SCALED)
     read_unit = load_unit(units, KEY, SCALED)
     write_unit = load_unit(units, WRITE_KEY, SCALED)
-    query_tile = query.to(tl.float32)
-    read_tile = read.to(tl.float32)
-    write_tile = write.to(tl.float32)
-    # Strengths as parts of their largest, which write keys count in, too.
-    part_of_strength = strength
-    weighed_unit = write_unit
+    # What the states give goes on in the larger of its unit and that of what the scores give. Strengths are parts of
+    # their largest, which write keys count in, too.
+    strength_unit, part_of_strength = 1.0, strength
+    query_weight, write_weight, other_write_weight, read_weight = 1.0, 1.0, 1.0, 1.0
+    q_exponent, r_exponent, w_exponent = 0, 0, 0
     if SCALED:
-        query_tile *= inverse_of(query_unit)
-        read_tile *= inverse_of(read_unit)
-        write_tile *= inverse_of(write_unit)
         strength_unit, strength_inverse = power_of_two(tl.max(tl.abs(strength), 0))
         part_of_strength *= strength_inverse / LIMIT
-        weighed_unit *= strength_unit * LIMIT
-    query_tile = as_tile(query_tile, SCALED)
-    read_tile = as_tile(read_tile, SCALED)
+        weighed_exponent = exponent_of(strength_unit) + 15 + exponent_of(write_unit)
+        to_q = exponent_of(reading_unit) + weighed_exponent
+        to_r = exponent_of(erasing_unit) + weighed_exponent
+        from_query = exponent_of(reading_unit) + exponent_of(query_unit)
+        from_read = exponent_of(erasing_unit) + exponent_of(read_unit)
+        of_q = exponent_of(do_unit) + exponent_of(state_unit)
+        of_r = exponent_of(dv_unit) + exponent_of(state_unit)
+        of_w = exponent_of(u_unit) + exponent_of(after_unit)
+        q_exponent = tl.maximum(of_q, to_q)
+        r_exponent = tl.maximum(of_r, to_r)
+        w_exponent = tl.maximum(of_w, tl.maximum(from_query, from_read))
+        dq *= two_to(of_q - q_exponent)
+        dr *= two_to(of_r - r_exponent)
+        dw *= two_to(of_w - w_exponent)
+        write_weight = two_to(to_q - q_exponent)
+        other_write_weight = two_to(to_r - r_exponent)
+        query_weight = inverse_of(query_unit) * two_to(from_query - w_exponent)
+        read_weight = inverse_of(read_unit) * two_to(from_read - w_exponent)
+    query_tile = as_tile(query.to(tl.float32) * query_weight, SCALED)
+    read_tile = as_tile(read.to(tl.float32) * read_weight, SCALED)
+    write_tile = write.to(tl.float32)
+    if SCALED:
+        write_tile *= inverse_of(write_unit)
     write_tile = as_tile(write_tile, SCALED)
     d_end = 0.0
     if GATED:
@@ -432,18 +469,18 @@ def differentiate_inputs(
         dr *= since[:, None]
         dw *= decay_until(g, g_token, live, CHUNK)[:, None]
         d_end = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
-        d_end += tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0)
+        d_end += end_walk(tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0), w_exponent, SCALED)
 
-    weighed = as_tile(d_reading.to(tl.float32) * part_of_strength[None, :], SCALED)
-    dq = add_product(dq, weighed, write_tile, reading_unit * weighed_unit, SCALED, PRECISION)
+    weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
+    dq = end_walk(tl.dot(weighed, write_tile, dq, input_precision=PRECISION), q_exponent, SCALED)
+    dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
     store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
-    dw = add_product(dw, tl.trans(d_reading), query_tile, reading_unit * query_unit, SCALED, PRECISION)
     later = strength
     if GATED:
         later = tl.sum(dq * query.to(tl.float32), 1)
-    weighed = as_tile(d_erasing.to(tl.float32) * part_of_strength[None, :], SCALED)
-    dr = add_product(dr, weighed, write_tile, erasing_unit * weighed_unit, SCALED, PRECISION)
-    dw = add_product(dw, tl.trans(d_erasing), read_tile, erasing_unit * read_unit, SCALED, PRECISION)
+    weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
+    dr = end_walk(tl.dot(weighed, write_tile, dr, input_precision=PRECISION), r_exponent, SCALED)
+    dw = end_walk(tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION), w_exponent, SCALED)
     d_strength = tl.sum(dw * write.to(tl.float32), 1)
     part = block.to(tl.int64) * tokens * H + token
     tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)

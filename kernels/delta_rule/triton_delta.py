@@ -7,10 +7,9 @@ bfloat16. Each tile counts in a unit of its own (see triton_units.py), so that t
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
-for each token and head, with C = 64 (32 for short sequences). With a gate, or with queries and keys of float32 beside
-values of half precision, these are 2 K more, e^b Q and e^{b_C - b} W, which are else made again from q and k. Asked to
-recompute, it keeps its inputs alone, and the backward pass begins with a forward pass. Of segments of time it also
-keeps transitions.
+for each token and head, with C = 64 (32 for short sequences). With a gate these are 2 K more, for e^b Q and
+e^{b_C - b} W, which the backward pass else makes again from q and k. Asked to recompute, it keeps its inputs alone, and
+the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
 """
 
 from functools import lru_cache
@@ -20,7 +19,12 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
+from longseq.kernels.delta_rule.triton_backward import (
+    differentiate_inputs,
+    differentiate_scores,
+    retreat,
+    weigh_rows,
+)
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import connect, summarize
@@ -58,11 +62,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 128),
+        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
         "differentiate_gated": Launch(64, 64, 4, 1, 168),
     },
     (2, 128): {
-        "prepare": Launch(128, 0, 4, 1, 168),
+        "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 168),
@@ -71,7 +75,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
+        "differentiate_inputs": Launch(64, 64, 4, 1),
         "differentiate_gated": Launch(64, 64, 4, 1),
     },
     (2, 256): {
@@ -269,8 +273,7 @@ def delta_rule(
     plan = _plan(k, v, cu_seqlens, half)
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
-    keeps_keys = _keeps_keys(plan, q, write, g)
-    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save, keeps_keys)
+    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
     output, final, buffers = _allocate(plan, v, key_dim, sizes)
     kept = _find_kept(sizes, buffers)
     score_dtype, raw = _score_dtype(plan, q, k, write)
@@ -278,7 +281,7 @@ def delta_rule(
         launch = _prepare_read_through(
             plan, plan.launches["read_through_saving" if save else "read_through"], q.device, tokens, heads, key_dim,
             value_dim, score_dtype, raw, scale, reverse, g is not None, cu_seqlens is not None,
-            initial_state is not None, save, keeps_keys, write_key is not None,
+            initial_state is not None, save, write_key is not None,
             (*strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g)),
         )  # fmt: skip
         launch(
@@ -286,22 +289,25 @@ def delta_rule(
             kept.erased, kept.written, kept.decays, kept.states, kept.units, output, final,
         )  # fmt: skip
         return output, final, buffers if save else []
-    if not keeps_keys:
+    if g is None:
         rows = v.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
         kept = kept._replace(queries=rows[0], writes=rows[1])
     constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
-        prepare[(plan.slots * heads,)](
-            q, k, v, beta, write, g, cu_seqlens, sequence_of,
-            kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays, kept.units,
-            scale, tokens, heads,
-            *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, RAW=raw, DTYPE=TRITON_DTYPES[score_dtype],
-            OWN_WRITE_KEY=write_key is not None, BLOCK=plan.tiles(name, max(key_dim, value_dim)),
-            **constants, **plan.options(name),
-        )  # fmt: skip
+        # Chunks that are not mild, if there are any, a second time.
+        for again in (False, True) if plan.scaled else (False,):
+            prepare[(plan.slots * heads,)](
+                q, k, v, beta, write, g, cu_seqlens, sequence_of,
+                kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays, kept.units,
+                scale, tokens, heads,
+                *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
+                GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, RAW=raw,
+                DTYPE=TRITON_DTYPES[score_dtype], AGAIN=again, OWN_WRITE_KEY=write_key is not None,
+                BLOCK=plan.tiles(name, max(key_dim, value_dim)),
+                **constants, **plan.options(name),
+            )  # fmt: skip
         walk = {"GATED": g is not None, "HAS_INITIAL": initial_state is not None, **constants}
         offsets = None
         if plan.span:
@@ -337,11 +343,11 @@ def delta_rule(
 def _prepare_read_through(
     plan: _Plan, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
     scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool, has_initial: bool,
-    save: bool, keeps_keys: bool, own_write_key: bool, strides: tuple[int, ...],
+    save: bool, own_write_key: bool, strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     return Prepared(
         read_through, device, plan.sequences * heads, (scale, tokens, heads, *strides),
-        GATED=gated, REVERSE=reverse, HAS_INITIAL=has_initial, SAVE=save, SAVE_KEYS=keeps_keys,
+        GATED=gated, REVERSE=reverse, HAS_INITIAL=has_initial, SAVE=save, SAVE_KEYS=gated,
         OWN_WRITE_KEY=own_write_key, RAW=raw, DTYPE=TRITON_DTYPES[scores],
         BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
@@ -352,8 +358,7 @@ def _prepare_read_through(
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
     plan = _plan(k, v, cu_seqlens, half)
     heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
-    keeps_keys = _keeps_keys(plan, q, k if write_key is None else write_key, g)
-    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save, keeps_keys)
+    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
     output, final, buffers = _allocate(plan, v, key_dim, sizes)
     return output, final, buffers if save else []
 
@@ -373,24 +378,16 @@ class _Kept(NamedTuple):
     decays: Tensor  # e^{b_C}, empty without gates
 
 
-def _keeps_keys(plan: _Plan, q: Tensor, write: Tensor, g: Tensor | None) -> bool:
-    """Whether queries and writes are kept: not where they are rows of q and of the write key times a number.
-
-    Those of float32 beside values of half precision take twice as much of the shared memory that walks fill.
-    """
-    return g is not None or max(q.dtype.itemsize, write.dtype.itemsize) > plan.dtype.itemsize
-
-
 def _kept_sizes(
-    plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool, keeps_keys: bool
+    plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool
 ) -> tuple[list[int], list[int]]:
     """Numbers of the parts of `_Kept`: of tiles, and of float32. Each begins where whole vectors can be loaded."""
     places = heads * (plan.slots if save or not plan.short else 0)
     keys = places * plan.chunk * key_dim
     tiles = [
         2 * places * plan.chunk**2,
-        keys if keeps_keys and (save or plan.along) else 0,
-        keys if keeps_keys else 0,
+        keys if gated and (save or plan.along) else 0,
+        keys if gated else 0,
         keys,
         places * plan.chunk * value_dim,
         0 if plan.along and not save else places * key_dim * value_dim,
@@ -470,8 +467,7 @@ def delta_rule_backward(
     value_dim = d_output.shape[3]
     sizes = tokens, heads, key_dim, value_dim
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    keeps_keys = _keeps_keys(plan, q, write, g)
-    ours = _find_kept(_kept_sizes(plan, heads, key_dim, value_dim, g is not None, True, keeps_keys), kept)
+    ours = _find_kept(_kept_sizes(plan, heads, key_dim, value_dim, g is not None, True), kept)
     d_units = q.new_empty(
         (plan.slots * heads * count_gradient_units(value_dim) if plan.scaled else 0,), dtype=torch.float32
     )
@@ -488,13 +484,22 @@ def delta_rule_backward(
     walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
     with torch.cuda.device_of(q):
+        if g is None:
+            rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
+            ours = ours._replace(queries=rows[0], writes=rows[1])
+            weigh_rows[(plan.slots * heads,)](
+                q, beta, write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes,
+                scale, tokens, heads, *strides(q), *strides(beta), *strides(write),
+                K=key_dim, UNITS=count_units(value_dim), PACKED=cu_seqlens is not None, REVERSE=reverse,
+                SCALED=plan.scaled, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)), num_warps=4,
+            )  # fmt: skip
         for walk in walks:
             launch = _prepare_retreat(
-                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None, keeps_keys,
-                (*strides(q), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
+                plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None,
+                (*strides(g), *strides(d_output)),
             )  # fmt: skip
             launch(
-                q, beta, write, g, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes,
+                g, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes,
                 ours.erased, ours.written, ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_v,
                 d_attention, d_lower, d_initial,
             )  # fmt: skip
@@ -524,7 +529,7 @@ def delta_rule_backward(
 @lru_cache(PREPARED)
 def _prepare_retreat(
     plan: _Plan, walk: str, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, keeps_keys: bool,
+    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool,
     strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     block = plan.tiles(walk, value_dim)
@@ -533,7 +538,7 @@ def _prepare_retreat(
         retreat, device, plan.walks * heads * cdiv(value_dim, block),
         (scale, plan.sequences, plan.span, tokens, heads, *strides),
         GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
-        SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary", KEPT_KEYS=keeps_keys,
+        SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
         D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip

@@ -21,12 +21,13 @@ from longseq.kernels.delta_rule.triton_kept import (
     KEY,
     QUERIES,
     QUERY,
+    SIZE,
     TILE,
     WRITE_KEY,
     WRITES,
     WRITTEN,
 )
-from longseq.kernels.delta_rule.triton_segments import find_segment, load_offered, walk_through
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, load_offered, turn_to_tiles, walk_through
 from longseq.kernels.triton_tiles import (
     MILD,
     PLAIN,
@@ -47,15 +48,18 @@ from longseq.kernels.triton_tiles import (
     unit_lower_inverse,
 )
 from longseq.kernels.triton_units import (
+    LEAD,
     LIMIT,
     add_product,
     as_tile,
+    exponent_of,
     find_largest,
     in_units,
     mix_rows,
     power_of_two,
     store_column_units,
     store_unit,
+    two_to,
 )
 
 
@@ -101,15 +105,20 @@ def prepare(
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
 
-    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE.
+    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, only chunks that are not mild
+    (see `inverse_size`), with an inverse in float32.
     """
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
+    if AGAIN:
+        if tl.load(units + place * UNITS + SIZE) <= MILD:
+            return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
@@ -198,19 +207,12 @@ def prepare(
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
     steepest = _largest_of_rows(lower)
-    x = unit_lower_inverse(lower, CHUNK, SCALED)
-    x_unit, x_inverse = 1.0, 1.0
+    x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
+    x_inverse = 1.0
     if SCALED:
         size = inverse_size(steepest, x)
-        if size > MILD:
-            lower = _multiply(
-                *(k, k_token, read_inverse, write_key, write_token, write_inverse, live),
-                *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
-            )
-            if not RAW:
-                lower *= read_unit * write_unit
-            x = eliminate(_weigh(lower, strength, gate, 1, GATED, CHUNK), CHUNK)
-            size = inverse_size(steepest, x)
+        if not AGAIN:
+            tl.store(units + SIZE, size)
         x_unit, x_inverse = power_of_two(size)
         tl.store(units + INVERSE, x_unit)
     if SAVE:
@@ -278,6 +280,7 @@ def advance(
             if number > 0:
                 piece = load_block(offsets + ((segment - 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         state = state + (piece,)
+    state, exponent = turn_to_tiles(state, 0, SCALED)
     first = (slot + begin) * H + head
     offered, offered_unit = load_offered(written, units, first, column, V, UNITS, SCALED, CHUNK, BLOCK)
     if SCALED:
@@ -303,16 +306,23 @@ def advance(
             later_queries_unit = tl.load(units + following * UNITS + QUERIES)
             later_among_unit = tl.load(units + following * UNITS + AMONG)
 
-        u, u_unit, state, o = walk_through(
-            state, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit, states,
-            of_chunk, place, column, whole, K, V, READ, SAVE, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+        u, u_unit, state, after_exponent, o, read_exponent = walk_through(
+            state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit,
+            states, of_chunk, place, column, whole, K, V, READ, SAVE, SCALED, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
+        if SCALED:
+            exponent = after_exponent
         if SAVE:
             store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
             store_column_units(of_chunk + WRITTEN, column, u_unit, TILE, V, BLOCK, SCALED)
         if READ:
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            o = add_product(o, u, tl.trans(among), u_unit * among_unit, SCALED, PRECISION)
+            output_exponent = 0
+            if SCALED:
+                output_exponent = exponent_of(u_unit) + exponent_of(among_unit)
+                output_exponent = tl.maximum(output_exponent, read_exponent - LEAD)
+                o *= two_to(read_exponent - output_exponent)
+            o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
             store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
@@ -320,7 +330,7 @@ def advance(
             offered_unit = later_unit
     if number == last:
         for e in tl.static_range(0, K, STEP):
-            left = tl.trans(state[e // STEP])
+            left = tl.trans(end_walk(state[e // STEP], exponent, SCALED))
             store_block(final + (n * H + head) * K * V, e, column, left, K, V, STEP, BLOCK)
 
 

@@ -4,6 +4,7 @@ Tiles of value columns have a unit for each TILE of them. Forward, a row holds t
 
     INVERSE X    AMONG tril(Q Wᵀ ⊙ D)    QUERIES e^b Q    WRITES e^{b_C - b} W    ERASED -X e^b R
     QUERY, KEY, WRITE_KEY    of q, k and write_key as they came
+    SIZE    of X, which is no unit: see `inverse_size`
     WRITTEN, by tiles: X V, then U    after those, by tiles: the state before the chunk
 
 and backward those of
@@ -22,7 +23,8 @@ ERASED = tl.constexpr(4)
 QUERY = tl.constexpr(5)
 KEY = tl.constexpr(6)
 WRITE_KEY = tl.constexpr(7)
-WRITTEN = tl.constexpr(8)
+SIZE = tl.constexpr(8)
+WRITTEN = tl.constexpr(9)
 
 D_ATTENTION = tl.constexpr(0)
 D_LOWER = tl.constexpr(1)

@@ -19,13 +19,17 @@ import triton.language as tl
 from longseq.kernels.delta_rule.triton_kept import ERASED, TILE, WRITES, WRITTEN
 from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block
 from longseq.kernels.triton_units import (
+    LEAD,
     add_product,
     as_tile,
+    exponent_of,
     find_largest,
     in_units,
     load_column_units,
     power_of_two,
     store_column_units,
+    times_two_to,
+    two_to,
 )
 
 # Borders of packed sequences that are looked at at a time.
@@ -72,42 +76,71 @@ def unit_of_pieces(pieces, SCALED: tl.constexpr):
 
 
 @triton.jit
+def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
+    """Pieces of a state that count in 2^exponent, as they count in their unit, and the exponent of that."""
+    if SCALED:
+        unit, _ = unit_of_pieces(pieces, SCALED)
+        unit_exponent = tl.maximum(exponent + exponent_of(unit), -126)
+        inverse = two_to(exponent - unit_exponent)
+        turned = ()
+        for i in tl.static_range(0, len(pieces)):
+            turned = turned + (pieces[i] * inverse,)
+        return turned, unit_exponent
+    return pieces, exponent
+
+
+@triton.jit
+def end_walk(piece, exponent, SCALED: tl.constexpr):
+    """A piece of a state as it is."""
+    if SCALED:
+        piece = times_two_to(piece, exponent)
+    return piece
+
+
+@triton.jit
 def walk_through(
-    state, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit, states, units,
-    place, column, whole,
+    state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit, states,
+    units, place, column, whole,
     K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk: Uᵀ as a tile, its unit, the state after it, and if READ what queries read of the state before it.
+    """Of a chunk: Uᵀ as a tile and its unit, the state after it, and if READ what queries read of the state before it.
 
-    SAVE leaves that state. States are in pieces of STEP key columns: beside one of 256 columns there are no registers
-    for it in halves, which products take from there. `units` is the chunk's row of them.
+    States and what is read count in 2 to an exponent, which is 0 if not SCALED. SAVE leaves the state
+    before. States are in pieces of STEP key columns: beside one of 256 columns there are no registers for it in halves,
+    which products take from there. `units` is the chunk's row of them.
     """
-    unit, inverse = unit_of_pieces(state, SCALED)
+    state, state_exponent = turn_to_tiles(state, exponent, SCALED)
     known = tl.zeros((BLOCK, CHUNK), tl.float32)
     for e in tl.static_range(0, K, STEP):
         erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-        before = as_tile(state[e // STEP] * inverse, SCALED)
+        before = as_tile(state[e // STEP], SCALED)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         known = tl.dot(before, tl.trans(erase), known, input_precision=PRECISION)
-    if SAVE:
-        store_column_units(units + WRITTEN + (V + TILE - 1) // TILE, column, unit, TILE, V, BLOCK, SCALED)
+    read_exponent, after_exponent, weight = 0, 0, whole
     if SCALED:
-        known *= unit * erased_unit
+        if SAVE:
+            of_states = units + WRITTEN + (V + TILE - 1) // TILE
+            store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
+        known *= two_to(state_exponent) * erased_unit
     u, u_unit = in_units(known + offered.to(tl.float32) * offered_unit[:, None], SCALED)
+    if SCALED:
+        if READ:
+            read_exponent = state_exponent + exponent_of(queries_unit)
+        after_exponent = exponent_of(u_unit) + exponent_of(writes_unit)
+        after_exponent = tl.maximum(after_exponent, state_exponent - LEAD)
+        weight = whole * two_to(state_exponent - after_exponent)
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
     after = ()
     for e in tl.static_range(0, K, STEP):
         write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-        after = after + (add_product(state[e // STEP] * whole, u, write, u_unit * writes_unit, SCALED, PRECISION),)
+        after = after + (tl.dot(u, write, state[e // STEP] * weight, input_precision=PRECISION),)
         if READ:
             query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            before = as_tile(state[e // STEP] * inverse, SCALED)
+            before = as_tile(state[e // STEP], SCALED)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
-    if READ and SCALED:
-        o *= unit * queries_unit
-    return u, u_unit, after, o
+    return u, u_unit, after, after_exponent, o, read_exponent
 
 
 @triton.jit
@@ -151,6 +184,7 @@ def summarize(
             given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
             piece += tl.trans(given.to(tl.float32))
         state = state + (piece,)
+    state, exponent = turn_to_tiles(state, 0, SCALED)
     column_of_chunk = i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     mask = (i < V)[:, None]  # to a transition nothing is offered
     place = (slot + first) * H + head
@@ -172,25 +206,29 @@ def summarize(
             erased_unit, writes_unit = later_erased_unit, later_writes_unit
             later_erased_unit = tl.load(units + following * UNITS + ERASED)
             later_writes_unit = tl.load(units + following * UNITS + WRITES)
-        state = walk_through(
-            state, offered, offered_unit, erased, erased_unit, writes, writes_unit, erased, 1.0, offsets, units,
-            place, column, whole, K, V, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
-        )[2]  # fmt: skip
+        walked = walk_through(
+            state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, erased, 1.0, offsets,
+            units, place, column, whole, K, V, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+        )  # fmt: skip
+        state = walked[2]
+        if SCALED:
+            exponent = walked[3]
         offered = later
         if SCALED:
             offered_unit = later_unit
     place = segment * H + head
     if needed:
-        unit, inverse = unit_of_pieces(state, SCALED)
         row = column - of_offset * BLOCK
-        if block >= of_offset:
+        turned, unit_exponent = turn_to_tiles(state, exponent, SCALED)
+        if SCALED and block >= of_offset:
             of_transition = transition_units + place * ((K + TILE - 1) // TILE)
-            store_column_units(of_transition, row, unit, TILE, K, BLOCK, SCALED)
+            store_column_units(of_transition, row, two_to(unit_exponent), TILE, K, BLOCK, SCALED)
         for e in tl.static_range(0, K, STEP):
             if block < of_offset:
-                store_block(offsets + place * K * V, column, e, state[e // STEP], V, K, BLOCK, STEP)
+                left = end_walk(state[e // STEP], exponent, SCALED)
+                store_block(offsets + place * K * V, column, e, left, V, K, BLOCK, STEP)
             else:
-                store_block(transitions + place * K * K, row, e, state[e // STEP] * inverse, K, K, BLOCK, STEP)
+                store_block(transitions + place * K * K, row, e, turned[e // STEP], K, K, BLOCK, STEP)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "span"])
