@@ -5,14 +5,11 @@ python benchmarks/lattice_chunks.py
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +20,8 @@ from torch import Tensor, nn
 
 from longseq.kernels import orthogonal_recurrence
 from longseq.mixers import compression
-from longseq.tools.checkpoint import load
+from longseq.tasks.checkpoint import load
+from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
 OBJECTIVES = ("decode", "encode", "similarity")
@@ -125,10 +123,8 @@ def main() -> None:
     result = {
         "what": "Lattice: chunks instead of the exact recurrence",
         "command": "python benchmarks/lattice_chunks.py",
-        "date": datetime.date.today().isoformat(),
-        "device": f"one processor core, {platform.machine()}",
-        "versions": {"torch": torch.__version__.split("+")[0], "lightning": version("lightning")},
-        "rows": [row for objective in OBJECTIVES for row in approximation_rows(objective)],
+        "kind": "accuracy",
+        "rows": add_circumstances([row for one in OBJECTIVES for row in approximation_rows(one)], torch.device("cpu")),
         "notes": [
             "Random: 256 tokens, 64 slots of 64 channels, keys and values of about unit length, γ uniform in (0, 1). "
             f"Trained: all layers and both directions of `longseq train mixer=lattice recipe.epochs={EPOCHS} "

@@ -7,9 +7,7 @@ FOLDER holds text files; every tenth one, by name, is for validation.
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor
 from longseq.backbones.text import TextBackbone
 from longseq.mixers.lattice import Lattice
 from longseq.parameters import count_parameters
+from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
 CHUNK_SIZES = (1, 4, 16, 64)
@@ -67,10 +66,8 @@ def main() -> None:
     result = {
         "what": "Lattice: a language model of bytes, by chunk size",
         "command": f"python benchmarks/lattice_language_model.py FOLDER {updates}",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"processor, {platform.machine()}",
-        "versions": {"torch": torch.__version__.split("+")[0]},
-        "rows": measure(training, validation, device, updates),
+        "kind": "accuracy",
+        "rows": add_circumstances(measure(training, validation, device, updates), device),
         "notes": [
             f"Two layers of width 256 in heads of 64, SwiGLU; {updates} updates of {BATCH} windows of {TOKENS} bytes, "
             f"of {files} texts with {len(training) / 1e6:.1f} MB for training and {len(validation) / 1e6:.1f} MB "

@@ -1,26 +1,26 @@
 """Train every mixer by its Triton kernels and by the torch form; write loss_curves.json and loss_curves.png.
 
-python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS]
+python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS] [OUTPUT.json]
 
 What two runs of one form may differ by is measured beside it: the torch form trains in float32 too, and in bfloat16
 from weights that were rounded to bfloat16 at random, which is what autocast does to them in every product.
 
 FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, spread over torch's CUDA
-devices, those first whose torch form takes longest. The files are written after every mixer.
+devices, those first whose torch form takes longest. The files are written after every mixer, and mixers that OUTPUT
+holds from this commit are not trained again.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import multiprocessing
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from byte_text import read_text, train
 from matplotlib import pyplot
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from longseq import mixers
 from longseq.backbones.text import TextBackbone
 from longseq.kernels import explain
+from longseq.tasks.circumstances import find_circumstances, find_commit
 from longseq.tools.benchmark.measure import one_line
 
 HERE = Path(__file__).parent
@@ -76,8 +77,8 @@ def curve(
     return torch.tensor(losses)[: updates // SMOOTH * SMOOTH].view(-1, SMOOTH).mean(1)
 
 
-def compare(name: str, folder: str, updates: int, index: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """One row for a mixer, and its curves."""
+def compare(name: str, folder: str, updates: int, index: int) -> dict[str, Any]:
+    """One row for a mixer, with its curves."""
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     text, _, _ = read_text(folder)
@@ -96,28 +97,35 @@ def compare(name: str, folder: str, updates: int, index: int) -> tuple[dict[str,
     }
     roundings = {f"torch, bfloat16, rounded weights {n}": other for n, other in enumerate(others, 1)}
     lines = {"torch, float32": full, "torch, bfloat16": plain, **roundings, "Triton, bfloat16": ours}
-    return row, {label: line.tolist() for label, line in lines.items()}
+    curves = [{"label": label, "losses": [round(loss, 4) for loss in line.tolist()]} for label, line in lines.items()]
+    return {**row, "curves": curves, "measured": find_circumstances(device)}
 
 
 def _largest_gap(one: Tensor, other: Tensor) -> float:
     return round((one - other).abs().max().item(), 4)
 
 
-def draw(curves: dict[str, dict[str, list[float]]]) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     columns = 4
-    rows = -(-len(curves) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False, sharex=True)
-    for axis in axes.flat[len(curves) :]:
+    figure, axes = pyplot.subplots(
+        -(-len(rows) // columns),
+        columns,
+        figsize=(3 * columns, 2.4 * -(-len(rows) // columns)),
+        squeeze=False,
+        sharex=True,
+    )
+    for axis in axes.flat[len(rows) :]:
         axis.remove()
-    for axis, (name, lines) in zip(axes.flat, sorted(curves.items()), strict=False):
-        for label, line in lines.items():
-            axis.plot([(n + 1) * SMOOTH for n in range(len(line))], line, label=label, linewidth=1)
-        axis.set_title(name, fontsize=9)
+    for axis, row in zip(axes.flat, rows, strict=False):
+        for curve in row["curves"]:
+            updates = [(n + 1) * SMOOTH for n in range(len(curve["losses"]))]
+            axis.plot(updates, curve["losses"], label=curve["label"], linewidth=1)
+        axis.set_title(row["mixer"], fontsize=9)
     axes[0, 0].legend(fontsize=7)
     figure.supxlabel("updates")
     figure.supylabel("training loss (nats a byte)")
     figure.tight_layout()
-    figure.savefig(HERE / "loss_curves.png", dpi=120)
+    figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
@@ -128,32 +136,44 @@ def main() -> None:
         sys.exit("loss_curves.py compares kernels on a CUDA device, and torch sees none")
     updates = int(sys.argv[2]) if len(sys.argv) > 2 else UPDATES
     jobs = int(sys.argv[3]) if len(sys.argv) > 3 else torch.cuda.device_count()
+    output = Path(sys.argv[4]) if len(sys.argv) > 4 else HERE / "loss_curves.json"
     _, _, files = read_text(sys.argv[1])
+    rows = [row for row in kept_rows(output) if row["measured"].get("commit") == find_commit()]
+    done = [row["mixer"] for row in rows]
     names = sorted(filter(operations_with_kernels, mixers.mixer_names()), key=lambda name: name not in LOOPED)
-    rows: list[dict[str, Any]] = []
-    curves: dict[str, dict[str, list[float]]] = {}
+    left = [name for name in names if name not in done]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(compare, name, sys.argv[1], updates, n): name for n, name in enumerate(names)}
-        for done in as_completed(running):
-            name = running[done]
+        running = {pool.submit(compare, name, sys.argv[1], updates, n): name for n, name in enumerate(left)}
+        for ended in as_completed(running):
             try:
-                row, curves[name] = done.result()
+                row = ended.result()
             except Exception as error:
-                row = {"mixer": name, "remark": one_line(error)}
+                print(f"{running[ended]}: {one_line(error)}", flush=True)
+                continue
             rows.append(row)
-            print(row, flush=True)
-            if curves:
-                draw(curves)
-            write(sorted(rows, key=lambda row: row["mixer"]), updates, jobs, files)
+            print({key: value for key, value in row.items() if key not in ("curves", "measured")}, flush=True)
+            rows.sort(key=lambda row: row["mixer"])
+            draw(rows, output.with_suffix(".png"))
+            write(rows, updates, jobs, files, output)
+    if missing := sorted(set(names) - {row["mixer"] for row in rows}):
+        sys.exit(f"failed: {', '.join(missing)}")
 
 
-def write(rows: list[dict[str, Any]], updates: int, jobs: int, files: int) -> None:
+def kept_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier call that have their curves."""
+    return [row for row in json.loads(file.read_text())["rows"] if "curves" in row] if file.is_file() else []
+
+
+def below_noise(row: Mapping[str, Any]) -> bool:
+    noise = ("largest_gap_torch_bfloat16_to_float32", "largest_gap_torch_bfloat16_to_rounded_weights")
+    return row["largest_gap_triton_to_torch_bfloat16"] <= max(row[name] for name in noise)
+
+
+def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int, output: Path) -> None:
     result = {
         "what": "Training by the Triton kernels and by the torch form",
         "command": f"python benchmarks/loss_curves.py FOLDER {updates} {jobs}",
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__.split("+")[0], "triton": triton.__version__},
+        "kind": "accuracy",
         "rows": rows,
         "notes": [
             f"Four layers of width 256; {updates} updates of {BATCH} windows of {TOKENS} bytes of {files} texts "
@@ -162,10 +182,11 @@ def write(rows: list[dict[str, Any]], updates: int, jobs: int, files: int) -> No
             f"Gaps are between losses averaged over {SMOOTH} updates. Noise is what rounding alone does, all in the "
             "torch form: the gap between bfloat16 and float32, and the larger one between bfloat16 and two runs of it "
             "from weights that were rounded to bfloat16 at random.",
+            f"In {sum(map(below_noise, rows))} of {len(rows)} mixers the gap between Triton and torch is below noise.",
             "The curves: loss_curves.png.",
         ],
     }
-    (HERE / "loss_curves.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

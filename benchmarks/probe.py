@@ -1,12 +1,11 @@
 """Keep the results of `longseq probe` beside this page: python benchmarks/probe.py RESULTS.json NAME TITLE [NOTE ...]
 
-Writes NAME.json, a row for each mixer with the mean over the seeds of each column, and NAME.png. RESULTS.json may be
-several files, with commas between them: the columns of one table.
+Writes NAME.json, a row for each mixer with the value of each seed in each column, and NAME.png. RESULTS.json may be
+several files of one commit, with commas between them: the columns of one table.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from collections.abc import Mapping
@@ -19,30 +18,32 @@ HERE = Path(__file__).parent
 
 
 def row(results: Mapping[str, Any], mixer: str) -> dict[str, Any]:
-    """The cells of a mixer: means, of several seeds with the standard deviation, and its runs' mean seconds."""
+    """The cells of a mixer: the value of each seed at the learning rate that won, and the mean seconds of its runs."""
     entries = [entry for entry in results["summary"] if entry["mixer"] == mixer]
     cells: dict[str, Any] = {"mixer": mixer.replace("mixer.options.", "").replace("model.", "")}
+    finished = [one for one in results["rows"] if one["mixer"] == mixer and "metrics" in one]
     for heading, setting, metric in comparison.columns(results):
-        found = [entry for entry in entries if entry["setting"] == setting]
-        if not found:
-            continue
-        value = found[0]["metrics"].get(metric)
-        if value is None:
-            cells[heading] = "diverged"
-        elif value["std"] is None:
-            cells[heading] = round(value["mean"], 3)
-        else:
-            cells[heading] = f"{value['mean']:.3f} ± {value['std']:.3f}"
+        for entry in entries:
+            if entry["setting"] == setting:
+                rate = entry["learning_rate"]
+                chosen = [one for one in finished if (one["setting"], one["learning_rate"]) == (setting, rate)]
+                values = {
+                    str(one["seed"]): round(one["metrics"][metric], 4) for one in chosen if metric in one["metrics"]
+                }
+                cells[heading] = values or "diverged"
     if any(entry["learning_rate"] is not None for entry in entries):
         cells["learning_rates"] = ", ".join(f"{entry['learning_rate']:g}" for entry in entries)
-    finished = [one["metrics"]["seconds"] for one in results["rows"] if one["mixer"] == mixer and "metrics" in one]
-    return cells | {"seconds_a_run": round(sum(finished) / len(finished)) if finished else None}
+    seconds = [one["metrics"]["seconds"] for one in finished]
+    cells["seconds_a_run"] = round(sum(seconds) / len(seconds)) if seconds else None
+    return cells | {"measured": results["measured"]}
 
 
 def read(files: str) -> dict[str, Any]:
     """The results of one command, or of several as if they were one."""
     first, *others = (json.loads(Path(file).read_text()) for file in files.split(","))
     for other in others:
+        if other["measured"]["commit"] != first["measured"]["commit"]:
+            sys.exit(f"{files} are of several commits: keep each as its own table")
         first["command"] += f"; {other['command']}"
         for key in ("rows", "summary", "training_seconds"):
             first[key] += other[key]
@@ -58,14 +59,13 @@ def main() -> None:
     kept = {
         "what": title,
         "command": results["command"],
-        "date": datetime.date.today().isoformat(),
-        "device": results["device"],
-        "versions": results["versions"],
+        "kind": "accuracy",
         "rows": [row(results, mixer) for mixer in dict.fromkeys(entry["mixer"] for entry in results["summary"])],
         "notes": [
             f"{results['report']} of the checkpoint with the best {results['selected_by']}; seeds "
-            f"{', '.join(map(str, seeds))}, mean and standard deviation of several. {results['jobs']} runs "
-            f"at a time; {results['training_seconds']:.0f} s of training in all. The plot: {name}.png.",
+            f"{', '.join(map(str, seeds))}: mean ± standard deviation of several (the value of each). "
+            f"{results['jobs']} runs at a time; {results['training_seconds']:.0f} s of training in all. The plot: "
+            f"{name}.png.",
             *notes,
         ],
     }

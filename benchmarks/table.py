@@ -1,19 +1,224 @@
-"""Write the tables of README.md from the JSON rows beside it: python benchmarks/table.py."""
+"""Write the tables of the README beside this page, and those of the README above it, from the JSON rows.
+
+python benchmarks/table.py
+
+A row is marked as older where changes.json names a later change of its mixer or operation that moves figures of its
+kind (accuracy, speed, or both). Tables of kind "history" tell of the past and are not marked.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from longseq.tools.benchmark.report import to_markdown
+from longseq.tools.benchmark.report import format_mean, to_markdown
 
 HERE = Path(__file__).parent
+OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can move
+SUBJECTS = ("mixer", "model", "op", "call")
 HEAD = """# Measured results
 
-Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured.
+Tables made by `python benchmarks/table.py` from the JSON rows beside this page. An empty cell was not measured. A cell
+with ± is the mean and the standard deviation over seeds, with the value of each seed behind it; where one value stands
+alone, there was one seed. "Recorded in commit" is said of rows from before rows told their commit: the commit that
+brought them here, which is the state that was measured or one soon after it. A command with a word in capitals
+(MIXER, SEED, SHAPE) was run for each that the table names; FOLDER holds the data.
+
+"Changed since" numbers the changes of a row's layer or kernels after it was measured:
+
 """
 
+Row = Mapping[str, Any]
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((HERE / f"{name}.json").read_text())
+
+
+def changes() -> list[dict[str, Any]]:
+    return json.loads((HERE / "changes.json").read_text())["changes"]
+
+
+def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
+    """Numbers of the changes, counted from 1, that came after the row's commit and move its figures.
+
+    A change names mixers and operations, or whole tables.
+    """
+    measured = row.get("measured", {})
+    commit = measured.get("commit") or measured.get("recorded")
+    if row.get("implementation") not in OURS or commit is None:
+        return []
+    then = datetime.fromisoformat(commit.split()[1])
+    words = {word for key in SUBJECTS for word in re.findall(r"[a-z_0-9]+", str(row.get(key, "")).lower())}
+    return [
+        number
+        for number, change in enumerate(changes(), 1)
+        if set(kind.split(" and ")) & set(change["moves"])
+        and (words & set(change["names"]) or table in change.get("tables", ()))
+        and datetime.fromisoformat(change["date"]) > then
+    ]
+
+
+def mark(name: str) -> dict[str, Any]:
+    """The result with a column of the changes since a row was measured, where there are any."""
+    result, rows = read(name), []
+    for row in result["rows"]:
+        later = find_later_changes(row, result["kind"], name)
+        rows.append({**row, **({"changed_since": ", ".join(map(str, later))} if later else {})})
+    return {**result, "rows": rows}
+
+
+def results_page() -> str:
+    results = [mark(path.stem) for path in sorted(HERE.glob("*.json")) if path.stem != "changes"]
+    listed = [f"{n}. {one['what']} ({one['commit']}, {one['date'][:10]})" for n, one in enumerate(changes(), 1)]
+    return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(result) + "\n" for result in results)])
+
+
+# ---- the tables of the README above
+
+
+def draw(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def name_of(row: Row, kind: str, name: str) -> str:
+    return name + (" (older)" if find_later_changes(row, kind) else "")
+
+
+def mean(cell: Any) -> str:
+    """A cell of the README: mean and spread without the value of each seed."""
+    return format_mean(cell) if isinstance(cell, Mapping) else str(cell)
+
+
+def millions(count: int, beside: int | None = None) -> str:
+    """Parameters, and by how much they differ from those of the row to compare with, where by more than 2 %."""
+    text = f"{count / 1e6:.2f}M" if count < 1e7 else f"{count / 1e6:.0f}M"
+    if beside is None or abs(count / beside - 1) <= 0.02:
+        return text
+    return f"{text} ({100 * (count / beside - 1):+.0f} %)"
+
+
+def surroundings(rows: Sequence[Row], seeds: int | None = None) -> str:
+    """On what rows were measured, in one line: device, versions that decide, commits; the page of results has all."""
+    places: dict[str, list[str]] = {}
+    for measured in (row["measured"] for row in rows):
+        versions = [
+            f"{name} {measured['versions'][name]}" for name in ("torch", "triton") if name in measured["versions"]
+        ]
+        device = ", ".join([measured.get("gpu") or measured["processor"], *versions])
+        commit = (measured.get("commit") or measured.get("recorded") or "unknown").split()[0]
+        commits = places.setdefault(device, [])
+        commits += [] if commit in commits else [commit]
+    told = [
+        f"{device} (commit{'s' if len(commits) > 1 else ''} {', '.join(commits)})" for device, commits in places.items()
+    ]
+    count = {None: "", 1: "One seed. "}.get(seeds, f"{seeds} seeds. ")
+    return f"\n{count}Measured on {'; '.join(told)}."
+
+
+def most_seeds(rows: Sequence[Row]) -> int:
+    return max(len(row["test_top1"]) for row in rows)
+
+
+def trained(name: str, heading: str) -> str:
+    """A table of runs of `longseq train`: size, accuracy, and speed where each run had its machine to itself."""
+    result = read(name)
+    rows, kind = result["rows"], result["kind"]
+    beside = next((row for row in rows if row.get("model", row.get("mixer")) == "attention"), None)
+    alone = all("training_images_per_second" in row for row in rows)
+    lines = []
+    for row in rows:
+        size = millions(row["parameters"], beside["parameters"] if beside else None)
+        short = f" ({len(row['test_top1'])} seeds)" if len(row["test_top1"]) < most_seeds(rows) else ""
+        line = [name_of(row, kind, row.get("model", row.get("mixer"))), size, mean(row["test_top1"]) + short]
+        lines.append([*line, f"{row['training_images_per_second']:,}"] if alone else line)
+    columns = [heading, "parameters (beside attention's)", "test top-1", *(["training images/s"] if alone else [])]
+    return draw(columns, lines) + "\n" + surroundings(rows, most_seeds(rows))
+
+
+def language_models() -> str:
+    result = read("language_models")
+    rows = [row for row in result["rows"] if row["task"] == "text" and not row.get("recompute")]
+    lengths = sorted({row["tokens"] for row in rows})
+    beside = next(row["parameters"] for row in rows if row.get("mixer") == "attention")
+    lines = []
+    for name in dict.fromkeys(row.get("mixer", row["model"]) for row in rows):
+        own = {row["tokens"]: row for row in rows if row.get("mixer", row["model"]) == name}
+        first = own[lengths[0]]
+        speeds = [f"{own[length]['training_tokens_per_s']:,}" if length in own else "" for length in lengths]
+        size = millions(first["parameters"], beside)
+        lines.append([name_of(first, result["kind"], name), size, *speeds, f"{first['training_gib']} GiB"])
+    heading = ["mixer", "parameters (beside attention's)", *(f"{length:,} tokens" for length in lengths), "memory"]
+    return draw(heading, lines) + "\n" + surroundings(rows)
+
+
+def image_models() -> str:
+    eager, compiled = read("image_models"), read("image_models_compiled")
+    pixels = sorted({row["pixels"] for row in eager["rows"]})
+    lines = []
+    for size in ("tiny", "small"):
+        own = [row for row in eager["rows"] if size in row["model"]]
+        own.sort(key=lambda row: ("mixer" in row, row.get("mixer") != "attention"))
+        beside = next(row["parameters"] for row in own if row.get("mixer") == "attention")
+        for mixer in dict.fromkeys(row.get("mixer") for row in own):
+            cells, older = [], False
+            for result in (eager, compiled):
+                found = {
+                    row["pixels"]: row
+                    for row in result["rows"]
+                    if size in row["model"] and row.get("mixer") == mixer and "training_images_per_s" in row
+                }
+                cells += [f"{found[one]['training_images_per_s']:,}" if one in found else "" for one in pixels]
+                older |= any(find_later_changes(row, result["kind"]) for row in found.values())
+            parameters = next(row["parameters"] for row in own if row.get("mixer") == mixer)
+            name = f"{size}, {mixer}" if mixer else f"timm's DeiT-{size.capitalize()}"
+            lines.append([name + (" (older)" if older else ""), millions(parameters, beside), *cells])
+    heading = ["model", "parameters (beside attention's)", *(f"{one:,} px" for one in pixels)]
+    heading += [f"compiled, {one:,} px" for one in pixels]
+    return draw(heading, lines) + "\n" + surroundings([*eager["rows"], *compiled["rows"]])
+
+
+def recall() -> str:
+    result = read("mqar_vla")
+    columns = [key for key in result["rows"][0] if key.startswith("pairs=")]
+    lines = [
+        [name_of(row, result["kind"], row["mixer"]), *(mean(row[column]) for column in columns)]
+        for row in result["rows"]
+    ]
+    heading = ["mixer", *(column.replace("=", " = ") for column in columns)]
+    return draw(heading, lines) + f"\n\n`{result['command']}`\n" + surroundings(result["rows"])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "digits": lambda: trained("digits", "mixer"),
+    "fashion_mnist": lambda: trained("fashion_mnist", "mixer"),
+    "cifar10": lambda: trained("cifar10", "model"),
+    "language_models": language_models,
+    "image_models": image_models,
+    "recall": recall,
+}
+
+
+def front_page() -> str:
+    """The README above, with every table between its markers made anew."""
+    text = (HERE.parent / "README.md").read_text()
+    for name, make in TABLES.items():
+        start, end = f"<!-- table {name} -->\n", f"<!-- end of {name} -->\n"
+        before, found, rest = text.partition(start)
+        _, ended, after = rest.partition(end)
+        if not found or not ended:
+            raise ValueError(f"README.md lacks the markers of table {name}")
+        text = f"{before}{start}\n{make()}\n\n{end}{after}"
+    return text
+
+
+PAGES = {HERE / "README.md": results_page, HERE.parent / "README.md": front_page}
 
 if __name__ == "__main__":
-    results = [json.loads(path.read_text()) for path in sorted(HERE.glob("*.json"))]
-    (HERE / "README.md").write_text("\n".join([HEAD, *(to_markdown(result) + "\n" for result in results)]))
+    for page, make in PAGES.items():
+        page.write_text(make())

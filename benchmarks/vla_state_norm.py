@@ -5,12 +5,9 @@ python benchmarks/vla_state_norm.py
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import platform
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from longseq.kernels import (
     recursive_least_squares,
     variational_linear_attention,
 )
+from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
 BATCH, TOKENS, HEADS, HEAD_DIM, EVERY = 8, 1000, 4, 32, 10  # heads of the paper's table 3; norms every tenth token
@@ -135,11 +133,9 @@ def main() -> None:
     result = {
         "what": "Norms of the memory over 1,000 random tokens",
         "command": "python benchmarks/vla_state_norm.py",
-        "date": datetime.date.today().isoformat(),
-        "device": f"processor, {platform.machine()}",
-        "versions": {"torch": version("torch")},
+        "kind": "accuracy",
         "notes": NOTES,
-        "rows": rows,
+        "rows": add_circumstances(rows, torch.device("cpu")),
     }
     (HERE / "vla_state_norm.json").write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 

@@ -5,6 +5,19 @@ against it, a name runs that backend or raises ValueError with the reasons. `exp
 reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `silu_product` and `token_loss` stand
 around them: they read each token alone, and have no state. `longhorn_pair` is all of a layer between its projections.
 `convolved_features` has no step: it is `short_convolution` and `head_features`, which one token takes.
+
+A `Packing`, made once from `cu_seqlens`, is taken wherever that is: what operations and layers derive from it is then
+found once for a batch. `packed_attention` is softmax attention over such rows.
+
+Rows of a batch, heads and packed sequences are apart: whatever one holds, inf and NaN included, changes no bit of the
+results of another, nor of its gradients, but for those of parameters. The exception are the Triton kernels of the delta
+rule in half precision over more than 1,024 tokens or at widths over 64, which share one unit of values. Along time inf
+and NaN reach all that follows, and what came before them in their chunk of `chunk_size` tokens: a chunk's products
+multiply later tokens by zero, which leaves NaN of them. A finite token reaches no earlier one in the torch forms.
+Gradients of a sequence that holds inf or NaN can be NaN at all of its tokens.
+
+LONGSEQ_CHECK_CU_SEQLENS=1 checks the values of `cu_seqlens` in every call, for which it waits for the GPU. Without it
+the Triton kernels take them as they are: what lies outside of all segments is then never written.
 """
 
 from longseq.kernels.add_norm import add_norm
@@ -18,6 +31,8 @@ from longseq.kernels.linear_attention import linear_attention, linear_attention_
 from longseq.kernels.longhorn_pair import longhorn_pair
 from longseq.kernels.map_features import map_features
 from longseq.kernels.orthogonal_recurrence import orthogonal_recurrence, orthogonal_recurrence_step
+from longseq.kernels.packed_attention import packed_attention
+from longseq.kernels.packing import Packing
 from longseq.kernels.recursive_least_squares import recursive_least_squares, recursive_least_squares_step
 from longseq.kernels.short_convolution import short_convolution, short_convolution_step
 from longseq.kernels.silu_product import silu_product
@@ -29,6 +44,7 @@ from longseq.kernels.variational_linear_attention import (
 )
 
 __all__ = [
+    "Packing",
     "add_norm",
     "convolved_features",
     "cumulative_softmax",
@@ -46,6 +62,7 @@ __all__ = [
     "map_features",
     "orthogonal_recurrence",
     "orthogonal_recurrence_step",
+    "packed_attention",
     "recursive_least_squares",
     "recursive_least_squares_step",
     "selective_scan",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.packing import check_borders
 
 
 def check_tensors(
@@ -30,7 +31,7 @@ def check_tensors(
     sizes: dict[str, int] = {}
     source: dict[str, str] = {}
     if cu_seqlens is not None:
-        sizes["S"], source["S"] = _check_cu_seqlens(op, cu_seqlens), "the segments of cu_seqlens"
+        sizes["S"], source["S"] = check_borders(op, cu_seqlens), "the segments of cu_seqlens"
     first_name, (first, _) = next(iter(given.items()))
     for name, (tensor, layout) in given.items():
         shape = tuple(tensor.shape)
@@ -55,9 +56,6 @@ def check_tensors(
                     f"must be {sizes[dim]} as in {source[dim]}"
                 )
             source.setdefault(dim, name)
-    for dim in ("B", "T"):
-        if sizes.get(dim, 1) < 1:
-            raise ValueError(f"{op}: {first_name} has shape {tuple(first.shape)}, but its {dim} must be at least 1")
     if mask is not None:
         check_mask(op, mask, first_name, first)
     if cu_seqlens is not None and sizes["B"] != 1:
@@ -66,18 +64,6 @@ def check_tensors(
             "concatenate the sequences along time"
         )
     return sizes
-
-
-def _check_cu_seqlens(op: str, cu_seqlens: Tensor) -> int:
-    """Check dtype and shape; return the number of segments."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, but must be int32 or int64; cast it first")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be [N + 1] with N >= 1 segments: "
-            "0, the end of each segment"
-        )
-    return cu_seqlens.shape[0] - 1
 
 
 def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -> tuple[Any, ...]:
@@ -110,4 +96,18 @@ def check_mask(op: str, mask: Tensor, name: str, like: Tensor) -> None:
     if mask.shape != like.shape[:2]:
         raise ValueError(
             f"{op}: mask has shape {tuple(mask.shape)}, but must be [B, T] = {tuple(like.shape[:2])} as {name}"
+        )
+
+
+def check_counter(op: str, name: str, counter: Tensor | None, like: Tensor | None) -> None:
+    """Check the counter of a state, called `name`: one integer for each row of `like`, the state's first tensor."""
+    if counter is None or like is None or is_exporting():
+        return
+    if counter.dtype != torch.int64:
+        raise ValueError(f"{op}: {name} is {counter.dtype}, but must be int64: the tokens seen by each row; cast it")
+    if counter.shape != like.shape[:1]:
+        raise ValueError(f"{op}: {name} has shape {tuple(counter.shape)}, but must be [{like.shape[0]}], one a row")
+    if counter.device != like.device:
+        raise ValueError(
+            f"{op}: {name} is on {counter.device} but the rest of the state on {like.device}; move it there"
         )

@@ -10,6 +10,26 @@ from longseq.kernels.dispatch import Call
 
 # Looked up once, without importing it: a look-up in a call would break compiled graphs.
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
+ROOMY = SHARED_MEMORY // 2  # GPUs with less (compute capabilities 8.6, 8.9 and 12.0: 99 KiB) take fewer stages
+SPELLED = {"C": "chunk_size"}  # sizes that are arguments
+
+
+def is_emulated() -> bool:
+    """Whether kernels run in Triton's interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def longseq_shared_memory(device_type: str, index: int | None) -> int:
+    """Bytes of shared memory that a program may have on a GPU; as many as an H200's where there is none."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return SHARED_MEMORY
+    index = torch.cuda.current_device() if index is None else index
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+# Called by what torch.compile traces as it is (see `longseq_self_test_verdict`).
+longseq_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def triton_reasons(call: Call) -> list[str]:
@@ -17,8 +37,10 @@ def triton_reasons(call: Call) -> list[str]:
     reasons = []
     if not TRITON_IS_INSTALLED:
         reasons.append("Triton is not installed (pip install triton)")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if call.device.type != "cuda" and not interpreted:
+    if call.device.type == "cuda" and torch.version.hip is not None and not is_emulated():
+        # Its GPUs call themselves cuda. Triton has neither maxnreg for them nor the three TF32 products of float32.
+        reasons.append("it runs on NVIDIA GPUs, and this torch is built for AMD's (use backend='torch')")
+    if call.device.type != "cuda" and not is_emulated():
         reasons.append(f"it runs on a CUDA device, not on {call.device.type} (TRITON_INTERPRET=1 emulates one, slowly)")
     if call.dtype == torch.float64:
         reasons.append("it computes in float32, and the inputs are float64 (use backend='torch')")
@@ -29,7 +51,7 @@ def triton_reasons(call: Call) -> list[str]:
 
 def width_reasons(call: Call, limit: int, *names: str) -> list[str]:
     """The reason against kernels that take the named dimensions up to a limit."""
-    wide = [f"{name} = {call.sizes[name]}" for name in names if call.sizes.get(name, 1) > limit]
+    wide = [f"{SPELLED.get(name, name)} = {call.sizes[name]}" for name in names if call.sizes.get(name, 1) > limit]
     return [f"{' and '.join(wide)}, and it goes to {limit} (use backend='torch')"] if wide else []
 
 

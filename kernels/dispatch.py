@@ -1,5 +1,6 @@
 """The registry of operations and their backends: which one runs, and why the others do not."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,10 +8,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longseq.kernels import self_test
-from longseq.kernels.custom_op import is_plain, is_watched
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ _STEPS: dict[str, tuple[Backend, ...]] = {}
 # Of operations on each token alone, and of those on all of an image, by name. They have no state, and so none of those
 # contracts.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
+# Of operations that have no kernels of ours, by name, and so none of the contracts.
+_PLAIN: dict[str, tuple[Backend, ...]] = {}
 
 
 def register(op: str, *backends: Backend) -> None:
@@ -71,9 +72,25 @@ def register_local(op: str, *backends: Backend) -> None:
     _LOCAL[op] = backends
 
 
+def register_plain(op: str, *backends: Backend) -> None:
+    """Register an operation that torch's own kernels compute, in one form or another, the preferred one first."""
+    assert op not in _PLAIN, f"operation {op} is registered twice"
+    _PLAIN[op] = backends
+
+
 def backend_of_local(backend: str) -> str:
     """The backend of operations on each token alone beside a recurrence that runs on `backend`: one form is plain."""
     return "torch" if backend == "reference" else backend
+
+
+def backend_of_step(backend: str) -> str:
+    """The backend of the steps of a layer whose operations run on `backend`.
+
+    Steps have no reference of their own, and no kernels where a gradient is wanted.
+    """
+    if backend == "reference" or (backend == "triton" and torch.is_grad_enabled()):
+        return "torch"
+    return backend
 
 
 def list_local_ops() -> tuple[str, ...]:
@@ -93,7 +110,7 @@ def list_stepped_ops() -> tuple[str, ...]:
 
 def backends(op: str) -> tuple[Backend, ...]:
     """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
-    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op)
+    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op) or _PLAIN.get(op)
     if found is None:
         raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
     return found
@@ -121,33 +138,43 @@ def explain_call(op: str, call: Call) -> dict[str, list[str]]:
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
 
 
-# Of each `record_calls` that is open, what it has found.
-_RECORDS: list[list[tuple[str, str, Call]]] = []
+# By thread, of each `record_calls` that is open, what it has found. Empty but while calls are recorded: torch.compile
+# traces no question for the thread.
+_RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
 
 
 @contextmanager
 def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
-    """Collect the calls made inside: an operation, the backend asked for, and what backends judge the call by.
+    """Collect the calls that this thread makes inside: an operation, the backend asked for, and what backends judge by.
 
     For layers on empty tensors (torch's meta device): whatever is asked for, the torch backend runs. What it calls in
     turn is not collected.
     """
     calls: list[tuple[str, str, Call]] = []
-    _RECORDS.append(calls)
+    thread = threading.get_ident()
+    _RECORDS.setdefault(thread, []).append(calls)
     try:
         yield calls
     finally:
-        _RECORDS.pop()
+        _RECORDS[thread].pop()
+        if not _RECORDS[thread]:
+            del _RECORDS[thread]
+
+
+def is_recording() -> bool:
+    """Whether this thread has a `record_calls` open."""
+    return bool(_RECORDS) and threading.get_ident() in _RECORDS
 
 
 def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        records, _RECORDS[:] = _RECORDS[:], []
+        thread = threading.get_ident()
+        records = _RECORDS.pop(thread)
         try:
             return run(*args, **kwargs)
         finally:
-            _RECORDS[:] = records
+            _RECORDS[thread] = records
 
     return call
 
@@ -166,8 +193,8 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     Raises ValueError with every reason when the named backend, or each backend, refuses the call.
     """
     candidates = backends(op)
-    if _RECORDS:
-        _RECORDS[-1].append((op, name, call))
+    if is_recording():
+        _RECORDS[threading.get_ident()][-1].append((op, name, call))
         return _without_record(next(backend.function for backend in candidates if backend.name == "torch"))
     if name != "auto":
         candidates = tuple(backend for backend in candidates if backend.name == name)
@@ -183,41 +210,10 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     raise ValueError(". ".join(refusals))
 
 
-# Types of devices that verdicts are final on: the same calls choose the same there, as long as the process runs.
-REMEMBERED = ("cuda",)
-MOST_REMEMBERED = 4096  # calls of an operation
-
-
-def remembered(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Ask a choice among an operation's backends, with the checks before it, once about calls that are alike.
-
-    Types, shapes and devices of the tensors among its arguments must decide it, and the other arguments. Of choices,
-    that of the preferred backend is remembered: others may have been made for want of a verdict. A small model waits
-    for its host, which takes longer to check a call than a GPU to run it.
-    """
-
-    def decorate(choose: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-        choices: dict[Any, Callable[..., Any]] = {}
-
-        @wraps(choose)
-        def ask(*args: Any) -> Callable[..., Any]:
-            # The first condition alone is traced by torch.compile. Sizes of fake tensors may be symbols.
-            if torch.compiler.is_compiling() or is_watched() or is_exporting() or not is_plain(args[0]):
-                return choose(*args)
-            key = tuple([(x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x for x in args])
-            run = choices.get(key)
-            if run is None:
-                run = choose(*args)
-                preferred = run is backends(op)[0].function and args[0].device.type in REMEMBERED
-                if preferred and not self_test.is_testing():
-                    if len(choices) >= MOST_REMEMBERED:
-                        choices.clear()
-                    choices[key] = run
-            return run
-
-        return ask
-
-    return decorate
+def find_plain_form(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch form of an operation in place of its kernels; another form as it is."""
+    named = {backend.name: backend.function for backend in backends(op)}
+    return named["torch"] if function is named.get("triton") else function
 
 
 def is_exporting() -> bool:

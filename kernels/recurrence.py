@@ -5,11 +5,13 @@ Packed sequences lie end to end in one batch row; cu_seqlens = [0, end of segmen
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import compute_dtype, without_autocast
 from longseq.kernels.reading import Reverse, turn
 
@@ -19,8 +21,8 @@ Sequences = Sequence[Any]
 State = Any
 # (sequences [B, T, ...], state [B, ...]) -> (output [B, T, ...], final state [B, ...])
 Core = Callable[[Sequences, Any], tuple[Tensor, Any]]
-# how to run a core on packed sequences: (core, sequences, state [N, ...], cu_seqlens [N + 1]) -> as the core
-Unpack = Callable[[Core, Sequences, Any, Tensor], tuple[Tensor, Any]]
+# how to run a core on packed sequences: (core, sequences, state [N, ...], packing) -> as the core
+Unpack = Callable[[Core, Sequences, Any, Packing], tuple[Tensor, Any]]
 
 
 def run_recurrence(
@@ -31,7 +33,7 @@ def run_recurrence(
     *,
     output_dtype: torch.dtype,
     output_final_state: bool,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor | Packing | None,
     unpack: Unpack,
     reverse: Reverse = False,
 ) -> tuple[Tensor, Any]:
@@ -49,7 +51,8 @@ def run_recurrence(
     with without_autocast(first):
         given = initial_state if isinstance(initial_state, tuple) else (initial_state,)
         dtype = compute_dtype(*sequences, *given)
-        rows = first.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        packing = pack_like(cu_seqlens, first)
+        rows = first.shape[0] if packing is None else packing.count
         if initial_state is not None:
             state = each(lambda x: x.to(dtype) if x.is_floating_point() else x, initial_state)
         elif callable(state_shape):
@@ -58,18 +61,25 @@ def run_recurrence(
             state = first.new_zeros((rows, *state_shape), dtype=dtype)
         if reverse:
             sequences = [None if x is None else turn(x, reverse) for x in sequences]
-        if cu_seqlens is None:
+        if not is_exporting() and first.shape[1] == 0:
+            output, final_state = _run_nothing(core, sequences, state), state
+        elif packing is None:
             output, final_state = core(sequences, state)
         elif reverse:  # the last segment comes first, too
-            segment_bounds(cu_seqlens, first.shape[1])
-            state, cu_seqlens = each(_flip_rows, state), first.shape[1] - cu_seqlens.flip(0)
-            output, final_state = unpack(core, sequences, state, cu_seqlens)
+            output, final_state = unpack(core, sequences, each(_flip_rows, state), packing.turned())
             final_state = each(_flip_rows, final_state)
         else:
-            output, final_state = unpack(core, sequences, state, cu_seqlens)
+            output, final_state = unpack(core, sequences, state, packing)
         if reverse:
             output = turn(output, reverse)
     return output.to(output_dtype), final_state if output_final_state else None
+
+
+def _run_nothing(core: Core, sequences: Sequences, state: State) -> Tensor:
+    """The output for no tokens: as a core gives it for one token of zeros, without that."""
+    rows = sequences[0].shape[0]
+    padded = [None if x is None else torch.cat((x, x.new_zeros(rows, 1, *x.shape[2:])), 1) for x in sequences]
+    return core(padded, each(lambda x: x[:rows].detach(), state))[0][:, :0]
 
 
 def _flip_rows(x: Tensor) -> Tensor:
@@ -93,28 +103,10 @@ def token(sequences: Sequences, t: int) -> list[Any]:
     return [None if x is None else x[:, t] for x in sequences]
 
 
-def segment_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """The values of cu_seqlens on the host, checked. Waits for the device that holds them."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens starts with {bounds[0]}, but must start with 0")
-    if bounds[-1] != tokens:
-        raise ValueError(
-            f"cu_seqlens ends with {bounds[-1]}, but must end with T = {tokens}, the number of packed tokens"
-        )
-    for start, end in pairwise(bounds):
-        if end < start:
-            raise ValueError(
-                f"cu_seqlens falls from {start} to {end}, but must not decrease; sort the ends of the segments"
-            )
-    return bounds
-
-
-def run_segments(core: Core, sequences: Sequences, state: State, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
+def run_segments(core: Core, sequences: Sequences, state: State, packing: Packing) -> tuple[Tensor, Any]:
     """Run `core` on each segment alone: the definition of packing."""
-    bounds = segment_bounds(cu_seqlens, _tokens(sequences))
     outputs, states = [], []
-    for index, (start, end) in enumerate(pairwise(bounds)):
+    for index, (start, end) in enumerate(pairwise(packing.bounds)):
         own = each(lambda x, n=index: x[n : n + 1], state)
         if start == end:
             states.append(own)
@@ -126,31 +118,74 @@ def run_segments(core: Core, sequences: Sequences, state: State, cu_seqlens: Ten
     return torch.cat(outputs, dim=1), each(lambda *x: torch.cat(x), *states)
 
 
-def run_padded(core: Core, sequences: Sequences, state: State, cu_seqlens: Tensor) -> tuple[Tensor, Any]:
+def run_padded(core: Core, sequences: Sequences, state: State, packing: Packing) -> tuple[Tensor, Any]:
     """Run `core` on padded batches of segments of similar length.
 
     Padding is zeros, which the core must take as tokens that leave the state as it is. A batch holds segments of over
     half the length of its longest one, so more than half of what is computed is real.
     """
-    bounds = segment_bounds(cu_seqlens, _tokens(sequences))
-    device = sequences[0].device
-    outputs, states, tokens, segments = [], [], [], []
-    for members in _similar_lengths(bounds):
-        longest = max(bounds[n + 1] - bounds[n] for n in members)
-        token_of = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in members]).to(device)
-        slot_of = torch.cat([i * longest + torch.arange(bounds[n + 1] - bounds[n]) for i, n in enumerate(members)])
-        slot_of = slot_of.to(device)
-        batch = [None if x is None else _scatter(x[0, token_of], slot_of, len(members), longest) for x in sequences]
-        output, final_state = core(batch, each(lambda x, rows=members: x[rows], state))
-        outputs.append(output.flatten(0, 1)[slot_of])
+    groups = groups_of(packing)
+    outputs, states = [], []
+    for group in groups.members:
+        batch = [None if x is None else pad_group(x, group) for x in sequences]
+        output, final_state = core(batch, each(lambda x, rows=group.rows: x[rows], state))
+        outputs.append(output.flatten(0, 1)[group.slot_of])
         states.append(final_state)
+    states.append(each(lambda x: x[groups.empty], state))
+    final_state = each(lambda *x: torch.cat(x)[groups.by_segment], *states)
+    return torch.cat(outputs)[groups.by_token].unsqueeze(0), final_state
+
+
+class Group(NamedTuple):
+    """Segments of similar lengths as the rows of a padded batch.
+
+    rows `[n]` are their numbers, lengths `[n]` their lengths; token_of and slot_of `[t]` say where each of their tokens
+    stands in the packed row, and in the rows of the batch laid end to end.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+    longest: int
+    token_of: Tensor
+    slot_of: Tensor
+
+
+class Groups(NamedTuple):
+    """All segments that are not empty, in groups, and the empty ones; how to bring tokens and segments into order."""
+
+    members: list[Group]
+    empty: Tensor
+    by_token: Tensor
+    by_segment: Tensor
+
+
+def groups_of(packing: Packing) -> Groups:
+    """The groups of a packing, found once; they need the lengths on the host."""
+    return packing.once("groups", lambda: _find_groups(packing.bounds, packing.cu_seqlens.device))
+
+
+def pad_group(x: Tensor, group: Group) -> Tensor:
+    """The tokens of a group's segments in packed `x [1, T, ...]` as rows `[n, L, ...]`, with zeros behind them."""
+    rows, length = group.rows.shape[0], group.longest
+    batch = x.new_zeros((rows * length, *x.shape[2:]))
+    return batch.index_copy(0, group.slot_of, x[0, group.token_of]).unflatten(0, (rows, length))
+
+
+def _find_groups(bounds: list[int], device: torch.device) -> Groups:
+    groups, tokens, segments = [], [], []
+    for members in _similar_lengths(bounds):
+        lengths = [bounds[n + 1] - bounds[n] for n in members]
+        longest = max(lengths)
+        token_of = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in members])
+        slot_of = torch.cat([i * longest + torch.arange(length) for i, length in enumerate(lengths)])
+        rows, sizes = torch.tensor(members), torch.tensor(lengths)
+        groups.append(Group(rows.to(device), sizes.to(device), longest, token_of.to(device), slot_of.to(device)))
         tokens.append(token_of)
         segments.extend(members)
     empty = [n for n in range(len(bounds) - 1) if bounds[n] == bounds[n + 1]]
-    states.append(each(lambda x: x[empty], state))
-    by_segment = torch.tensor(segments + empty, device=device).argsort()
-    by_token = torch.cat(tokens).argsort()
-    return torch.cat(outputs)[by_token].unsqueeze(0), each(lambda *x: torch.cat(x)[by_segment], *states)
+    by_token = torch.cat(tokens).argsort() if tokens else torch.arange(0)
+    by_segment = torch.tensor(segments + empty, dtype=torch.long).argsort()
+    return Groups(groups, torch.tensor(empty, dtype=torch.long).to(device), by_token.to(device), by_segment.to(device))
 
 
 def _similar_lengths(bounds: list[int]) -> list[list[int]]:
@@ -163,13 +198,3 @@ def _similar_lengths(bounds: list[int]) -> list[list[int]]:
         else:
             groups.append([n])
     return groups
-
-
-def _scatter(tokens: Tensor, slot_of: Tensor, rows: int, length: int) -> Tensor:
-    """Place tokens [n, ...] in the slots of a zero batch [rows, length, ...]."""
-    batch = tokens.new_zeros((rows * length, *tokens.shape[1:]))
-    return batch.index_copy(0, slot_of, tokens).unflatten(0, (rows, length))
-
-
-def _tokens(sequences: Sequences) -> int:
-    return next(x.shape[1] for x in sequences if x is not None)

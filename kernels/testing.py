@@ -163,7 +163,7 @@ class Draw:
     tokens: int
     rows: int
     dtype: torch.dtype
-    generator: torch.Generator
+    generator: torch.Generator | None  # None where tensors have no values
     sizes: Mapping[str, int] = field(default_factory=dict)  # by dimension name, instead of the maker's own small ones
 
     def size(self, **own: int) -> tuple[int, ...]:
@@ -216,13 +216,17 @@ def make_inputs(
 ) -> Inputs:
     """Random inputs of an operation, small ones unless `sizes` names dimensions (heads "H", keys "K", ...).
 
-    With `segments` the state has one row for each and the batch is 1.
+    With `segments` the state has one row for each and the batch is 1. On torch's meta device they have no values.
     """
     maker, variants = _MAKERS[op]
     batch = batch if segments is None else 1
-    draw = Draw(batch, tokens, segments or batch, dtype, torch.Generator(device).manual_seed(seed), sizes or {})
+    draw = Draw(batch, tokens, segments or batch, dtype, _generator(device, seed), sizes or {})
     with torch.device(device):
         return maker(draw, variant or variants[0])
+
+
+def _generator(device: torch.device | str, seed: int) -> torch.Generator | None:
+    return None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 @_maker(
@@ -629,8 +633,12 @@ def gradients(inputs: Inputs, run: Callable[..., tuple[Tensor, Any]] = Inputs.ru
     """Output, final state and the gradient of every tensor, for a fixed random loss over both of what `run` returns."""
     inputs = inputs.map(lambda x: x.detach().requires_grad_())
     returned = results(*run(inputs, **options))
-    draw = Draw(1, 1, 1, torch.float64, torch.Generator().manual_seed(1))
     differentiable = [x for x in returned.values() if x.is_floating_point()]
-    loss = torch.stack([(x.double() * draw.normal(*x.shape).to(x.device)).sum() for x in differentiable]).sum()
+    device = "meta" if any(x.is_meta for x in differentiable) else "cpu"
+    draw = Draw(1, 1, 1, torch.float64, _generator(device, 1))
+    with torch.device(device):
+        weights = [draw.normal(*x.shape) for x in differentiable]
+    pairs = zip(differentiable, weights, strict=True)
+    loss = torch.stack([(x.double() * weight.to(x.device)).sum() for x, weight in pairs]).sum()
     grads = torch.autograd.grad(loss, list(inputs.tensors.values()), materialize_grads=True)
     return {**returned, **{f"gradient of {name}": grad for name, grad in zip(inputs.tensors, grads, strict=True)}}

@@ -7,15 +7,24 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.devices import ROOMY, longseq_shared_memory
 from longseq.kernels.launch_file import file_of_launches, find_misfit, named_file, read_launches
+from longseq.kernels.packing import find_once
 
 # By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
 ROW = {2: 64, 4: 32}
 # As many launches are remembered, and calls that led to one of the delta rule's.
 PREPARED = 1024
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
-ROOMY = SHARED_MEMORY // 2  # GPUs with less take fewer stages
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def launch_options(warps: int, **others: int | None) -> dict[str, Any]:
+    """What Triton itself is told of any launch; the keyword arguments of all launches come from here.
+
+    A product and the sum that takes it are one instruction with one rounding, as they were when the kernels were
+    measured. Triton has done so by default, and will not from 3.10 on.
+    """
+    return {"num_warps": warps, **others, "enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):
@@ -34,9 +43,9 @@ class Launch(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
     @property
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, Any]:
         """What Triton itself is told."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return launch_options(self.warps, num_stages=self.stages, maxnreg=self.registers)
 
     def find_fault(self, kernel: str) -> str | None:
         """Why no kernel can be launched so; what else is wrong with it, its compilation shows."""
@@ -106,7 +115,7 @@ def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Any]]) -> No
 
     Raises ValueError for a file that does not fit: measured on other kinds of GPU alone, or for other kernels.
     """
-    if shared_memory() < ROOMY:
+    if longseq_shared_memory("cuda", None) < ROOMY:
         for (_, width), table in launches.items():
             most = 2 if width <= 128 else 1
             for name, launch in table.items():
@@ -143,13 +152,6 @@ def capability_here() -> list[int] | None:
     return list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
-def shared_memory() -> int:
-    """Bytes of shared memory that a program may have on the current GPU; as many as an H200's where there is none."""
-    if not torch.cuda.is_available():
-        return SHARED_MEMORY
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
-
-
 def cdiv(dividend: int, divisor: int) -> int:
     """The quotient, rounded up. Triton's own of this name and the next are functions for kernels, slow on the host."""
     return -(-dividend // divisor)
@@ -184,9 +186,17 @@ def count_slots(batch: int, tokens: int, chunk: int, cu_seqlens: Tensor | None) 
 
 
 def sequence_of_slots(slots: int, chunk: int, tokens: int, cu_seqlens: Tensor | None) -> Tensor | None:
-    """The packed segment that each slot belongs to, found without waiting for the device."""
+    """The packed segment that each of all slots belongs to, found without waiting for the device.
+
+    For the borders of a `Packing` it is found once, for all operations that cut time so.
+    """
     if cu_seqlens is None:
         return None
-    numbers = torch.arange(slots, device=cu_seqlens.device)
-    first = cu_seqlens[:-1].clamp(0, tokens) // chunk + numbers[: cu_seqlens.shape[0] - 1]
-    return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
+    borders = cu_seqlens
+
+    def find() -> Tensor:
+        numbers = torch.arange(slots, device=borders.device)
+        first = borders[:-1].clamp(0, tokens) // chunk + numbers[: borders.shape[0] - 1]
+        return (torch.searchsorted(first, numbers, right=True) - 1).clamp_min(0)
+
+    return find_once(borders, ("sequence of slots", chunk), find)

@@ -16,8 +16,8 @@ UNSPECIALISED = ["H"] + [
 ]
 UNSPECIALISED += ["key_row", "query_row"]
 
-# Not measured yet. Numbers of a state that a warp holds, and columns of it that a program holds at least: few, so that
-# one sequence fills the GPU, but 64 bytes, which its memory hands out at once.
+# By count, not by time. Numbers of a state that a warp holds: 32 registers of a thread. Columns of it that a program
+# holds at least: few, so that one sequence fills the GPU, but 64 bytes, which its memory hands out at once.
 WARP = 1024
 COLUMNS = 16
 
@@ -30,10 +30,13 @@ class Tile(NamedTuple):
     warps: int
 
 
-def column_tile(rows: int, columns: int, numbers: int = WARP) -> Tile:
-    """Of a matrix whose rows a program must hold together: all of them, and columns up to so many numbers in all."""
+def column_tile(rows: int, columns: int, numbers: int | None = None) -> Tile:
+    """Of a matrix whose rows a program must hold together: all of them, and columns up to so many numbers in all.
+
+    Without `numbers`, of one warp.
+    """
     rows = next_power_of_2(rows)
-    columns = min(next_power_of_2(columns), max(COLUMNS, numbers // rows))
+    columns = min(next_power_of_2(columns), max(COLUMNS, (numbers or WARP) // rows))
     return Tile(rows, columns, min(max(rows * columns // WARP, 1), 8))
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import timm
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,7 +17,10 @@ from torch import nn
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.mixers.pattern import options_by_name, spell_pattern
+from longseq.tasks import targets
+from longseq.tasks.callbacks.clock import RunClock
 from longseq.tasks.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.callbacks.stop import StopTogether
 from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
@@ -163,6 +165,11 @@ def initialize(backbone: nn.Module, trained: nn.Module) -> None:
     backbone.load_state_dict(kept, strict=False)
 
 
+def build_measurement(config: DictConfig | Config, backbone: nn.Module, info: Info) -> TrainedModule:
+    """The Lightning module around a trained `backbone` that measures and cannot train: `config` builds nothing."""
+    return _build_task(plain(config), backbone, info, None, None)
+
+
 def build_task(config: DictConfig | Config, backbone: nn.Module, info: Info) -> TrainedModule:
     """The Lightning module around `backbone`; its checkpoints carry the configuration and the data's description."""
     config = plain(config)
@@ -173,14 +180,24 @@ def build_task(config: DictConfig | Config, backbone: nn.Module, info: Info) -> 
             f"recipe.schedule.warmup_epochs={warmup} must end before recipe.epochs={recipe['epochs']}; "
             f"set recipe.schedule.warmup_epochs=0 or more epochs"
         )
+    return _build_task(
+        config,
+        backbone,
+        info,
+        targets.build(recipe["optimizer"], targets.OPTIMIZERS, "recipe.optimizer"),
+        targets.build(recipe["schedule"], targets.SCHEDULES, "recipe.schedule"),
+    )
+
+
+def _build_task(config: Config, backbone: nn.Module, info: Info, optimizer: Any, schedule: Any) -> TrainedModule:
+    recipe = config["recipe"]
     if isinstance(info, ProbeInfo):
-        return probe.build_task(config, backbone, info, effective_learning_rate(config))
+        return probe.build_task(config, backbone, info, effective_learning_rate(config), optimizer, schedule)
     return ImageClassifier(
         backbone,
         num_classes=info.num_classes,
-        # Plain containers also in the optimizer's groups: a checkpoint must load without OmegaConf.
-        optimizer=instantiate(recipe["optimizer"], _convert_="all"),
-        schedule=instantiate(recipe["schedule"], _convert_="all"),
+        optimizer=optimizer,
+        schedule=schedule,
         learning_rate=effective_learning_rate(config),
         epochs=recipe["epochs"],
         mixing=BatchMixing(
@@ -197,12 +214,16 @@ def build_task(config: DictConfig | Config, backbone: nn.Module, info: Info) -> 
 
 
 def build_callbacks(config: DictConfig | Config) -> list[Callback]:
-    """The callbacks of `config.callbacks` that are not null, behind the recipe's average of the weights."""
+    """The callbacks of `config.callbacks` that are not null, behind those that every run or its recipe has."""
     config = plain(config)
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [StopTogether(), RunClock()]
     if config["recipe"].get("ema"):
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
-    callbacks += [instantiate(options, _convert_="all") for options in config["callbacks"].values() if options]
+    callbacks += [
+        targets.build(options, targets.CALLBACKS, f"callbacks.{name}")
+        for name, options in config["callbacks"].items()
+        if options
+    ]
     if config["trainer"].get("enable_progress_bar") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     return callbacks
@@ -211,7 +232,7 @@ def build_callbacks(config: DictConfig | Config) -> list[Callback]:
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
     """The Trainer of `config.trainer` with the configured logger, writing below `config.output`."""
     config = plain(config)
-    logger = instantiate(config["logger"], _convert_="all") if config.get("logger") else False
+    logger = targets.build(config["logger"], targets.LOGGERS, "logger") if config.get("logger") else False
     # The data module shards by itself, without padding; a first validation before training would only cost time.
     fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
     try:

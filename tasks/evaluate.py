@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from longseq.tasks import assemble
+from longseq.tasks import assemble, processes
+from longseq.tasks import checkpoint as checkpoints
+from longseq.tasks.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.callbacks.unreadable import UnreadableImages
 from longseq.tasks.files import write_text
 from longseq.tasks.image.data import ImageDataModule
@@ -27,6 +28,7 @@ EVALUATION_BATCH = 64
 def run(cfg: DictConfig) -> dict[str, float]:
     """Measure `cfg.checkpoint` on `cfg.split`; prints the metrics, writes them as json and returns them."""
     quiet_libraries()
+    processes.follow_parent()
     config = assemble.plain(cfg)
     split, checkpoint = config["split"], config["checkpoint"]
     if split not in ("test", "val"):
@@ -47,27 +49,28 @@ def run(cfg: DictConfig) -> dict[str, float]:
     else:
         datamodule = _datamodule(loaded.config, changes, split, info)
         _check_classes(datamodule.info, info, checkpoint, mapped="class_map" in changes)
-    task = assemble.build_task(trained, loaded.backbone, info)
-    trainer = assemble.build_trainer(config, [UnreadableImages()])
+    task = assemble.build_measurement(trained, loaded.backbone, info)
+    trainer = assemble.build_trainer(config, [StopTogether(), UnreadableImages()])
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
     datamodule.test_dataloader = lambda: loader  # type: ignore[method-assign]
-    (tested,) = trainer.test(task, datamodule=datamodule, verbose=False)
+    with stoppable():
+        (tested,) = trainer.test(task, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
     output = config["output"] or _beside(Path(checkpoint)) / f"evaluation_{split}.json"
     _report(metrics, task, info, split, Path(output))
     return metrics
 
 
-def _load(config: dict[str, Any], img_size: int | None) -> Any:
+def _load(config: dict[str, Any], img_size: int | None) -> checkpoints.Loaded:
     """The trained model, made to take images of another size where one is asked for."""
-    load = instantiate(config["load"])
-    loaded = load(config["checkpoint"], weights=config["weights"], tasks=assemble.TASKS)
+    path, weights = config["checkpoint"], config["weights"]
+    loaded = checkpoints.load(path, weights=weights, tasks=assemble.TASKS)
     if img_size in (None, loaded.data.get("img_size")) or loaded.task_name != "image":
         return loaded
     if not isinstance(img_size, int) or img_size < 1:
         raise ValueError(f"data.img_size={img_size} must be a number of pixels")
-    loaded = load(config["checkpoint"], weights=config["weights"], any_resolution=True)
+    loaded = checkpoints.load(path, weights=weights, any_resolution=True)
     try:
         with torch.inference_mode():
             loaded.backbone(torch.zeros(1, loaded.data["in_chans"], img_size, img_size))

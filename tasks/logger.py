@@ -32,6 +32,12 @@ class RunLogger(TensorBoardLogger):
         self.experiment.flush()
 
     @rank_zero_only
+    def close(self) -> None:
+        """End the file and the thread that writes it; for the end of a run, of which a process may train several."""
+        if self._experiment is not None:
+            self._experiment.close()
+
+    @rank_zero_only
     def finalize(self, status: str) -> None:
         # Lightning finalizes after fit and again after test; closing would begin another file each time.
         self.save()

@@ -10,15 +10,20 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from longseq.mixers import check_revisions, mixer_revisions
 from longseq.tasks.callbacks.updates import updated
 from longseq.tasks.seeds import derive_seed
+
+# Where a checkpoint tells which functions of their weights its mixers compute.
+REVISIONS = "mixer_revisions"
 
 
 class TrainedModule(LightningModule):
     """Trains a backbone with an optimizer and a schedule that is stepped after each update.
 
-    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials.
-    `hyperparameters` is a plain container for the checkpoint (see `longseq.tools.checkpoint`). A subclass defines the
+    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, or None in
+    a module that only measures.
+    `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.checkpoint`). A subclass defines the
     steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those that a run ends
     with. Batch-level randomness is a function of (seed, micro batch, rank), so that a resumed run repeats the
     uninterrupted one: a training step calls `seed_batch` first.
@@ -36,8 +41,8 @@ class TrainedModule(LightningModule):
         self,
         backbone: nn.Module,
         *,
-        optimizer: Callable[..., torch.optim.Optimizer],
-        schedule: Callable[..., tuple[Any, int]],
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
+        schedule: Callable[..., tuple[Any, int]] | None,
         learning_rate: float,
         epochs: int,
         seed: int = 0,
@@ -52,6 +57,15 @@ class TrainedModule(LightningModule):
         self._learning_rate = learning_rate  # of the latest update
         self._optimizer = optimizer
         self._schedule = schedule
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[REVISIONS] = mixer_revisions(self.backbone)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        try:
+            check_revisions(self.backbone, checkpoint.get(REVISIONS))
+        except ValueError as error:
+            raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 
     def seed_batch(self, batch_idx: int) -> int:
         """Seed what a training step draws; returns the number of the micro batch in the run."""
@@ -69,6 +83,8 @@ class TrainedModule(LightningModule):
             self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
 
     def configure_optimizers(self) -> Any:
+        assert self._optimizer is not None, "this module only measures"
+        assert self._schedule is not None, "this module only measures"
         optimizer = self._optimizer(self.backbone, lr=self.learning_rate)
         scheduler, _ = self._schedule(optimizer, num_epochs=self.epochs, updates_per_epoch=self._updates_per_epoch())
         if scheduler is None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
-from longseq.tasks import assemble
+from longseq.tasks import assemble, checkpoint
 from longseq.tasks.image.datasets import ImageFiles
+from longseq.tasks.image.folder import PassedOver, describe_passed_over
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import normalize
 from longseq.tasks.report import quiet_libraries
@@ -38,16 +38,21 @@ def run(cfg: DictConfig) -> dict[str, int]:
     if config["top_k"] < 1:
         raise ValueError(f"top_k={config['top_k']} must be at least 1")
     device = _device(config["device"])
-    loaded = instantiate(config["load"])(config["checkpoint"], weights=config["weights"], map_location=device)
+    loaded = checkpoint.load(config["checkpoint"], weights=config["weights"], map_location=device)
     info = DataInfo.from_dict(loaded.data)
     files = ImageFiles(config["input"], info)
     loader = DataLoader(files, config["batch_size"], num_workers=config["num_workers"], collate_fn=files.collate)
     backbone = loaded.backbone.to(device).eval()
     predictions, unreadable = predict(backbone, loader, info, top_k=config["top_k"])
     output.parent.mkdir(parents=True, exist_ok=True)
-    (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable)
-    print(f"{len(predictions)} image(s) classified, {len(unreadable)} unreadable; written to {output}")
-    return {"classified": len(predictions), "unreadable": len(unreadable)}
+    passed_over = files.passed_over
+    (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
+    more = f" ({describe_passed_over(passed_over, config['input'])})" if passed_over else ""
+    print(
+        f"{len(predictions)} image(s) classified, {len(unreadable)} unreadable, {len(passed_over)} passed over{more}; "
+        f"written to {output}"
+    )
+    return {"classified": len(predictions), "unreadable": len(unreadable), "passed_over": len(passed_over)}
 
 
 @torch.inference_mode()
@@ -83,7 +88,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str]) -> None:
+def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]) -> None:
     width = max((len(prediction.classes) for prediction in predictions), default=1)
     ranks = range(1, width + 1)
     with path.open("w", newline="") as file:
@@ -96,11 +101,17 @@ def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str])
             writer.writerow([prediction.path, *cells, ""])
         for failed in unreadable:
             writer.writerow([failed, *[""] * (2 * width), "unreadable"])
+        for other, reason in passed_over:
+            writer.writerow([other, *[""] * (2 * width), f"passed over: {reason}"])
 
 
-def _write_json(path: Path, predictions: list[Prediction], unreadable: list[str]) -> None:
+def _write_json(
+    path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]
+) -> None:
     rows = [
         {"path": p.path, "classes": [{"class": name, "probability": round(value, 6)} for name, value in p.classes]}
         for p in predictions
     ]
-    path.write_text(json.dumps({"predictions": rows, "unreadable": unreadable}, indent=2) + "\n")
+    others = [one._asdict() for one in passed_over]
+    written = {"predictions": rows, "unreadable": unreadable, "passed_over": others}
+    path.write_text(json.dumps(written, indent=2) + "\n")

@@ -21,13 +21,14 @@ def quiet_libraries() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Each is answered by our own design: the number of workers is the data's option, runs resume in their own folder,
-    # and short epochs log less often.
+    # short epochs log less often, and damaged EXIF data turns no image.
     for message in (
         ".*does not have many workers.*",
         ".*exists and is not empty.*",
         ".*smaller than the logging interval.*",
         ".*Checkpoint directory.*",
         ".*LeafSpec.*",
+        "(?s).*Corrupt EXIF data.*",
     ):
         warnings.filterwarnings("ignore", message)
 

@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from longseq.tasks.lock import is_locked
+
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
 
@@ -25,8 +27,10 @@ FREE_KEYS = (
     "callbacks.progress",
     "callbacks.telemetry",
     "callbacks.unreadable",
+    "callbacks.samples",
+    "callbacks.confusion",
     "logger",
-    "load",
+    "load",  # of runs before it was fixed
 )
 
 
@@ -110,9 +114,14 @@ def newest_other_run(config: Mapping[str, Any]) -> tuple[Path, list[str]] | None
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
-    """The newest unfinished run of a configuration, else the newest finished one."""
+    """The newest unfinished run of a configuration that no other process continues, else one that is continued.
+
+    Without an unfinished one the newest finished one.
+    """
     same = [folder for folder, saved in _runs(parent) if not differences(saved, config)]
-    return next((folder for folder in same if finished(folder) is None), next(iter(same), None))
+    unfinished = [folder for folder in same if finished(folder) is None]
+    free = (folder for folder in unfinished if not is_locked(folder))
+    return next(iter([*free, *unfinished, *same]), None)
 
 
 def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:

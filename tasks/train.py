@@ -1,26 +1,28 @@
 """`longseq train`: compose, fit, test with the best checkpoint, report."""
 
 import json
-import time
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.parameters import count_parameters
-from longseq.tasks import assemble, runs
+from longseq.tasks import assemble, processes, runs, targets
+from longseq.tasks import checkpoint as checkpoints
+from longseq.tasks.callbacks.clock import RunClock
+from longseq.tasks.callbacks.stop import stoppable
 from longseq.tasks.callbacks.throughput import Throughput
 from longseq.tasks.files import write_text
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.lock import locked
 from longseq.tasks.logger import RunLogger
 from longseq.tasks.module import TrainedModule
 from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
@@ -34,13 +36,20 @@ def run(cfg: DictConfig) -> float | None:
     The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json.
     """
     quiet_libraries()
+    processes.follow_parent()
     config = assemble.plain(cfg)
     folder = Path(config["output"])
+    targets.check(config)
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         _print(f"this run is finished: {shorten(folder)}; the same command without resume=true trains anew")
         return done.get(config["optimized_metric"])
+    with locked(folder) if _is_first_process() else nullcontext():
+        return _train(config, folder)
+
+
+def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
@@ -55,16 +64,26 @@ def run(cfg: DictConfig) -> float | None:
         trainer.logger.continue_at(runs.updates_of(checkpoint))
     _save_config(config, folder)
     _announce(config, datamodule.info, backbone, trainer, checkpoint)
-    started = time.monotonic()
-    _fit(trainer, task, datamodule, checkpoint)
-    metrics = _test(trainer, task, datamodule)
-    metrics |= _run_facts(trainer, backbone, time.monotonic() - started)
-    _record(trainer, config, task, metrics, datamodule.info)
+    try:
+        with stoppable():
+            _fit(trainer, task, datamodule, checkpoint)
+            metrics = _test(trainer, task, datamodule)
+        metrics |= _run_facts(trainer, backbone)
+        _record(trainer, config, task, metrics, datamodule.info)
+    finally:
+        if isinstance(trainer.logger, RunLogger):
+            trainer.logger.close()
     return metrics.get(config["optimized_metric"])
 
 
+def _is_first_process() -> bool:
+    """Whether this is the process of a run that writes; Lightning counts the processes of each machine from 0."""
+    rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
+    return rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
+
+
 def _trained_backbone(config: dict[str, Any]) -> torch.nn.Module:
-    return instantiate(config["load"])(config["init"], key="init", tasks=(assemble.task_name(config),)).backbone
+    return checkpoints.load(config["init"], key="init", tasks=(assemble.task_name(config),)).backbone
 
 
 def _check_optimized_metric(config: dict[str, Any], task: TrainedModule) -> None:
@@ -85,11 +104,8 @@ def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
 
 
 def _fit(trainer: Trainer, task: LightningModule, datamodule: Any, checkpoint: Path | None) -> None:
-    try:
-        with _memory_explained(trainer, task, datamodule):
-            trainer.fit(task, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-    except SIGTERMException:
-        raise SystemExit(143) from None
+    with _memory_explained(trainer, task, datamodule):
+        trainer.fit(task, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
 
 
 @contextmanager
@@ -133,14 +149,15 @@ def best_checkpoint(trainer: Trainer) -> str | None:
     return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
 
-def _run_facts(trainer: Trainer, backbone: torch.nn.Module, seconds: float) -> dict[str, Any]:
+def _run_facts(trainer: Trainer, backbone: torch.nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "epochs": trainer.current_epoch,
         "updates": trainer.global_step,
-        "seconds": round(seconds, 1),
         "parameters": count_parameters(backbone),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunClock):
+            facts["seconds"] = round(callback.seconds, 1)
         if isinstance(callback, Throughput) and callback.rate is not None:
             facts[f"{callback.unit}_per_second"] = round(callback.rate, 1)
             facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)

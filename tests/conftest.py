@@ -45,3 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def choices_of_this_test() -> None:
+    """No choice of a backend that an earlier test has made: tests change what decides."""
+    from longseq.kernels.operation import forget
+
+    forget()

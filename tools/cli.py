@@ -56,6 +56,11 @@ VERBS = {
         "find the best launches of Triton kernels on this GPU",
         "longseq benchmark tune op=delta_rule",
     ),
+    "benchmark compile": Verb(
+        "longseq.tools.benchmark.compile",
+        "compile all Triton kernels for GPUs that need not be there",
+        "longseq benchmark compile ops=[delta_rule]",
+    ),
 }
 
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"

@@ -26,10 +26,9 @@ from longseq.blocks.scan import Directions
 from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
-from longseq.tasks import assemble
+from longseq.tasks import assemble, checkpoint
 from longseq.tasks.image.info import DataInfo
-from longseq.tools import checkpoint
-from longseq.tools.image_model import model_name
+from longseq.tasks.image_model import model_name
 
 __all__ = [
     "describe_image_model",

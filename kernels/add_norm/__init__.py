@@ -1,14 +1,13 @@
 """A branch added to the residual, and the norm of the sum."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longseq.kernels.add_norm.norm import add_norm_torch
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["add_norm"]
@@ -16,25 +15,23 @@ __all__ = ["add_norm"]
 TRITON_WIDTH = 8192  # of a row, which one program reads whole
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "D")
+def _judge(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None, dtype: torch.dtype | None, **_: Any
+) -> Call:
+    # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
+    if not is_exporting():
+        _check(x, weight, bias, branch)
+    return Call(
+        x.device,
+        call_dtype(x, branch, weight),
+        exporting=is_exporting(),
+        sizes={"D": x.shape[-1]},
+        mixed=is_mixed(x, weight),
+        kind="narrow" if x.dtype == torch.float32 and dtype is not None and dtype.itemsize == 2 else "",
+    )
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _add_norm_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.add_norm.triton_norm import add_norm_triton
-
-    return add_norm_triton(*args, **kwargs)
-
-
-register_local(
-    "add_norm",
-    Backend("triton", _add_norm_triton, _triton_reasons),
-    Backend("torch", add_norm_torch),
-)
-
-
+@operation(_judge, triton="triton_norm", limits={"D": TRITON_WIDTH}, torch=add_norm_torch)
 def add_norm(
     x: Tensor,
     weight: Tensor,
@@ -59,28 +56,6 @@ def add_norm(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them.
     """
-    if dtype is None:
-        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
-    run = _choose(x, weight, bias, branch, dtype, backend)
-    return run(x, weight, bias=bias, branch=branch, eps=eps, centred=centred, dtype=dtype)
-
-
-@remembered("add_norm")
-def _choose(
-    x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None, dtype: torch.dtype, backend: str
-) -> Callable[..., Any]:
-    # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
-    if not is_exporting():
-        _check(x, weight, bias, branch)
-    call = Call(
-        x.device,
-        call_dtype(x, branch, weight),
-        exporting=is_exporting(),
-        sizes={"D": x.shape[-1]},
-        mixed=is_mixed(x, weight),
-        kind="narrow" if x.dtype == torch.float32 and dtype.itemsize == 2 else "",
-    )
-    return select("add_norm", backend, call)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 
 # Measured on an H200. Numbers of a program's block, and of a warp's; programs of the gradient at most, each of which
 # walks through blocks a whole grid apart and adds up the gradients of weight and bias.
@@ -78,9 +78,9 @@ def _pull_back(d_unit, unit, factor, D: tl.constexpr, CENTRED: tl.constexpr):
 def differentiate_norm(
     total, weight, d_total, dy, dx, d_branch, sums, rows, blocks, total_row, eps,
     D: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRED: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the summands, and this program's part of those of weight and bias.
+    """The gradients of the summands, and if WEIGHS this program's part of those of weight and bias.
 
     If PAIRED, those of the rows behind all others, and in place of the bias's the part of their weight's.
     """
@@ -111,17 +111,18 @@ def differentiate_norm(
         _store(dx, row, D, inside, gradient, BLOCK_D)
         if HAS_BRANCH:
             _store(d_branch, row, D, inside, gradient, BLOCK_D)
-    place = tl.program_id(0) * D + column
-    tl.store(sums + place, tl.sum(weighed, 0), mask=column < D)
-    if HAS_BIAS or PAIRED:
-        tl.store(sums + tl.num_programs(0) * D + place, tl.sum(added, 0), mask=column < D)
+    if WEIGHS:
+        place = tl.program_id(0) * D + column
+        tl.store(sums + place, tl.sum(weighed, 0), mask=column < D)
+        if HAS_BIAS or PAIRED:
+            tl.store(sums + tl.num_programs(0) * D + place, tl.sum(added, 0), mask=column < D)
 
 
 def _blocks(width: int, readings: int) -> dict[str, int]:
     """Rows and columns of a program's block, of so many readings at a time, and its warps."""
     columns = next_power_of_2(width)
     rows = max(1, BLOCK // (columns * readings))
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(readings * rows * columns // WARP, 1), 8)}
+    return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(readings * rows * columns // WARP, 1), 8))}
 
 
 @lru_cache(PREPARED)
@@ -185,8 +186,12 @@ def add_norm_backward(
     has_bias: bool,
     dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
+    weighs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x in `dtype`, of a branch of another type (else empty), and of weight (both) and bias."""
+    """Gradients of x in `dtype`, of a branch of another type (else empty), and of weight (both) and bias.
+
+    The last are empty unless it `weighs`.
+    """
     rows, row = rows_of(total)
     gradients = None if d_total is None else d_total.contiguous()
     dx = _like(total, dtype)
@@ -195,17 +200,17 @@ def add_norm_backward(
     count = total.numel() // (width * readings) if width else 0
     launch, programs = _prepare_backward(
         total.device, count, width, row, eps, d_total is not None, branch_dtype is not None, has_bias, centred,
-        readings,
+        readings, weighs,
     )  # fmt: skip
-    parts = total.new_empty((1 + (has_bias or readings == 2), programs, width), dtype=torch.float32)
+    parts = total.new_empty((1 + (has_bias or readings == 2), programs if weighs else 0, width), dtype=torch.float32)
     launch(rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts)
-    return dx, d_branch, parts.sum(1).to(weight.dtype)
+    return dx, d_branch, parts.sum(1).to(weight.dtype) if weighs else total.new_empty((0,))
 
 
 @lru_cache(PREPARED)
 def _prepare_backward(
     device: torch.device, rows: int, width: int, row: int, eps: float, has_total: bool, has_branch: bool,
-    has_bias: bool, centred: bool, readings: int,
+    has_bias: bool, centred: bool, readings: int, weighs: bool,
 ) -> tuple[Prepared, int]:  # fmt: skip
     """The launch of `differentiate_norm`, and its programs."""
     shape = _blocks(width, readings)
@@ -214,17 +219,17 @@ def _prepare_backward(
     launch = Prepared(
         differentiate_norm, device, programs, (rows, blocks, row, eps),
         D=width, HAS_TOTAL=has_total, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2,
-        **shape,
+        WEIGHS=weighs, **shape,
     )  # fmt: skip
     return launch, programs
 
 
 @add_norm_backward.register_fake
-def _(total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype):
+def _(total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype, weighs):
     return (
         _like(total, dtype),
         total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype),
-        weight.new_empty((1 + (has_bias or weight.dim() == 2), weight.shape[-1])),
+        weight.new_empty((1 + (has_bias or weight.dim() == 2), weight.shape[-1]) if weighs else 0),
     )
 
 
@@ -242,12 +247,18 @@ def _differentiate(ctx, d_total, dy):
         d_total = None
     if dy is None:
         dy = total.new_zeros(total.shape if weight.dim() == 1 else (total.shape[0] // 2, *total.shape[1:]))
+    weighs = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     dx, d_branch, sums = add_norm_backward(
-        total, weight, d_total, dy, ctx.eps, ctx.centred, ctx.has_bias, ctx.dtype, ctx.branch_dtype
+        total, weight, d_total, dy, ctx.eps, ctx.centred, ctx.has_bias, ctx.dtype, ctx.branch_dtype, weighs
     )
     if ctx.branch_dtype is None:
         d_branch = dx
-    d_weight, d_bias = (sums, None) if weight.dim() == 2 else sums.unbind() if ctx.has_bias else (sums[0], None)
+    if not weighs:
+        d_weight, d_bias = None, None
+    elif weight.dim() == 2:
+        d_weight, d_bias = sums, None
+    else:
+        d_weight, d_bias = sums.unbind() if ctx.has_bias else (sums[0], None)
     return dx, d_branch if ctx.has_branch else None, d_weight, d_bias, None, None, None
 
 
@@ -256,8 +267,10 @@ add_norm.register_autograd(_differentiate, setup_context=_setup_context)
 
 def add_norm_triton(
     x: Tensor, weight: Tensor, *, bias: Tensor | None, branch: Tensor | None, eps: float, centred: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`add_norm` as one kernel, whose gradient is one kernel, too."""
+    if dtype is None:
+        dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
     total, y = add_norm(x, branch, weight, bias, float(eps), centred, dtype)
     return x if branch is None else total, y

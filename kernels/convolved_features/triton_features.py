@@ -26,6 +26,8 @@ from longseq.kernels.head_features.triton_features import (
     differentiate_map,
     head_features_triton,
     map_channels,
+    norm_slope,
+    squared_norm,
 )
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.triton_convolution import (
@@ -37,7 +39,7 @@ from longseq.kernels.short_convolution.triton_convolution import (
     short_convolution_triton,
     zeros_of_taps,
 )
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 
 # Measured on an H200. Channels of a program's block for each warp, tokens whose loads are issued together, by readings,
 # and the programs that rows are cut into stretches for; backward writes and reads partial sums of each.
@@ -170,16 +172,8 @@ def _map(z, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _scale(feature, unit, EPS: tl.constexpr, L1: tl.constexpr):
-    """What features of each head are multiplied by, [GROUP, 1], and whether their norm is not below the least."""
-    if L1:
-        norm = tl.sum(tl.abs(feature), 1)[:, None]
-        scale = 1.0 / tl.maximum(norm, EPS)
-        large = norm >= EPS
-    else:
-        norm = tl.sum(feature * feature, 1)[:, None]
-        scale = tl.rsqrt(tl.maximum(norm, EPS * EPS))
-        large = norm >= EPS * EPS
-    return tl.where(unit, scale, 1.0), large
+    """What features of each head are multiplied by, [GROUP, 1]."""
+    return tl.where(unit, tl.rsqrt(squared_norm(feature, L1) + EPS)[:, None], 1.0)
 
 
 @triton.jit
@@ -189,16 +183,12 @@ def _gradient(
     """The gradient of z from that of its features."""
     dy = dy.to(tl.float32)
     feature = _map(z, unit, K, BLOCK_K, KIND)
-    scale, large = _scale(feature, unit, EPS, L1)
+    scale = _scale(feature, unit, EPS, L1)
     slope = differentiate_map(z, 0)
     if KIND != 0:
         slope = tl.where(unit, differentiate_map(z, KIND), slope)
-    along = tl.where(unit & large, tl.sum(dy * feature, 1)[:, None] * scale, 0.0)
-    if L1:
-        dy -= along * tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
-    else:
-        dy -= along * scale * feature
-    return dy * slope * scale
+    along = tl.where(unit, tl.sum(dy * feature, 1)[:, None] * scale, 0.0)
+    return (dy - along * norm_slope(feature * scale, L1)) * slope * scale
 
 
 @triton.jit
@@ -252,11 +242,11 @@ def convolve_features(
                 segments = push(segments, _load_segment(segment_of, u + i, T), WIDTH)
             z = convolve(_of_segment(window, segments, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
             feature = _map(z, unit, K, BLOCK_K, KIND)
-            feature *= _scale(feature, unit, EPS, L1)[0]
+            feature *= _scale(feature, unit, EPS, L1)
             _store_token(y_at, u + i - delay, width, first, end, channel, there, feature)
             if READINGS == 2:
                 feature = _map(convolve(window, later_taps, 0.0, WIDTH), unit, K, BLOCK_K, KIND)
-                feature *= _scale(feature, unit, EPS, L1)[0]
+                feature *= _scale(feature, unit, EPS, L1)
                 _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature)
 
 
@@ -298,11 +288,11 @@ def differentiate_convolved(
     x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
+    WEIGHS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x in a stretch of tokens, of its channels for a few heads of q, k or v, and sums for the weights.
+    """The gradient of x in a stretch of tokens, of its channels for a few heads of q, k or v.
 
-    With q, that of the logits, and zeros for the channels behind them, too.
+    If WEIGHS, sums for the weights, too. With q, that of the logits, and zeros for the channels behind them, too.
     """
     C: tl.constexpr = (2 * K + V) * H
     tile, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
@@ -354,20 +344,23 @@ def differentiate_convolved(
             seen = _of_segment(window, segments, WIDTH, PACKED, DELAY)
             dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
             t = u + i - delay
-            dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
+            if WEIGHS:
+                dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
             behind = push(behind, tl.zeros_like(dz), WIDTH)
             behind = accumulate(behind, _of_segment(taps, segments, WIDTH, PACKED, DELAY), dz, WIDTH)
             t = u + i - (WIDTH - 1)
             if READINGS == 2:
                 dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
-                d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
+                if WEIGHS:
+                    d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
                 behind = accumulate(behind, later_taps, dz, WIDTH)
             _store_token(dx, t, dx_token, first, end, channel, there, behind[WIDTH - 1])
-    for k in tl.static_range(WIDTH):
-        tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
-        if READINGS == 2:
-            other = sums + tl.cast(B, tl.int64) * tl.cdiv(T, stretch) * WIDTH * C
-            tl.store(other + k * C + channel, d_later[k], mask=there)
+    if WEIGHS:
+        for k in tl.static_range(WIDTH):
+            tl.store(sums + _tap(k, back, WIDTH) * C + channel, dweight[k], mask=there)
+            if READINGS == 2:
+                other = sums + tl.cast(B, tl.int64) * tl.cdiv(T, stretch) * WIDTH * C
+                tl.store(other + k * C + channel, d_later[k], mask=there)
 
 
 @lru_cache(PREPARED)
@@ -388,7 +381,7 @@ def _prepare(
         convolve_features if kernel == "forward" else differentiate_convolved, device, tiles * over_c,
         (batch, tokens, *numbers, stretch),
         H=heads, K=key_dim, V=value_dim, WIDTH=width, EPS=EPS, **constants, GROUP=group, BLOCK_K=block_k,
-        UNROLL=unroll, STRENGTHS=STRENGTHS, num_warps=_warps(group * block_k, width),
+        UNROLL=unroll, STRENGTHS=STRENGTHS, **launch_options(_warps(group * block_k, width)),
     )  # fmt: skip
     return launch, tiles
 
@@ -447,26 +440,27 @@ def _allocate(x: Tensor, weight: Tensor, heads: int, key_dim: int) -> tuple[Tens
 @custom_op("convolved_features_backward")
 def convolved_features_backward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor,
-    feature_map: str, l1: bool, reverse: int,
+    feature_map: str, l1: bool, reverse: int, weighs: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of the weight."""
+    """The gradients of x and of the weight, the latter empty unless it `weighs`."""
     x, weight = channels_adjacent(x), weight.contiguous()
     batch, tokens, channels = x.shape
     heads, key_dim = dq.shape[2:]
     dx = _allocate_gradient(x)
     launch, tiles = _prepare(
         "backward", x.device, batch, tokens, (*x.stride()[:2], dx.stride(1), channels), weight.shape[-1], heads,
-        key_dim, dv.shape[3], **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+        key_dim, dv.shape[3], WEIGHS=weighs, **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
     )  # fmt: skip
-    sums = x.new_empty((*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2]), dtype=torch.float32)
+    rows = (*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2])
+    sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
     gradients = (y.contiguous() for y in (dq, dk, dv, d_beta))
     launch(x, weight, segment_of_tokens(x, cu_seqlens), *gradients, dx, sums)
-    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT)
+    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT) if weighs else x.new_empty((0,))
 
 
 @convolved_features_backward.register_fake
-def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse):
-    return _allocate_gradient(x), weight.new_empty(weight.shape)
+def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse, weighs):
+    return _allocate_gradient(x), weight.new_empty(weight.shape if weighs else 0)
 
 
 def _allocate_gradient(x: Tensor) -> Tensor:
@@ -481,10 +475,11 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, dq, dk, dv, d_beta):
     x, weight, cu_seqlens = ctx.saved_tensors
+    weighs = ctx.needs_input_grad[1]
     dx, dweight = convolved_features_backward(
-        x, weight, cu_seqlens, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, ctx.reverse
+        x, weight, cu_seqlens, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, ctx.reverse, weighs
     )
-    return dx, dweight, *(None,) * 6
+    return dx, dweight if weighs else None, *(None,) * 6
 
 
 convolved_features.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,55 +1,29 @@
 """The cumulative softmax: how much of a running softmax average is left at each token."""
 
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.checks import check_tensors
 from longseq.kernels.cumulative_softmax.chunk import cumulative_softmax_torch
 from longseq.kernels.cumulative_softmax.reference import (
     NOTHING,
     cumulative_softmax_reference,
     cumulative_softmax_step_torch,
 )
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    select,
-    unpacking_reasons,
-)
-from longseq.kernels.precision import call_dtype
-from longseq.kernels.reading import Reverse, check_reverse
-from longseq.kernels.steps import register_steps, select_step
+from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 
 __all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
 
-register(
-    "cumulative_softmax",
-    Backend("torch", cumulative_softmax_torch, unpacking_reasons),
-    Backend("reference", cumulative_softmax_reference, loop_reasons),
-)
+_RECURRENCE = Recurrence({"x": "B T H M", "initial_state": "S H M"}, values="x")
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _cumulative_softmax_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.cumulative_softmax.triton_step import cumulative_softmax_step_triton
-
-    return cumulative_softmax_step_triton(*args, **kwargs)
-
-
-register_steps("cumulative_softmax", cumulative_softmax_step_torch, _cumulative_softmax_step_triton)
-
-
+@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=cumulative_softmax_reference)
 def cumulative_softmax(
     x: Tensor,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -72,22 +46,9 @@ def cumulative_softmax(
 
     Source: the write strengths of Peng et al. 2022, "ABC: Attention with Bounded-memory Control", for causal attention.
     """
-    sizes = check_tensors(
-        "cumulative_softmax", {"x": (x, "B T H M"), "initial_state": (initial_state, "S H M")}, cu_seqlens
-    )
-    check_reverse("cumulative_softmax", reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(x, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
-    run = select("cumulative_softmax", backend, call)
-    return run(
-        x,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-    )
 
 
+@step(_RECURRENCE, torch=cumulative_softmax_step_torch)
 def cumulative_softmax_step(x: Tensor, state: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """One token of `cumulative_softmax`: x and state [B, H, M].
 
@@ -96,5 +57,3 @@ def cumulative_softmax_step(x: Tensor, state: Tensor, *, backend: str = "auto") 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    run = select_step("cumulative_softmax", backend, {"x": (x, "B H M"), "state": (state, "B H M")})
-    return run(x, state)

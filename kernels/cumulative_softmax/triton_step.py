@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.triton_launch import cdiv
+from longseq.kernels.triton_launch import cdiv, launch_options
 
 BLOCK = 256
 WARPS = 2
@@ -39,7 +39,7 @@ def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     x, state = x.contiguous(), state.contiguous()
     output, after = torch.empty_like(x), torch.empty_like(state)
     with torch.cuda.device_of(state):  # Triton launches on the current device
-        _step[(cdiv(x.numel(), BLOCK),)](x, state, output, after, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+        _step[(cdiv(x.numel(), BLOCK),)](x, state, output, after, x.numel(), BLOCK=BLOCK, **launch_options(WARPS))
     return output, after
 
 

@@ -1,62 +1,41 @@
 """The delta rule with a read key, a write key and an optional decay."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step_torch
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    remembered,
-    select,
-    unpacking_reasons,
-)
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_reverse
-from longseq.kernels.steps import register_steps, select_step
+from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 
 __all__ = ["delta_rule", "delta_rule_step"]
 
 TRITON_WIDTH = 256  # of a state's rows and columns
 
-
-def _triton_reasons(call: Call) -> list[str]:
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V")
-
-
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _delta_rule_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from longseq.kernels.delta_rule.triton_delta import delta_rule_triton
-
-    return delta_rule_triton(*args, **kwargs)
-
-
-register(
-    "delta_rule",
-    Backend("triton", _delta_rule_triton, _triton_reasons),
-    Backend("torch", delta_rule_chunk, unpacking_reasons),
-    Backend("reference", delta_rule_reference, loop_reasons),
+_RECURRENCE = Recurrence(
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T H V",
+        "beta": "B T H",
+        "write_key": "B T H K",
+        "g": "B T H",
+        "initial_state": "S H K V",
+    },
+    values="v",
+    mixed=("beta", "g"),
+    kind=lambda g, **_: "" if g is None else "gated",
+    power_of_two=True,
 )
 
 
-def _delta_rule_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.delta_rule.triton_step import delta_rule_step_triton
-
-    return delta_rule_step_triton(*args, **kwargs)
-
-
-register_steps("delta_rule", delta_rule_step_torch, _delta_rule_step_triton, "K")
-
-
+@operation(
+    _RECURRENCE.judge,
+    triton="triton_delta",
+    limits={"K V": TRITON_WIDTH},
+    torch=delta_rule_chunk,
+    reference=delta_rule_reference,
+)
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -68,7 +47,7 @@ def delta_rule(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     recompute: bool = False,
@@ -92,57 +71,15 @@ def delta_rule(
     Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     the decay is that of Yang et al. 2024, "Gated Delta Networks", eq. 10.
     """
-    run = _choose(q, k, v, beta, write_key, g, initial_state, cu_seqlens, chunk_size, reverse, backend)
-    return run(
-        q,
-        k,
-        v,
-        beta,
-        write_key=write_key,
-        g=g,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-        recompute=recompute,
-    )
 
 
-@remembered("delta_rule")
-def _choose(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int, reverse: Reverse, backend: str,
-) -> Callable[..., Any]:  # fmt: skip
-    check_chunk_size("delta_rule", chunk_size, power_of_two=True)
-    sizes = check_tensors(
-        "delta_rule",
-        {
-            "q": (q, "B T H K"),
-            "k": (k, "B T H K"),
-            "v": (v, "B T H V"),
-            "beta": (beta, "B T H"),
-            "write_key": (write_key, "B T H K"),
-            "g": (g, "B T H"),
-            "initial_state": (initial_state, "S H K V"),
-        },
-        cu_seqlens,
-    )
-    check_reverse("delta_rule", reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(v, q, k, beta, write_key, g, initial_state)
-    mixed = is_mixed(v, beta, g)
-    kind = "" if g is None else "gated"
-    packed = cu_seqlens is not None
-    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
-    return select("delta_rule", backend, call)
-
-
+@step(_RECURRENCE, torch=delta_rule_step_torch, held=("K",))
 def delta_rule_step(
     q: Tensor,
     k: Tensor,
@@ -162,17 +99,3 @@ def delta_rule_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    run = select_step(
-        "delta_rule",
-        backend,
-        {
-            "q": (q, "B H K"),
-            "k": (k, "B H K"),
-            "v": (v, "B H V"),
-            "beta": (beta, "B H"),
-            "write_key": (write_key, "B H K"),
-            "g": (g, "B H"),
-            "state": (state, "B H K V"),
-        },
-    )
-    return run(q, k, v, beta, state, write_key=write_key, g=g, scale=scale)

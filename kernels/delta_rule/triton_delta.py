@@ -30,6 +30,7 @@ from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, c
 from longseq.kernels.delta_rule.triton_segments import connect, summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     PREPARED,
     ROW,
@@ -41,6 +42,7 @@ from longseq.kernels.triton_launch import (
     count_sequences,
     count_slots,
     fit_launches,
+    launch_options,
     sequence_of_slots,
     strides,
 )
@@ -223,15 +225,14 @@ def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: in
     """How many chunks of one of so many rows of the batch make a segment of time; 0: none are cut.
 
     `lanes` programs walk through a sequence side by side. Packed sequences are cut as the one that they lie in, unless
-    there are enough of them. By comparisons where sizes may be symbols of torch.compile.
+    there are enough of them.
     """
-    most = programs // (batch * lanes)
-    if most < FEWEST_SEGMENTS or sequences * lanes > programs or chunks < FEWEST_CHUNKS:
+    if sequences * lanes > programs:
         return 0
-    span = SHORTEST_SEGMENT
-    while 2 * span * span < chunks:  # `connect` walks through segments as the others do through chunks
-        span *= 2
-    return max(span, cdiv(chunks, most))
+    shortest = SHORTEST_SEGMENT
+    while 2 * shortest * shortest < chunks:  # `connect` walks through segments as the others do through chunks
+        shortest *= 2
+    return find_span(chunks, batch * lanes, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
 
 def _constants(plan: _Plan, key_dim: int, value_dim: int, packed: bool) -> dict[str, object]:
@@ -491,7 +492,7 @@ def delta_rule_backward(
                 q, beta, write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes,
                 scale, tokens, heads, *strides(q), *strides(beta), *strides(write),
                 K=key_dim, UNITS=count_units(value_dim), PACKED=cu_seqlens is not None, REVERSE=reverse,
-                SCALED=plan.scaled, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)), num_warps=4,
+                SCALED=plan.scaled, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)), **launch_options(4),
             )  # fmt: skip
         for walk in walks:
             launch = _prepare_retreat(

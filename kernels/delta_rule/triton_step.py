@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv
+from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -70,7 +70,7 @@ def delta_rule_step(
             q, k, v, beta, write_key, g, state, output, after, scale, heads,
             *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write_key), *strides(g),
             K=key_dim, V=value_dim, OWN_WRITE_KEY=write_key is not None, GATED=g is not None,
-            BLOCK_K=tile.rows, BLOCK_V=tile.columns, num_warps=tile.warps,
+            BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
         )  # fmt: skip
     return output, after
 

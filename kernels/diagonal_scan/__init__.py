@@ -1,12 +1,7 @@
 """Diagonal scans h_t = a_t h_{t-1} + b_t over a state [D, N]: Longhorn's and Mamba's."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
-from longseq.kernels.devices import triton_reasons
 from longseq.kernels.diagonal_scan.chunk import longhorn_scan_chunk, selective_scan_chunk
 from longseq.kernels.diagonal_scan.reference import (
     longhorn_scan_reference,
@@ -14,76 +9,31 @@ from longseq.kernels.diagonal_scan.reference import (
     selective_scan_reference,
     selective_scan_step_torch,
 )
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    remembered,
-    select,
-    unpacking_reasons,
-)
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
-from longseq.kernels.steps import register_steps, select_step
+from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 
 __all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
 
 TRITON_ENTRIES = 64  # of a state's row, held in registers
 
-
-def _scan_reasons(call: Call) -> list[str]:
-    reasons = triton_reasons(call)
-    if call.sizes.get("N", 1) > TRITON_ENTRIES:
-        reasons.append(f"N = {call.sizes['N']}, and it holds at most {TRITON_ENTRIES} entries (use backend='torch')")
-    return reasons
-
-
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _longhorn_scan_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from longseq.kernels.diagonal_scan.triton_scan import longhorn_scan_triton
-
-    return longhorn_scan_triton(*args, **kwargs)
-
-
-def _selective_scan_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from longseq.kernels.diagonal_scan.triton_scan import selective_scan_triton
-
-    return selective_scan_triton(*args, **kwargs)
-
-
-register(
-    "longhorn_scan",
-    Backend("triton", _longhorn_scan_triton, _scan_reasons),
-    Backend("torch", longhorn_scan_chunk, unpacking_reasons),
-    Backend("reference", longhorn_scan_reference, loop_reasons),
+_LONGHORN = Recurrence(
+    {"x": "B T D", "q": "B T N", "k": "B T N", "beta": "B T D", "initial_state": "S D N"}, values="x"
 )
-register(
-    "selective_scan",
-    Backend("triton", _selective_scan_triton, _scan_reasons),
-    Backend("torch", selective_scan_chunk, unpacking_reasons),
-    Backend("reference", selective_scan_reference, loop_reasons),
+_SELECTIVE = Recurrence(
+    {"x": "B T D", "delta": "B T D", "A": "D N | P D N", "B": "B T N", "C": "B T N", "initial_state": "S D N"},
+    values="x",
+    mixed=("delta", "A"),
 )
 
 
-def _longhorn_scan_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.diagonal_scan.triton_step import longhorn_scan_step_triton
-
-    return longhorn_scan_step_triton(*args, **kwargs)
-
-
-def _selective_scan_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.diagonal_scan.triton_step import selective_scan_step_triton
-
-    return selective_scan_step_triton(*args, **kwargs)
-
-
-register_steps("longhorn_scan", longhorn_scan_step_torch, _longhorn_scan_step_triton, "N")
-register_steps("selective_scan", selective_scan_step_torch, _selective_scan_step_triton, "N")
-
-
+@operation(
+    _LONGHORN.judge,
+    triton="triton_scan",
+    limits={"N": TRITON_ENTRIES},
+    torch=longhorn_scan_chunk,
+    reference=longhorn_scan_reference,
+)
 def longhorn_scan(
     x: Tensor,
     q: Tensor,
@@ -92,7 +42,7 @@ def longhorn_scan(
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -112,48 +62,20 @@ def longhorn_scan(
     chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
-    run = _choose_longhorn_scan(x, q, k, beta, initial_state, cu_seqlens, chunk_size, reverse, backend)
-    return run(
-        x,
-        q,
-        k,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
-@remembered("longhorn_scan")
-def _choose_longhorn_scan(
-    x: Tensor, q: Tensor, k: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    chunk_size: int | None, reverse: Reverse, backend: str,
-) -> Callable[..., Any]:  # fmt: skip
-    if chunk_size is not None:
-        check_chunk_size("longhorn_scan", chunk_size)
-    sizes = check_tensors(
-        "longhorn_scan",
-        {
-            "x": (x, "B T D"),
-            "q": (q, "B T N"),
-            "k": (k, "B T N"),
-            "beta": (beta, "B T D"),
-            "initial_state": (initial_state, "S D N"),
-        },
-        cu_seqlens,
-    )
-    check_reverse("longhorn_scan", reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(x, q, k, beta, initial_state)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse)
-    return select("longhorn_scan", backend, call)
-
-
+@operation(
+    _SELECTIVE.judge,
+    triton="triton_scan",
+    limits={"N": TRITON_ENTRIES},
+    torch=selective_scan_chunk,
+    reference=selective_scan_reference,
+)
 def selective_scan(
     x: Tensor,
     delta: Tensor,
@@ -163,7 +85,7 @@ def selective_scan(
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -183,54 +105,15 @@ def selective_scan(
     changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.
     """
-    run = _choose_selective_scan(x, delta, A, B, C, initial_state, cu_seqlens, chunk_size, reverse, backend)
-    return run(
-        x,
-        delta,
-        A,
-        B,
-        C,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
-@remembered("selective_scan")
-def _choose_selective_scan(
-    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, chunk_size: int | None, reverse: Reverse, backend: str,
-) -> Callable[..., Any]:  # fmt: skip
-    if chunk_size is not None:
-        check_chunk_size("selective_scan", chunk_size)
-    sizes = check_tensors(
-        "selective_scan",
-        {
-            "x": (x, "B T D"),
-            "delta": (delta, "B T D"),
-            "A": (A, "D N" if A.dim() == 2 else "P D N"),
-            "B": (B, "B T N"),
-            "C": (C, "B T N"),
-            "initial_state": (initial_state, "S D N"),
-        },
-        cu_seqlens,
-    )
-    check_reverse("selective_scan", reverse, sizes["B"], cu_seqlens)
-    if A.dim() == 3:
-        check_own_parameters("selective_scan", "A", A, reverse)
-    dtype = call_dtype(x, delta, A, B, C, initial_state)
-    mixed = is_mixed(x, delta, A)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    return select("selective_scan", backend, call)
-
-
+@step(_LONGHORN, torch=longhorn_scan_step_torch, held=("N",))
 def longhorn_scan_step(
     x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -241,20 +124,9 @@ def longhorn_scan_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    run = select_step(
-        "longhorn_scan",
-        backend,
-        {
-            "x": (x, "B D"),
-            "q": (q, "B N"),
-            "k": (k, "B N"),
-            "beta": (beta, "B D"),
-            "state": (state, "B D N"),
-        },
-    )
-    return run(x, q, k, beta, state)
 
 
+@step(_SELECTIVE, torch=selective_scan_step_torch, held=("N",))
 def selective_scan_step(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -265,16 +137,3 @@ def selective_scan_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    run = select_step(
-        "selective_scan",
-        backend,
-        {
-            "x": (x, "B D"),
-            "delta": (delta, "B D"),
-            "A": (A, "D N"),
-            "B": (B, "B N"),
-            "C": (C, "B N"),
-            "state": (state, "B D N"),
-        },
-    )
-    return run(x, delta, A, B, C, state)

@@ -22,6 +22,7 @@ from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.diagonal_scan.triton_backward import backward, gather
 from longseq.kernels.diagonal_scan.triton_forward import forward, prepare, summarize
 from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
@@ -29,6 +30,7 @@ from longseq.kernels.triton_launch import (
     find_launch,
     find_uneven,
     fit_launches,
+    launch_options,
     next_power_of_2,
     sequence_of_slots,
 )
@@ -58,10 +60,9 @@ class Walk(NamedTuple):
 
 CHECKPOINT = 16
 STACKED = 4  # tokens whose gradients the walk backward stores at a time, at most
-# Time is split into parts if there are fewer warps than the first number, into enough for about the second: as many as
-# an H200 runs at once if each has all registers that a thread can have. Of more than that, with fewer registers half as
-# many again run at once: walks are crowded. Counted are the warps of FORWARD and BACKWARD, whatever the table has.
-FEWEST_WARPS = 512
+# Time is split into parts, enough for about so many warps: as many as an H200 runs at once if each has all registers
+# that a thread can have. Of more than that, with fewer registers half as many again run at once: walks are crowded.
+# Counted are the warps of FORWARD and BACKWARD, whatever the table has.
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
@@ -111,7 +112,7 @@ class _Plan(NamedTuple):
     def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
         """The constants of a walk."""
         tile = walk.tile(self.width)
-        options = {"num_warps": 1, "maxnreg": walk.registers}
+        options = launch_options(1, maxnreg=walk.registers)
         even = channels % tile["BLOCK_D"] == 0
         return {**self.constants, **tile, **options, "EVEN": even, "VECTOR": walk.vector, "TOKENS": walk.tokens}
 
@@ -123,12 +124,12 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
     sequences = count_sequences(batch, cu_seqlens)
     warps = sequences * cdiv(channels, FORWARD.tile(width)["BLOCK_D"])
     span, slots, sequence_of = 0, sequences, None
-    if 0 < warps < FEWEST_WARPS:
+    if warps:
         mean = batch * tokens // sequences
-        part = max(SHORTEST_PART, next_power_of_2(cdiv(mean * warps, WARPS)))
-        if mean >= FEWEST_PARTS * part:
-            span, slots = part, count_slots(batch, tokens, part, cu_seqlens)
-            sequence_of = sequence_of_slots(slots, part, tokens, cu_seqlens)
+        span = find_span(mean, warps, WARPS, fewest=FEWEST_PARTS, shortest=SHORTEST_PART, at_once=False)
+    if span:
+        slots = count_slots(batch, tokens, span, cu_seqlens)
+        sequence_of = sequence_of_slots(slots, span, tokens, cu_seqlens)
     constants: dict[str, Any] = {
         "PACKED": cu_seqlens is not None,
         "REVERSE": reverse,
@@ -147,7 +148,7 @@ def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
     if prepared.numel():
         launch = find_launch(
             prepare, key.device, batch * cdiv(tokens, PREPARED), (tokens, entries, *_strides(key, query)),
-            LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, num_warps=2,
+            LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, **launch_options(2),
         )  # fmt: skip
         launch(key, query, prepared)
     return prepared
@@ -285,7 +286,7 @@ def differentiate_scan(
         if d_key.numel():
             launch = find_launch(
                 gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens, d_key.stride(1)),
-                N=entries, WIDTH=plan.width, TOKENS=GATHERED, num_warps=2,
+                N=entries, WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
             )  # fmt: skip
             launch(d_prepared, d_key, d_query)
     if A is not None:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv
+from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# Not measured yet. Numbers of a state that a program of one warp holds.
+# By count, not by time. Numbers of a state that a program of one warp holds: 16 registers of a thread, which leave room
+# for many warps, and with them for many loads under way.
 NUMBERS = 512
 
 
@@ -64,7 +65,8 @@ def diagonal_scan_step(
         _step[(batch * cdiv(channels, tile.rows),)](
             x, rate, key, query, A, state, output, after,
             x.stride(0), rate.stride(0), key.stride(0), query.stride(0),
-            D=channels, N=width, LONGHORN=A is None, BLOCK_D=tile.rows, BLOCK_N=tile.columns, num_warps=tile.warps,
+            D=channels, N=width, LONGHORN=A is None, BLOCK_D=tile.rows, BLOCK_N=tile.columns,
+            **launch_options(tile.warps),
         )  # fmt: skip
     return output, after
 

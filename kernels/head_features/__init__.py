@@ -1,37 +1,15 @@
 """Features of queries, keys and values: a feature map and unit norm for each head; and how strongly to write."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
+from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, are_read_twice, head_features_torch
+from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
 
 TRITON_WIDTH = 8192  # of a head, which one program reads whole
-
-
-def _triton_reasons(call: Call) -> list[str]:
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V")
-
-
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _head_features_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    from longseq.kernels.head_features.triton_features import head_features_triton
-
-    return head_features_triton(*args, **kwargs)
-
-
-register_local(
-    "head_features",
-    Backend("triton", _head_features_triton, _triton_reasons),
-    Backend("torch", head_features_torch),
-)
 
 
 def check_features(feature_map: str, key_norm: str) -> None:
@@ -42,37 +20,9 @@ def check_features(feature_map: str, key_norm: str) -> None:
         raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
 
 
-def head_features(
-    x: Tensor,
-    *,
-    logits: Tensor | None = None,
-    num_heads: int,
-    key_dim: int,
-    feature_map: str = "silu",
-    key_norm: str = "l2",
-    backend: str = "auto",
-) -> tuple[Tensor, ...]:
-    """Queries and keys of norm one for each head, and values, from projected channels; write strengths from logits.
-
-        q, k, v = x;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v);   β = sigmoid(logits)
-
-    φ is `feature_map`: silu, relu, elu_plus_one or identity. `key_norm` is l2 or l1; a norm below 1e-12 counts as that.
-
-    Shapes: x [..., H K + H K + H V] with H = `num_heads` and K = `key_dim`; q, k [..., H, K]; v [..., H, V]; logits and
-    β [..., H]. x may be two readings [2 B, ...] of the batch that logits [B, ...] belong to: β then has 2 B rows.
-    Arithmetic is float32, or float64 for float64 inputs; q, k and v have x's dtype, β that of the arithmetic. Returns
-    (q, k, v), with logits (q, k, v, β).
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
-    """
-    run = _choose(x, logits, num_heads, key_dim, feature_map, key_norm, backend)
-    return run(x, logits=logits, num_heads=num_heads, key_dim=key_dim, feature_map=feature_map, key_norm=key_norm)
-
-
-@remembered("head_features")
-def _choose(
-    x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, key_norm: str, backend: str
-) -> Callable[..., Any]:
+def _judge(
+    op: str, x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, key_norm: str
+) -> Call:
     check_features(feature_map, key_norm)
     channels = x.shape[-1]
     values = channels - 2 * num_heads * key_dim
@@ -87,9 +37,34 @@ def _choose(
     sizes = {"H": num_heads, "K": key_dim, "V": values // num_heads}
     kind = "" if logits is None else "logits"
     dtype, mixed = call_dtype(x, logits), is_mixed(x, logits)
-    return select(
-        "head_features", backend, Call(x.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed, kind=kind)
-    )
+    return Call(x.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed, kind=kind)
+
+
+@operation(_judge, triton="triton_features", limits={"K V": TRITON_WIDTH}, torch=head_features_torch)
+def head_features(
+    x: Tensor,
+    *,
+    logits: Tensor | None = None,
+    num_heads: int,
+    key_dim: int,
+    feature_map: str = "silu",
+    key_norm: str = "l2",
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Queries and keys of norm one for each head, and values, from projected channels; write strengths from logits.
+
+        q, k, v = x;   q = φ(q) / ‖φ(q)‖;   k = φ(k) / ‖φ(k)‖;   v = SiLU(v);   β = sigmoid(logits)
+
+    φ is `feature_map`: silu, relu, elu_plus_one or identity. `key_norm` is l2 or l1, with 1e-6 under the root: ‖f‖ is
+    sqrt(Σ f² + 1e-6) or sqrt((Σ |f|)² + 1e-6), so that features of zero are zero and have gradients of at most 1000.
+
+    Shapes: x [..., H K + H K + H V] with H = `num_heads` and K = `key_dim`; q, k [..., H, K]; v [..., H, V]; logits and
+    β [..., H]. x may be two readings [2 B, ...] of the batch that logits [B, ...] belong to: β then has 2 B rows.
+    Arithmetic is float32, or float64 for float64 inputs; q, k and v have x's dtype, β that of the arithmetic. Returns
+    (q, k, v), with logits (q, k, v, β).
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run.
+    """
 
 
 def _check_logits(x: Tensor, logits: Tensor, num_heads: int) -> None:

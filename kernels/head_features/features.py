@@ -12,8 +12,23 @@ FEATURE_MAPS = {
     "elu_plus_one": lambda x: functional.elu(x) + 1,
     "identity": lambda x: x,
 }
-KEY_NORMS = {"l2": 2.0, "l1": 1.0}
-EPS = 1e-12  # the least norm that a head is divided by
+EPS = 1e-6  # under the root of a norm: gradients of features near zero stay below a thousand times their own
+
+
+def _squared_l2(feature: Tensor) -> Tensor:
+    return feature.square().sum(-1, keepdim=True)
+
+
+def _squared_l1(feature: Tensor) -> Tensor:
+    return feature.abs().sum(-1, keepdim=True).square()
+
+
+KEY_NORMS = {"l2": _squared_l2, "l1": _squared_l1}
+
+
+def unit_torch(feature: Tensor, norm: str) -> Tensor:
+    """Features of heads `[..., K]` divided by sqrt(‖φ‖² + EPS)."""
+    return feature * (KEY_NORMS[norm](feature) + EPS).rsqrt()
 
 
 def head_features_torch(
@@ -24,13 +39,10 @@ def head_features_torch(
     with without_autocast(x):
         dtype = compute_dtype(x, logits)
         q, k, v = (
-            part.unflatten(-1, (num_heads, -1))
+            part.unflatten(-1, (num_heads, part.shape[-1] // num_heads))
             for part in x.to(dtype).split([keys, keys, x.shape[-1] - 2 * keys], dim=-1)
         )
-        q, k = (
-            functional.normalize(FEATURE_MAPS[feature_map](part), p=KEY_NORMS[key_norm], dim=-1, eps=EPS)
-            for part in (q, k)
-        )
+        q, k = (unit_torch(FEATURE_MAPS[feature_map](part), key_norm) for part in (q, k))
         features = q.to(x.dtype), k.to(x.dtype), functional.silu(v).to(x.dtype)
         if logits is None:
             return features

@@ -10,7 +10,7 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E
 
 # Measured on an H200. Numbers of a program's block of one head, and of a warp's.
@@ -72,15 +72,30 @@ def differentiate_map(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _norm(feature, L1: tl.constexpr):
-    """The norm of each row."""
-    return tl.sum(tl.abs(feature), 1) if L1 else tl.sqrt_rn(tl.sum(feature * feature, 1))
+def squared_norm(feature, L1: tl.constexpr):
+    """The squared norm of each row."""
+    if L1:
+        norm = tl.sum(tl.abs(feature), 1)
+        squares = norm * norm
+    else:
+        squares = tl.sum(feature * feature, 1)
+    return squares
 
 
 @triton.jit
 def unit_rows(x, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
     feature = map_channels(x, WIDTH, BLOCK, KIND)
-    return feature / tl.maximum(_norm(feature, L1), EPS)[:, None]
+    return feature / tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
+
+
+@triton.jit
+def norm_slope(unit, L1: tl.constexpr):
+    """The derivative of sqrt(‖φ‖² + EPS) by the features φ, from φ divided by it."""
+    slope = unit
+    if L1:
+        sign = tl.where(unit > 0.0, 1.0, tl.where(unit < 0.0, -1.0, 0.0))
+        slope = sign * tl.sum(tl.abs(unit), 1)[:, None]
+    return slope
 
 
 @triton.jit
@@ -89,14 +104,10 @@ def unit_gradient(
 ):
     """The gradient of x from that of its unit features."""
     feature = map_channels(x, WIDTH, BLOCK, KIND)
-    norm = _norm(feature, L1)
-    clamped = tl.maximum(norm, EPS)[:, None]
-    along = tl.sum(dy * (feature / clamped), 1)[:, None]
-    direction = feature / clamped
-    if L1:
-        direction = tl.where(feature > 0.0, 1.0, tl.where(feature < 0.0, -1.0, 0.0))
-    along = tl.where((norm >= EPS)[:, None], along, 0.0)
-    return (dy - along * direction) / clamped * differentiate_map(x, KIND)
+    norm = tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
+    unit = feature / norm
+    along = tl.sum(dy * unit, 1)[:, None]
+    return (dy - along * norm_slope(unit, L1)) / norm * differentiate_map(x, KIND)
 
 
 @triton.jit
@@ -169,7 +180,7 @@ def _prepare(
         differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads,
         (rows, row, logits_row),
         H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=kind, L1=l1, READINGS=readings,
-        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=min(max(block * widest // WARP, 1), 8),
+        BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, **launch_options(min(max(block * widest // WARP, 1), 8)),
     )  # fmt: skip
 
 

@@ -4,57 +4,50 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    select,
-    unpacking_reasons,
-)
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
 from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_reverse
-from longseq.kernels.steps import register_steps, select_step
+from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 
 __all__ = ["linear_attention", "linear_attention_step"]
 
 TRITON_WIDTH = 512  # of a state's rows and columns
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V")
+def _check(op: str, g: Tensor | None, g_value: Tensor | None, **_: Any) -> None:
+    if g is not None and g_value is not None:
+        raise ValueError(f"{op}: g and g_value are both given, but one gate is the limit; leave one out")
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _linear_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from longseq.kernels.linear_attention.triton_linear import linear_attention_triton
-
-    return linear_attention_triton(*args, **kwargs)
+def _kind(g: Tensor | None, g_value: Tensor | None, **_: Any) -> str:
+    return "value" if g_value is not None else "" if g is None else "head" if g.dim() == 3 else "channel"
 
 
-register(
-    "linear_attention",
-    Backend("triton", _linear_attention_triton, _triton_reasons),
-    Backend("torch", linear_attention_chunk, unpacking_reasons),
-    Backend("reference", linear_attention_reference, loop_reasons),
+_RECURRENCE = Recurrence(
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T H V",
+        "g": "B T H | B T H K",
+        "g_value": "B T H V",
+        "initial_state": "S H K V",
+    },
+    values="v",
+    mixed=("g", "g_value"),
+    check=_check,
+    kind=_kind,
+    power_of_two=True,
 )
 
 
-def _linear_attention_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.linear_attention.triton_step import linear_attention_step_triton
-
-    return linear_attention_step_triton(*args, **kwargs)
-
-
-register_steps("linear_attention", linear_attention_step_torch, _linear_attention_step_triton, "K")
-
-
+@operation(
+    _RECURRENCE.judge,
+    triton="triton_linear",
+    limits={"K V": TRITON_WIDTH},
+    torch=linear_attention_chunk,
+    reference=linear_attention_reference,
+)
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -65,7 +58,7 @@ def linear_attention(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -86,49 +79,15 @@ def linear_attention(
     `chunk_size`, a power of two, changes speed and memory but not the result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them. The
-    values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read
-    them.
+    values of `cu_seqlens` are checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 9; gates per channel as in Yang et al. 2023, "Gated
     Linear Attention Transformers with Hardware-Efficient Training", eq. 3.
     """
-    check_chunk_size("linear_attention", chunk_size, power_of_two=True)
-    if g is not None and g_value is not None:
-        raise ValueError("linear_attention: g and g_value are both given, but one gate is the limit; leave one out")
-    sizes = check_tensors(
-        "linear_attention",
-        {
-            "q": (q, "B T H K"),
-            "k": (k, "B T H K"),
-            "v": (v, "B T H V"),
-            "g": (g, "B T H" if g is not None and g.dim() == 3 else "B T H K"),
-            "g_value": (g_value, "B T H V"),
-            "initial_state": (initial_state, "S H K V"),
-        },
-        cu_seqlens,
-    )
-    check_reverse("linear_attention", reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(v, q, k, g, g_value, initial_state)
-    mixed = is_mixed(v, g, g_value)
-    kind = "value" if g_value is not None else "" if g is None else "head" if g.dim() == 3 else "channel"
-    packed = cu_seqlens is not None
-    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
-    run = select("linear_attention", backend, call)
-    return run(
-        q,
-        k,
-        v,
-        g=g,
-        g_value=g_value,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
+@step(_RECURRENCE, torch=linear_attention_step_torch, held=("K",))
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -147,16 +106,3 @@ def linear_attention_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    run = select_step(
-        "linear_attention",
-        backend,
-        {
-            "q": (q, "B H K"),
-            "k": (k, "B H K"),
-            "v": (v, "B H V"),
-            "g": (g, "B H" if g is not None and g.dim() == 2 else "B H K"),
-            "g_value": (g_value, "B H V"),
-            "state": (state, "B H K V"),
-        },
-    )
-    return run(q, k, v, state, g=g, g_value=g_value, scale=scale)

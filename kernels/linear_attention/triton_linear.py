@@ -481,15 +481,21 @@ def linear_attention_backward(
     reverse: int,
     precise: bool,
     transposed: bool,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g and g_value (empty where they are None) and of the first state (in float32)."""
+    """Gradients of q, k, v, g and g_value (empty where they are None) and of the first state (in float32).
+
+    Those of q, k and v are also empty where they are not `wanted` and no other comes with them; no kernel runs for
+    these alone.
+    """
     q, k, v, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(d_output)
     g, g_value, d_final, cu_seqlens = _adjacent(g, g_value, d_final, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
     scores, states = _Scores(*kept[:2]), _States(*kept[2:])
     d_states, d_initial = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    wanted = _find_needed(plan, g, g_value, wanted)
+    d_q, d_k, d_v = _allocate_gradients(q, k, v, wanted)
     parts = cdiv(plan.key_dim, plan.block("differentiate", plan.key_dim)) if plan.gate == "head" else 1
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
     with torch.cuda.device_of(q):
@@ -499,31 +505,54 @@ def linear_attention_backward(
             y, whole, out = values.reads, values.whole, (None, d_v, d_g_value[0])
             passes.walk(q, y, None, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
             passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
-            passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
-            passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+            if wanted[0]:
+                passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
+            if wanted[1]:
+                passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
         else:
             keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
             tiles = plan.tiles(plan.value_dim)
             sides = _allocate_tiles(plan, d_output, tiles), _allocate_tiles(plan, v, tiles)
-            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, sides)
+            differentiated = wanted[0] or wanted[1]
+            d_scores = None
+            if differentiated or plan.reads_in_walk:
+                d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, sides)
             ends = {"transposed": transposed, "backward": True}
             if keys is None:
                 passes.walk(q, d_output, g, None, d_final, d_states, d_initial, **ends)
-                passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
+                if wanted[2]:
+                    passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
             elif plan.reads_in_walk:
                 passes.walk_and_read(keys, sides[0], scores, d_final, d_states, d_initial, d_v, save=True, **ends)
             else:
                 passes.walk(keys.reads, d_output, g, keys.whole, d_final, d_states, d_initial, **ends)
-                passes.read(keys.writes, d_output, g, scores, d_states, d_v, transposed=True)
-            passes.differentiate(q, k, *sides, g, keys, d_scores, states, d_states, d_q, d_k, d_g)
+                if wanted[2]:
+                    passes.read(keys.writes, d_output, g, scores, d_states, d_v, transposed=True)
+            if differentiated:
+                assert d_scores is not None
+                passes.differentiate(
+                    q, k, *sides, g, keys, d_scores, states, d_states,
+                    d_q if wanted[0] else None, d_k if wanted[1] else None, d_g,
+                )  # fmt: skip
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 
 @linear_attention_backward.register_fake
-def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed):
+def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed, wanted):
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     gates = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (g, g_value))
-    return *(x.new_empty(x.shape) for x in (q, k, v)), *gates, _allocate_state(plan, q, transposed)
+    gradients = _allocate_gradients(q, k, v, _find_needed(plan, g, g_value, wanted))
+    return *gradients, *gates, _allocate_state(plan, q, transposed)
+
+
+def _find_needed(plan: _Plan, g: Tensor | None, g_value: Tensor | None, wanted: list[bool]) -> list[bool]:
+    """Whether q, k and v get gradients: if they are wanted, or come from a kernel that must run for another one."""
+    q, k, v = wanted
+    return [q, k or g is not None, v or g_value is not None or plan.reads_in_walk]
+
+
+def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor, needed: list[bool]) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip((q, k, v), needed, strict=True))
 
 
 def _allocate_parts(parts: int, q: Tensor, gate: Tensor | None) -> Tensor:
@@ -552,12 +581,10 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         d_output = v.new_zeros(v.shape, dtype=ctx.output_dtype)
     d_q, d_k, d_v, d_g, d_g_value, d_initial = linear_attention_backward(
-        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, *ctx.options
+        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, *ctx.options, list(ctx.needs_input_grad[:3])
     )
     return (
-        d_q,
-        d_k,
-        d_v,
+        *(d if need else None for d, need in zip((d_q, d_k, d_v), ctx.needs_input_grad, strict=False)),
         None if g is None else d_g,
         None if g_value is None else d_g_value,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),

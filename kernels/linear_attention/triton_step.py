@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv
+from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
@@ -65,7 +65,7 @@ def linear_attention_step(
             q, k, v, g, g_value, state, output, after, scale, heads,
             *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value),
             K=key_dim, V=value_dim, HEAD_GATED=g is not None and not key_gated, KEY_GATED=key_gated,
-            VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns, num_warps=tile.warps,
+            VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
         )  # fmt: skip
     return output, after
 

@@ -1,14 +1,11 @@
 """What a Longhorn layer does between its projections, for tokens that are read both ways."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.devices import triton_reasons, width_reasons
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
+from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.longhorn_pair.pair import longhorn_pair_torch
+from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["TRITON_RANKS", "longhorn_pair"]
@@ -16,26 +13,37 @@ __all__ = ["TRITON_RANKS", "longhorn_pair"]
 TRITON_RANKS = 127  # and the bias's, in one tile of a matrix product
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    reasons = triton_reasons(call) + width_reasons(call, TRITON_ENTRIES, "N")
-    return reasons + width_reasons(call, TRITON_RANKS + 1, "R")
+def _judge(
+    op: str, projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor,
+    skip: Tensor,
+) -> Call:  # fmt: skip
+    inner, ranks = rate.shape[1:]
+    entries = (selection.shape[1] - ranks) // 2
+    if not is_exporting():
+        for name, x, shape in (
+            ("projected", projected, (*projected.shape[:2], 2 * inner)),
+            ("taps", taps, (2, inner, *taps.shape[2:])),
+            ("offset", offset, (2, inner)),
+            ("selection", selection, (2, ranks + 2 * max(entries, 1), inner)),
+            ("rate", rate, (2, inner, ranks)),
+            ("rate_offset", rate_offset, (2, inner)),
+            ("skip", skip, (2, inner)),
+        ):
+            if x.shape != shape:
+                raise ValueError(f"longhorn_pair: {name} has shape {tuple(x.shape)}, but must have {shape}")
+    parameters = (taps, offset, selection, rate, rate_offset, skip)
+    # R counts the bias's column, too: the tile's width, which the self-test rounds up as the kernels do.
+    sizes = {"N": entries, "R": ranks + 1, "W": taps.shape[-1]}
+    dtype, mixed = call_dtype(projected, *parameters), is_mixed(projected, *parameters)
+    return Call(projected.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed)
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _longhorn_pair_triton(*args: Any, **kwargs: Any) -> Tensor:
-    from longseq.kernels.longhorn_pair.triton_pair import longhorn_pair_triton
-
-    return longhorn_pair_triton(*args, **kwargs)
-
-
-register_local(
-    "longhorn_pair",
-    Backend("triton", _longhorn_pair_triton, _triton_reasons),
-    Backend("torch", longhorn_pair_torch),
+@operation(
+    _judge,
+    triton="triton_pair",
+    limits={"N": TRITON_ENTRIES, "R": TRITON_RANKS + 1},
+    torch=longhorn_pair_torch,
 )
-
-
 def longhorn_pair(
     projected: Tensor,
     taps: Tensor,
@@ -58,33 +66,3 @@ def longhorn_pair(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
-    run = _choose(projected, taps, offset, selection, rate, rate_offset, skip, backend)
-    return run(projected, taps, offset, selection, rate, rate_offset, skip)
-
-
-@remembered("longhorn_pair")
-def _choose(
-    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor,
-    skip: Tensor, backend: str,
-) -> Callable[..., Any]:  # fmt: skip
-    inner, ranks = rate.shape[1:]
-    entries = (selection.shape[1] - ranks) // 2
-    if not is_exporting():
-        for name, x, shape in (
-            ("projected", projected, (*projected.shape[:2], 2 * inner)),
-            ("taps", taps, (2, inner, *taps.shape[2:])),
-            ("offset", offset, (2, inner)),
-            ("selection", selection, (2, ranks + 2 * max(entries, 1), inner)),
-            ("rate", rate, (2, inner, ranks)),
-            ("rate_offset", rate_offset, (2, inner)),
-            ("skip", skip, (2, inner)),
-        ):
-            if x.shape != shape:
-                raise ValueError(f"longhorn_pair: {name} has shape {tuple(x.shape)}, but must have {shape}")
-    parameters = (taps, offset, selection, rate, rate_offset, skip)
-    # R counts the bias's column, too: the tile's width, which the self-test rounds up as the kernels do.
-    sizes = {"N": entries, "R": ranks + 1, "W": taps.shape[-1]}
-    dtype, mixed = call_dtype(projected, *parameters), is_mixed(projected, *parameters)
-    return select(
-        "longhorn_pair", backend, Call(projected.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed)
-    )

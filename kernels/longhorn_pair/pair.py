@@ -26,7 +26,7 @@ def longhorn_pair_torch(
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Each half of the rows of x by its own weight [2, O, I]."""
-    halves = x.unflatten(0, (2, -1))
+    halves = x.unflatten(0, (2, x.shape[0] // 2))
     rows, weight = halves.flatten(1, 2), weight.to(x.dtype).mT
     y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.to(x.dtype).unsqueeze(1), rows, weight)
     return y.unflatten(1, halves.shape[1:3]).flatten(0, 1)

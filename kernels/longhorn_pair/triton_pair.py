@@ -15,7 +15,7 @@ from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import number_of
 from longseq.kernels.short_convolution.triton_convolution import causal_convolution, differentiate_convolution
 from longseq.kernels.silu_product.triton_product import differentiate, silu_product
-from longseq.kernels.triton_launch import ROW, Launch, block_width, cdiv, find_launch, next_power_of_2
+from longseq.kernels.triton_launch import ROW, Launch, block_width, cdiv, find_launch, launch_options, next_power_of_2
 
 BOTH_WAYS = number_of("second_half")
 ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read many at a time
@@ -133,7 +133,7 @@ def _differentiate_rates(
     )(selected, rate.contiguous(), rates, d_rates, d_ranks, d_weights, d_biases)  # fmt: skip
     find_launch(
         add_ranks, rates.device, cdiv(2 * rows, ADDED), (2 * rows, slabs, width),
-        R=ranks, CHOSEN=chosen, BLOCK_S=next_power_of_2(width), BLOCK_T=ADDED,
+        R=ranks, CHOSEN=chosen, BLOCK_S=next_power_of_2(width), BLOCK_T=ADDED, **launch_options(4),
     )(d_ranks, d_selected)  # fmt: skip
     return d_weights.sum(0).to(rate.dtype), d_biases.sum(0)
 

@@ -18,9 +18,9 @@ from longseq.kernels.head_features.triton_features import (
     unit_gradient,
     unit_rows,
 )
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 
-# Not measured yet. Numbers of a program's block of one head, and of a warp's.
+# By count, not by time. Numbers of a program's block of one head, and of a warp's: 16 of a thread.
 BLOCK = 2048
 WARP = 512
 
@@ -69,7 +69,7 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: in
         kernel[(cdiv(count, block) * heads,)](
             rows, *tensors, count, rows.stride(0), rows.stride(1), scale,
             H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
-            num_warps=min(max(block * columns // WARP, 1), 8),
+            **launch_options(min(max(block * columns // WARP, 1), 8)),
         )  # fmt: skip
 
 
@@ -111,6 +111,8 @@ def _differentiate(ctx, dy):
 map_features.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def map_features_triton(x: Tensor, *, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype) -> Tensor:
+def map_features_triton(
+    x: Tensor, *, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype | None
+) -> Tensor:
     """`map_features` as one kernel, whose gradient is one kernel, too."""
-    return map_features(x, feature_map, {None: 0, "l1": 1, "l2": 2}[norm], float(scale), dtype)
+    return map_features(x, feature_map, {None: 0, "l1": 1, "l2": 2}[norm], float(scale), dtype or x.dtype)

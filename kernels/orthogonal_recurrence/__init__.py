@@ -4,65 +4,72 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_tensors
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    select,
-    unpacking_reasons,
-)
+from longseq.kernels.devices import ROOMY, longseq_shared_memory
+from longseq.kernels.dispatch import Call
+from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.orthogonal_recurrence.chunk import orthogonal_recurrence_chunk
 from longseq.kernels.orthogonal_recurrence.reference import (
     orthogonal_recurrence_reference,
     orthogonal_recurrence_step_torch,
 )
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_reverse
-from longseq.kernels.steps import register_steps, select_step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
 
 OBJECTIVES = ("decode", "encode", "similarity", "ttt")
 TRITON_WIDTH = 128  # of a state's rows and columns: it is held in registers
 TRITON_CHUNK = 64  # tokens
+TRITON_NARROW = 64  # rows and columns of a state whose chunks are small on every GPU
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    reasons = width_reasons(call, TRITON_WIDTH, "D", "M")
-    if call.sizes.get("C", 1) > TRITON_CHUNK:
-        reasons.append(f"chunk_size = {call.sizes['C']}, and it goes to {TRITON_CHUNK} (use backend='torch')")
-    return triton_reasons(call) + reasons
+def _check(
+    op: str, objective: str, threshold: Tensor | None, chunk_size: int = 1, initial_state: Any = (), **_: Any
+) -> None:
+    if objective not in OBJECTIVES:
+        raise ValueError(f"{op}: objective is {objective!r}, but must be one of {', '.join(OBJECTIVES)}")
+    if threshold is not None and chunk_size > 1:
+        raise ValueError(f"{op}: threshold needs chunk_size=1, the exact form, not {chunk_size}")
+    if initial_state is None:
+        raise ValueError(f"{op}: initial_state is None, but must hold the first slots, its columns")
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _orthogonal_recurrence_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    from longseq.kernels.orthogonal_recurrence.triton_orthogonal import orthogonal_recurrence_triton
-
-    return orthogonal_recurrence_triton(*args, **kwargs)
-
-
-register(
-    "orthogonal_recurrence",
-    Backend("triton", _orthogonal_recurrence_triton, _triton_reasons),
-    Backend("torch", orthogonal_recurrence_chunk, unpacking_reasons),
-    Backend("reference", orthogonal_recurrence_reference, loop_reasons),
+_RECURRENCE = Recurrence(
+    {
+        "q": "B T H M",
+        "k": "B T H M",
+        "v": "B T H D",
+        "gamma": "B T H",
+        "g": "B T H",
+        "threshold": "B T H",
+        "initial_state": "S H D M",
+    },
+    values="v",
+    mixed=("gamma", "g"),
+    check=_check,
 )
 
 
-def _orthogonal_recurrence_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.orthogonal_recurrence.triton_step import orthogonal_recurrence_step_triton
+def _memory_reasons(call: Call) -> list[str]:
+    """The reason against chunks of wide states: their tiles need more shared memory than GPUs of some families have."""
+    memory = longseq_shared_memory(call.device.type, call.device.index)
+    chunk, width = call.sizes.get("C", 1), max(call.sizes.get("D", 1), call.sizes.get("M", 1))
+    if chunk == 1 or width <= TRITON_NARROW or memory >= ROOMY:
+        return []
+    return [
+        f"chunks of states wider than {TRITON_NARROW} need more than the {memory // 1024} KiB of shared memory of this "
+        "GPU (use backend='torch', or chunk_size=1)"
+    ]
 
-    return orthogonal_recurrence_step_triton(*args, **kwargs)
 
-
-register_steps("orthogonal_recurrence", orthogonal_recurrence_step_torch, _orthogonal_recurrence_step_triton, "D")
-
-
+@operation(
+    _RECURRENCE.judge,
+    triton="triton_orthogonal",
+    limits={"D M": TRITON_WIDTH, "C": TRITON_CHUNK},
+    reasons=_memory_reasons,
+    torch=orthogonal_recurrence_chunk,
+    reference=orthogonal_recurrence_reference,
+)
 def orthogonal_recurrence(
     q: Tensor,
     k: Tensor,
@@ -76,7 +83,7 @@ def orthogonal_recurrence(
     scale: float = 1.0,
     initial_state: Tensor | None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 1,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -112,54 +119,16 @@ def orthogonal_recurrence(
     dtype. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does not wait to read them.
+    checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
     (objectives), 14 (N), 16 (g), 18 (threshold) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun
     et al. 2024, "Learning to (Learn at Test Time)", section 2.4.
     """
-    _check_objective("orthogonal_recurrence", objective)
-    check_chunk_size("orthogonal_recurrence", chunk_size)
-    if threshold is not None and chunk_size > 1:
-        raise ValueError(f"orthogonal_recurrence: threshold needs chunk_size=1, the exact form, not {chunk_size}")
-    sizes = check_tensors(
-        "orthogonal_recurrence",
-        {
-            "q": (q, "B T H M"),
-            "k": (k, "B T H M"),
-            "v": (v, "B T H D"),
-            "gamma": (gamma, "B T H"),
-            "g": (g, "B T H"),
-            "threshold": (threshold, "B T H"),
-            "initial_state": (initial_state, "S H D M"),
-        },
-        cu_seqlens,
-    ) | {"C": chunk_size}
-    check_reverse("orthogonal_recurrence", reverse, sizes["B"], cu_seqlens)
-    if initial_state is None:
-        raise ValueError("orthogonal_recurrence: initial_state is None, but must hold the first slots, its columns")
-    dtype = call_dtype(v, q, k, gamma, g, threshold, initial_state)
-    mixed = is_mixed(v, gamma, g)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    run = select("orthogonal_recurrence", backend, call)
-    return run(
-        q,
-        k,
-        v,
-        gamma,
-        objective=objective,
-        g=g,
-        normalize=normalize,
-        threshold=threshold,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
+@step(_RECURRENCE, torch=orthogonal_recurrence_step_torch, held=("D",))
 def orthogonal_recurrence_step(
     q: Tensor,
     k: Tensor,
@@ -181,23 +150,3 @@ def orthogonal_recurrence_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    _check_objective("orthogonal_recurrence_step", objective)
-    run = select_step(
-        "orthogonal_recurrence",
-        backend,
-        {
-            "q": (q, "B H M"),
-            "k": (k, "B H M"),
-            "v": (v, "B H D"),
-            "gamma": (gamma, "B H"),
-            "g": (g, "B H"),
-            "threshold": (threshold, "B H"),
-            "state": (state, "B H D M"),
-        },
-    )
-    return run(q, k, v, gamma, state, objective=objective, g=g, normalize=normalize, threshold=threshold, scale=scale)
-
-
-def _check_objective(op: str, objective: str) -> None:
-    if objective not in OBJECTIVES:
-        raise ValueError(f"{op}: objective is {objective!r}, but must be one of {', '.join(OBJECTIVES)}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import channels_adjacent, longseq_shared_memory
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
 from longseq.kernels.orthogonal_recurrence.triton_chunks import advance_chunks, read_out
 from longseq.kernels.orthogonal_recurrence.triton_chunks_backward import (
@@ -74,11 +74,14 @@ _SINGLES = {
     | {"read_out_short": Launch(64, 0, 4, 1), "differentiate_outputs_short": Launch(64, 0, 4, 1)}
     for side, launches in _CHUNKS.items()
 }
+TWO_STAGES = 177 * 1024  # bytes of shared memory that `retreat_chunks` takes of a side of 128; capability 8.0 has 163
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (size, side): launches if size == 2 else _EXACT[side] | launches
     for size, table in ((2, _CHUNKS), (4, _SINGLES))
     for side, launches in table.items()
 }
+if longseq_shared_memory("cuda", None) < TWO_STAGES:
+    LAUNCHES[2, 128]["retreat_chunks"] = LAUNCHES[2, 128]["retreat_chunks"]._replace(stages=1)
 fit_launches("orthogonal_recurrence", LAUNCHES)
 CHECKPOINT = 32  # tokens
 SHORT = 16  # tokens of a chunk

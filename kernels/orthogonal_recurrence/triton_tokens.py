@@ -5,10 +5,10 @@ chain of sums that wait for each other: forward, of "decode", φ k (along rows),
 columns); one less of the other objectives. The output hangs off the chain. Columns lie adjacent in memory, so Triton
 gives a thread four of them in every eighth row, and a row lies inside one warp: a sum along it takes four shuffles, one
 along columns a shuffle and a trip through shared memory. At 64 x 64 with four warps the compiled loop has 570
-instructions and 8 barriers a token. With a warp on each scheduler that is about 600 cycles of issue and 400 of waiting
-for sums, 0.6 µs or 1.2 ms for 2,048 tokens, as long as each head has a multiprocessor to itself. Backward there are 350
-instructions for finding the state again and 700 for walking back, with eight warps: 1.7 µs by the same count. None of
-this is measured yet.
+instructions and 8 barriers a token; with a warp on each scheduler that is about 600 cycles of issue and 400 of waiting
+for sums, 0.6 µs as long as each head has a multiprocessor to itself. Backward there are 350 instructions for finding
+the state again and 700 for walking back, with eight warps: 1.7 µs by the same count. An H200 takes longer than that:
+1.2 µs a token forward and 6.7 µs backward (8 x 16 heads of 2,048 tokens in bfloat16, see benchmarks/kernels.json).
 
 Two things keep the chain short. The state is not divided by its norms but handed on with their reciprocals r (φ = S r),
 which are factors of vectors. What a token reads from memory is loaded while the token before it is computed.

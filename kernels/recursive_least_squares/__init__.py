@@ -1,66 +1,68 @@
 """Recursive least squares: products with the inverse of a growing sum of outer products."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    select,
-    unpacking_reasons,
-)
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_reverse
+from longseq.kernels.operation import COUNTER, Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
     recursive_least_squares_reference,
     recursive_least_squares_step_torch,
 )
-from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["recursive_least_squares", "recursive_least_squares_step"]
 
 TRITON_WIDTH = 64  # of the matrix that one program holds in registers
 
 
-def inverse_reasons(call: Call) -> list[str]:
-    """The reasons against the Triton form for a matrix A of this call's width K."""
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K")
+def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: float, **_: Any) -> None:
+    """Check the constants of the recurrence."""
+    if not lambda0 > 0:
+        raise ValueError(f"{op}: lambda0 is {lambda0}, but must be above 0, or the first A = I / lambda0 is not finite")
+    if refresh_period is not None and refresh_period < 0:
+        raise ValueError(f"{op}: refresh_period is {refresh_period}, but must not be negative; use 0 for no refresh")
+    if not refresh >= 0:
+        raise ValueError(f"{op}: refresh is {refresh}, but must not be negative; use refresh_period=0 for no refresh")
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _recursive_least_squares_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, InverseState | None]:
-    from longseq.kernels.recursive_least_squares.triton_least_squares import recursive_least_squares_triton
+def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
+    """What backends are called with: `count`, one at real tokens [B, T] int64, and zeros at the others."""
+    x = arguments["x" if "x" in arguments else "k"]
+    if mask is None:
+        return {**arguments, "count": x.new_ones(x.shape[:2], dtype=torch.int64)}
+    absent = ~mask[..., None, None]
+    written = {name: arguments[name] for name in ("x", "k", "v", "u") if arguments.get(name) is not None}
+    masked = {name: x.masked_fill(absent, 0) for name, x in written.items()}
+    return {**arguments, **masked, "count": mask.long()}
 
-    return recursive_least_squares_triton(*args, **kwargs)
+
+def without_lambda0(lambda0: float, **arguments: Any) -> Mapping[str, Any]:
+    """What backends of a step are called with, which brings its state."""
+    return arguments
 
 
-register(
-    "recursive_least_squares",
-    Backend("triton", _recursive_least_squares_triton, inverse_reasons),
-    Backend("torch", recursive_least_squares_chunk, unpacking_reasons),
-    Backend("reference", recursive_least_squares_reference, loop_reasons),
+_RECURRENCE = Recurrence(
+    {"x": "B T H K", "u": "B T H K", "initial_state": {"A": "S H K K", "steps": COUNTER}},
+    values="x",
+    mixed=("u",),
+    check=check_refresh,
 )
 
 
-def _recursive_least_squares_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, InverseState]:
-    from longseq.kernels.recursive_least_squares.triton_step import recursive_least_squares_step_triton
-
-    return recursive_least_squares_step_triton(*args, **kwargs)
-
-
-register_steps("recursive_least_squares", recursive_least_squares_step_torch, _recursive_least_squares_step_triton, "K")
-
-
+@operation(
+    _RECURRENCE.judge,
+    triton="triton_least_squares",
+    limits={"K": TRITON_WIDTH},
+    torch=recursive_least_squares_chunk,
+    reference=recursive_least_squares_reference,
+    prepare=count_tokens,
+)
 def recursive_least_squares(
     x: Tensor,
     u: Tensor,
@@ -71,7 +73,7 @@ def recursive_least_squares(
     mask: Tensor | None = None,
     initial_state: InverseState | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -100,68 +102,9 @@ def recursive_least_squares(
     Source: Pandey and Singh 2026, "Variational Linear Attention", eq. 9 and Algorithm 1, lines 12 to 19. The paper
     states that the recurrence of A cannot be parallel in time; the chunk form is.
     """
-    check_chunk_size("recursive_least_squares", chunk_size)
-    check_refresh("recursive_least_squares", lambda0, refresh_period, refresh)
-    A, steps = check_parts("recursive_least_squares", initial_state, "A", "steps")
-    sizes = check_tensors(
-        "recursive_least_squares",
-        {"x": (x, "B T H K"), "u": (u, "B T H K"), "initial_state[0]": (A, "S H K K")},
-        cu_seqlens,
-        mask=mask,
-    )
-    check_steps("recursive_least_squares", "initial_state[1]", steps, A)
-    check_reverse("recursive_least_squares", reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(x, u, A)
-    mixed = is_mixed(x, u)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    run = select("recursive_least_squares", backend, call)
-    count, (x, u) = mask_tokens(mask, x, u)
-    return run(
-        x,
-        u,
-        count=count,
-        lambda0=lambda0,
-        refresh_period=refresh_period,
-        refresh=refresh,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
-def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: float) -> None:
-    """Check the constants of the recurrence."""
-    if not lambda0 > 0:
-        raise ValueError(f"{op}: lambda0 is {lambda0}, but must be above 0, or the first A = I / lambda0 is not finite")
-    if refresh_period is not None and refresh_period < 0:
-        raise ValueError(f"{op}: refresh_period is {refresh_period}, but must not be negative; use 0 for no refresh")
-    if not refresh >= 0:
-        raise ValueError(f"{op}: refresh is {refresh}, but must not be negative; use refresh_period=0 for no refresh")
-
-
-def check_steps(op: str, name: str, steps: Tensor | None, like: Tensor | None) -> None:
-    """Check the counter of a state: one integer for each row of `like`, its first tensor."""
-    if steps is None or like is None or is_exporting():
-        return
-    if steps.dtype != torch.int64:
-        raise ValueError(f"{op}: {name} is {steps.dtype}, but must be int64: the tokens seen by each row; cast it")
-    if steps.shape != like.shape[:1]:
-        raise ValueError(f"{op}: {name} has shape {tuple(steps.shape)}, but must be [{like.shape[0]}], one a row")
-    if steps.device != like.device:
-        raise ValueError(f"{op}: {name} is on {steps.device} but the rest of the state on {like.device}; move it there")
-
-
-def mask_tokens(mask: Tensor | None, *sequences: Tensor | None) -> tuple[Tensor, list[Any]]:
-    """A sequence of ones at real tokens [B, T] int64, and the sequences [B, T, H, ...] with zeros at the others."""
-    first = next(x for x in sequences if x is not None)
-    if mask is None:
-        return torch.ones_like(first[:, :, 0, 0], dtype=torch.int64), list(sequences)
-    absent = ~mask[..., None, None]
-    return mask.long(), [None if x is None else x.masked_fill(absent, 0) for x in sequences]
-
-
+@step(_RECURRENCE, torch=recursive_least_squares_step_torch, held=("K",), prepare=without_lambda0)
 def recursive_least_squares_step(
     x: Tensor,
     u: Tensor,
@@ -180,10 +123,3 @@ def recursive_least_squares_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    op = "recursive_least_squares_step"
-    check_refresh(op, lambda0, refresh_period, refresh)
-    A, steps = check_parts(op, state, "A", "steps", name="state")
-    layouts = {"x": (x, "B H K"), "u": (u, "B H K"), "state[0]": (A, "B H K K")}
-    run = select_step("recursive_least_squares", backend, layouts)
-    check_steps(op, "state[1]", steps, A)
-    return run(x, u, state, refresh_period=refresh_period, refresh=refresh)

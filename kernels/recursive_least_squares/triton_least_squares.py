@@ -49,6 +49,7 @@ from longseq.kernels.recursive_least_squares.triton_backward import (
 )
 from longseq.kernels.recursive_least_squares.triton_forward import MOST_SEGMENTS, advance, read_out
 from longseq.kernels.recursive_least_squares.triton_segments import connect, solve, summarize, transfer
+from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
@@ -123,11 +124,11 @@ def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
     chunks = cdiv(u.shape[1], plan.chunk)
     if not plan.half or cu_seqlens is not None:
         return 1, chunks
-    segments = min(PROGRAMS // (plan.sequences * u.shape[2]), math.isqrt(chunks), MOST_SEGMENTS.value)
-    if segments < FEWEST_SEGMENTS:
-        return 1, chunks
-    span = cdiv(chunks, segments)
-    return cdiv(chunks, span), span
+    walkers = plan.sequences * u.shape[2]
+    # `connect` walks through segments as the others do through chunks.
+    shortest = cdiv(chunks, min(math.isqrt(chunks), MOST_SEGMENTS.value))
+    span = find_span(chunks, walkers, PROGRAMS, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_SEGMENTS**2)
+    return (cdiv(chunks, span), span) if span else (1, chunks)
 
 
 @custom_op("recursive_least_squares")

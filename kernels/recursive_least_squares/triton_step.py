@@ -11,11 +11,12 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# Not measured yet. Numbers of A that a program holds where it holds all of them, and else.
+# By count, not by time. Numbers of A that a program holds where it holds all of them, up to 128 x 128, which are 64
+# registers of a thread of eight warps; and else, where it reads rows and columns of A for its symmetric part.
 MATRIX = 16384
 ROWS = 8192
 
@@ -98,7 +99,7 @@ def update_inverse(
     block_k = next_power_of_2(width)
     block = block_k if block_k * block_k <= MATRIX else ROWS // block_k
     grid = (batch * heads * cdiv(width, block),)
-    constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, "num_warps": 8 if block_k > 64 else 4}
+    constants = {"K": width, "BLOCK": block, "BLOCK_K": block_k, **launch_options(8 if block_k > 64 else 4)}
     projected = None
     with torch.cuda.device_of(A):  # Triton launches on the current device
         if u is not None and block < block_k:

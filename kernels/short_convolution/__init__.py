@@ -1,127 +1,20 @@
 """The short causal convolution in front of a recurrent mixer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from longseq.kernels.checks import check_tensors
-from longseq.kernels.devices import triton_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    remembered,
-    select,
-    unpacking_reasons,
-)
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
-from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["short_convolution", "short_convolution_step"]
-
-
-def _short_convolution_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    # Imported in the call, because importing this package must not import Triton; an import statement, because
-    # torch.compile follows one.
-    from longseq.kernels.short_convolution.triton_convolution import short_convolution_triton
-
-    return short_convolution_triton(*args, **kwargs)
-
-
-register(
-    "short_convolution",
-    Backend("triton", _short_convolution_triton, triton_reasons),
-    Backend("torch", short_convolution_chunk, unpacking_reasons),
-    Backend("reference", short_convolution_reference, loop_reasons),
-)
-
-
-def _short_convolution_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    from longseq.kernels.short_convolution.triton_step import short_convolution_step_triton
-
-    return short_convolution_step_triton(*args, **kwargs)
-
-
-register_steps("short_convolution", short_convolution_step_torch, _short_convolution_step_triton, "W")
-
-
-def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    mask: Tensor | None = None,
-    reverse: Reverse = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
-    """Convolve each channel over the last W tokens, the current one included.
-
-        y_t = activation(bias + Σ_j weight[:, j] ⊙ x_{t-W+1+j}),   j = 0 ... W-1
-
-    Inputs before the first token come from the initial state, zero if there is none. The state is the last W-1 inputs,
-    oldest first.
-
-    Shapes: x, y [B, T, D]; weight [D, W]; bias [D]; states [B, D, W-1]; `activation` None or "silu". `mask` [B, T] bool
-    is True at real tokens: the others are passed over as if they were not there, and their output is zero. With
-    `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1, no tap crosses into another segment, and states are
-    [N, D, W-1]. With `reverse` the taps see later tokens instead: sequences are read from their last token to their
-    first, the initial state is the one behind the last token and the final state that at the first. With
-    reverse="second_half" the second half of the rows of the batch is read so, and the first half forward; with weight
-    [2, D, W] and bias [2, D] beside it, all rows of x are read forward with the first weight and backward with the
-    second: y and the states then have 2 B rows. Arithmetic and state are float32, or float64 for float64 inputs; y has
-    x's dtype. Returns (y, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
-
-    Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
-    """
-    run = _choose(x, weight, bias, initial_state, cu_seqlens, mask, activation, reverse, backend)
-    return run(
-        x,
-        weight,
-        bias,
-        activation=activation,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-    )
-
-
-@remembered("short_convolution")
-def _choose(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    mask: Tensor | None, activation: str | None, reverse: Reverse, backend: str,
-) -> Callable[..., Any]:  # fmt: skip
-    _check_activation("short_convolution", activation)
-    own = weight.dim() == 3
-    sizes = check_convolution(
-        "short_convolution",
-        {
-            "x": (x, "B T D"),
-            "weight": (weight, "P D W" if own else "D W"),
-            "bias": (bias, "P D" if own else "D"),
-            "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
-        },
-        cu_seqlens,
-        mask,
-        reverse,
-    )
-    dtype = call_dtype(x, initial_state)
-    mixed = is_mixed(x, weight)
-    call = Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    return select("short_convolution", backend, call)
 
 
 def check_convolution(
@@ -147,6 +40,76 @@ def check_convolution(
     return sizes
 
 
+def _check_activation(op: str, activation: str | None, **_: Any) -> None:
+    if activation not in (None, "silu"):
+        raise ValueError(f"{op}: activation is {activation!r}, but must be None or 'silu'")
+
+
+def _judge(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    mask: Tensor | None, activation: str | None, reverse: Reverse, **_: Any,
+) -> Call:  # fmt: skip
+    _check_activation(op, activation)
+    own = weight.dim() == 3
+    sizes = check_convolution(
+        op,
+        {
+            "x": (x, "B T D"),
+            "weight": (weight, "P D W" if own else "D W"),
+            "bias": (bias, "P D" if own else "D"),
+            "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
+        },
+        cu_seqlens,
+        mask,
+        reverse,
+    )
+    dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
+    return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
+
+
+@operation(_judge, triton="triton_convolution", torch=short_convolution_chunk, reference=short_convolution_reference)
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    mask: Tensor | None = None,
+    reverse: Reverse = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve each channel over the last W tokens, the current one included.
+
+        y_t = activation(bias + Σ_j weight[:, j] ⊙ x_{t-W+1+j}),   j = 0 ... W-1
+
+    Inputs before the first token come from the initial state, zero if there is none. The state is the last W-1 inputs,
+    oldest first.
+
+    Shapes: x, y [B, T, D]; weight [D, W]; bias [D]; states [B, D, W-1]; `activation` None or "silu". `mask` [B, T] bool
+    is True at real tokens: the others are passed over as if they were not there, and their output is zero. With
+    `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1, no tap crosses into another segment, and states are
+    [N, D, W-1]. With `reverse` the taps see later tokens instead: sequences are read from their last token to their
+    first, the initial state is the one behind the last token and the final state that at the first. With
+    reverse="second_half" the second half of the rows of the batch is read so, and the first half forward; with weight
+    [2, D, W] and bias [2, D] beside it, all rows of x are read forward with the first weight and backward with the
+    second: y and the states then have 2 B rows. Arithmetic and state are float32, or float64 for float64 inputs; y has
+    x's dtype. Returns (y, final state or None).
+
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
+    """
+
+
+_ONE_WAY = Recurrence(
+    {"x": "B T D", "weight": "D W", "bias": "D", "initial_state": "S D W-1"}, values="x", check=_check_activation
+)
+
+
+@step(_ONE_WAY, torch=short_convolution_step_torch, held=("W",))
 def short_convolution_step(
     x: Tensor,
     weight: Tensor,
@@ -163,15 +126,3 @@ def short_convolution_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    _check_activation("short_convolution_step", activation)
-    run = select_step(
-        "short_convolution",
-        backend,
-        {"x": (x, "B D"), "weight": (weight, "D W"), "bias": (bias, "D"), "state": (state, "B D W-1")},
-    )
-    return run(x, weight, state, bias, activation=activation)
-
-
-def _check_activation(op: str, activation: str | None) -> None:
-    if activation not in (None, "silu"):
-        raise ValueError(f"{op}: activation is {activation!r}, but must be None or 'silu'")

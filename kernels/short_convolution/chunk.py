@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, turn
-from longseq.kernels.recurrence import Core, Sequences, run_recurrence, segment_bounds
+from longseq.kernels.recurrence import Core, Sequences, run_recurrence
 from longseq.kernels.short_convolution.reference import convolve_each_way
 
 
@@ -81,25 +82,18 @@ def convolve_windows(
         output = convolve(window).mT.gather(1, place).masked_fill(~mask.unsqueeze(-1), 0)
         return output, window.gather(2, last.unsqueeze(1).expand(state.shape))
 
-    def packed(core: Core, sequences: Sequences, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    def packed(core: Core, sequences: Sequences, state: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         tokens, taps = x.shape[1], state.shape[2]
-        segment_bounds(cu_seqlens, tokens)
-        cu_seqlens = cu_seqlens.to(x.device, torch.int64)
-        starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-        # before the tokens of each segment come the inputs of its state
-        shift = taps * torch.arange(len(starts), device=x.device)
-        token = torch.arange(tokens, device=x.device)
-        token_place = token + taps * (torch.searchsorted(ends, token, right=True) + 1)
-        tap = torch.arange(taps, device=x.device)
-        state_place = ((starts + shift).unsqueeze(-1) + tap).flatten()
-        rows = state.new_zeros(tokens + taps * len(starts), x.shape[2])
+        places = packing.once(("places of a convolution", taps), lambda: find_places(packing, taps))
+        token_place, state_place, last_place = places
+        rows = state.new_zeros(tokens + taps * packing.count, x.shape[2])
         rows = rows.index_copy(0, token_place, sequences[0][0].to(state.dtype))
         rows = rows.index_copy(0, state_place, state.mT.flatten(0, 1))
         output = convolve(rows.mT.unsqueeze(0))[..., token_place - taps]
-        return output.mT, rows[(ends + shift).unsqueeze(-1) + tap].mT
+        return output.mT, rows[last_place].mT
 
     return run_recurrence(
-        dense if mask is None else padded,
+        dense if mask is None or mask.numel() == 0 else padded,
         (x,),
         initial_state,
         (weight_shape[0], weight_shape[1] - 1),
@@ -109,3 +103,15 @@ def convolve_windows(
         unpack=packed,
         reverse=reverse,
     )
+
+
+def find_places(packing: Packing, taps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """In a row where the `taps` inputs of each segment's state stand before its tokens: where those and these are.
+
+    Returns the places of the tokens [T] and of the states [N taps], and of the last inputs of each segment [N, taps].
+    """
+    starts, ends = packing.cu_seqlens[:-1].long(), packing.cu_seqlens[1:].long()
+    shift = taps * torch.arange(packing.count, device=starts.device)
+    tap = torch.arange(taps, device=starts.device)
+    token_place = torch.arange(packing.tokens, device=starts.device) + taps * (packing.sequence + 1)
+    return token_place, ((starts + shift).unsqueeze(-1) + tap).flatten(), (ends + shift).unsqueeze(-1) + tap

@@ -43,7 +43,7 @@ def short_convolution_reference(
             short_convolution_reference, x, weight, bias, initial_state,
             activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
         )  # fmt: skip
-    mask = None if mask is None else turn(mask, reverse)
+    mask = None if mask is None or mask.numel() == 0 else turn(mask, reverse)
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = sequences

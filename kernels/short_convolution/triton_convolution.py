@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
@@ -266,12 +267,13 @@ def _differentiate_stretch(
     x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, n, first, end, d,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    HAS_SKIP: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+    HAS_SKIP: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, WEIGHS: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """From the first token to be read to the end, of a row of x and dx and of the n-th row of dy and of the state.
 
-    ADD to what dx holds; without it, write dx. Sums for weight and bias are written, too. With HAS_SKIP the gradient of
-    y is dy + skip_weight ⊙ skipped, of the row of x.
+    ADD to what dx holds; without it, write dx. If WEIGHS, sums for weight and bias are written, too. With HAS_SKIP the
+    gradient of y is dy + skip_weight ⊙ skipped, of the row of x.
     """
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
@@ -306,8 +308,9 @@ def _differentiate_stretch(
                 dy_t += scale * skipped_rows[i].to(tl.float32)
             dz = _gradient(window, taps, offset, dy_t, WIDTH, SILU)
             own = tl.where(t + i < end, dz, 0.0)
-            dweight = accumulate(dweight, window, own, WIDTH)
-            dbias += own
+            if WEIGHS:
+                dweight = accumulate(dweight, window, own, WIDTH)
+                dbias += own
             behind = _spread(behind, taps, dz, age, WIDTH, PACKED)
             done = t + i - (WIDTH - 1)
             mask = _channels((done >= first) & (done < end), d, D)
@@ -320,10 +323,11 @@ def _differentiate_stretch(
         skipped_at += UNROLL * skipped_step
         dx_at += UNROLL * dx_step
 
-    for k in tl.static_range(WIDTH):
-        tl.store(sums + (WIDTH - 1 - k) * D + d, dweight[k], mask=d < D)
-    if HAS_BIAS:
-        tl.store(sums + WIDTH * D + d, dbias, mask=d < D)
+    if WEIGHS:
+        for k in tl.static_range(WIDTH):
+            tl.store(sums + (WIDTH - 1 - k) * D + d, dweight[k], mask=d < D)
+        if HAS_BIAS:
+            tl.store(sums + WIDTH * D + d, dbias, mask=d < D)
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -331,14 +335,15 @@ def _backward(
     x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, B, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, HAS_SKIP: tl.constexpr,
-    REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
+    REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, WEIGHS: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
     sums += tile * (WIDTH + HAS_BIAS) * D
     _differentiate_stretch(
         x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
         x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row, first, end, d,
-        WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 0 if SHARED else REVERSE, SILU, UNROLL, False,
+        WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 0 if SHARED else REVERSE, SILU, UNROLL, WEIGHS, False,
     )  # fmt: skip
     if SHARED:
         tl.debug_barrier()  # the other threads' part of dx is read next
@@ -351,7 +356,7 @@ def _backward(
         _differentiate_stretch(
             x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
             x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row + B, T - end, T - first, d,
-            WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 1, SILU, UNROLL, True,
+            WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 1, SILU, UNROLL, WEIGHS, True,
         )  # fmt: skip
 
 
@@ -437,10 +442,18 @@ def causal_convolution_backward(
     dy: Tensor,
     silu: bool,
     reverse: int,
+    weighs: bool,
+    enters: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and state (empty without them)."""
+    """Gradients of x, weight, bias and state (empty without them).
+
+    Those of weight and bias are empty unless it `weighs`, that of the state unless that `enters`. Without x, which is
+    then not needed, there is dy in its place.
+    """
     dx = x.new_empty(x.shape)
-    found = differentiate_convolution(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx)
+    found = differentiate_convolution(
+        x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx, weighs=weighs, enters=enters
+    )
     return dx, *found
 
 
@@ -456,8 +469,13 @@ def differentiate_convolution(
     dx: Tensor,
     skipped: Tensor | None = None,
     skip_weight: Tensor | None = None,
+    *,
+    weighs: bool = True,
+    enters: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of weight, bias and state (empty without them); that of x is written to dx, of adjacent channels.
+
+    Those of weight and bias are left out unless it `weighs`, that of the state unless that `enters`.
 
     To dy is added skip_weight ⊙ skipped, if that is given: `skipped` [B, T, D], without a state and contiguous, is what
     both readings share, and `skip_weight` [2, D] weighs it for each.
@@ -473,17 +491,20 @@ def differentiate_convolution(
     }  # fmt: skip
     launch, block, tiles = _prepare(
         "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2], *dx.stride()[:2]), table,
-        HAS_STATE=_has(state), HAS_SKIP=skipped is not None, **constants,
+        HAS_STATE=_has(state), HAS_SKIP=skipped is not None, WEIGHS=weighs, **constants,
     )  # fmt: skip
-    sums = x.new_empty((*weight.shape[:-2], tiles, width + (bias is not None), channels), dtype=torch.float32)
-    dstate = x.new_empty((0,)) if state is None else state.new_empty(state.shape)
+    rows = (*weight.shape[:-2], tiles, width + (bias is not None), channels)
+    sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
+    dstate = x.new_empty((0,)) if state is None or not enters else state.new_empty(state.shape)
     launch(x, weight, bias, state, cu_seqlens, segment_of_tokens(x, cu_seqlens), dy, skipped, skip_weight, dx, sums)
-    if state is not None and state.numel():
+    if state is not None and dstate.numel():
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _backward_state[(state.shape[0] * cdiv(channels, block),)](
                 x, weight, bias, state, cu_seqlens, dy, dstate, *x.shape, *x.stride()[:2], *dy.stride()[:2],
                 BLOCK_D=block, **constants, **table.options,
             )  # fmt: skip
+    if not weighs:
+        return x.new_empty((0,)), x.new_empty((0,)), dstate
     total = sums.sum(-3)
     dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
     dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
@@ -491,23 +512,32 @@ def differentiate_convolution(
 
 
 @causal_convolution_backward.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse):
-    dbias = x.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
-    dstate = x.new_empty((0,)) if initial_state is None else initial_state.new_empty(initial_state.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dstate
+def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, weighs, enters):
+    dweight = weight.new_empty(weight.shape) if weighs else x.new_empty((0,))
+    dbias = x.new_empty((0,)) if bias is None or not weighs else bias.new_empty(bias.shape)
+    no_state = initial_state is None or not enters
+    dstate = x.new_empty((0,)) if no_state else initial_state.new_empty(initial_state.shape)
+    return x.new_empty(x.shape), dweight, dbias, dstate
 
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.silu, ctx.reverse = inputs
+    ctx.weighs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    # Of two readings dy has twice the rows, and cannot stand for x.
+    if not (ctx.weighs or ctx.silu or tensors[1].dim() == 3):
+        tensors[0] = None
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, dy):
     x, weight, bias, state, cu_seqlens = ctx.saved_tensors
+    _, _, needs_bias, needs_state, *_ = ctx.needs_input_grad
+    x = dy if x is None else x
     dx, dweight, dbias, dstate = causal_convolution_backward(
-        x, weight, bias, state, cu_seqlens, dy, ctx.silu, ctx.reverse
+        x, weight, bias, state, cu_seqlens, dy, ctx.silu, ctx.reverse, ctx.weighs, needs_state
     )
-    return dx, dweight, None if bias is None else dbias, None if state is None else dstate, None, None, None
+    dweight = dweight if ctx.weighs else None
+    return dx, dweight, dbias if needs_bias else None, dstate if needs_state else None, None, None, None
 
 
 causal_convolution.register_autograd(_differentiate, setup_context=_setup_context)
@@ -575,17 +605,24 @@ def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
 def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, taps: int, reverse: Reverse) -> Tensor:
     """The last inputs [N, D, taps] of each segment, reaching into its first state or into zeros."""
     tokens = x.shape[1]
-    start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
+    key = ("places of last inputs", taps, bool(reverse))
+    age, place = find_once(cu_seqlens, key, lambda: _places_of_last(cu_seqlens, tokens, taps, reverse))
     if state is None:
-        state = x.new_zeros((len(start), x.shape[2], taps), dtype=torch.float32)
-    age = end - start - taps + torch.arange(taps, device=x.device)  # [N, taps]
+        state = x.new_zeros((age.shape[0], x.shape[2], taps), dtype=torch.float32)
     earlier = (age + taps).clamp_max(taps - 1)[:, None].expand_as(state)
     from_state = state.to(torch.float32).gather(2, earlier)
     if tokens == 0:
         return from_state
-    place = end - 1 - age if reverse else start + age
-    own = x[0][place.clamp(0, tokens - 1)].mT.to(torch.float32)
+    own = x[0][place].mT.to(torch.float32)
     return torch.where((age >= 0)[:, None], own, from_state)
+
+
+def _places_of_last(cu_seqlens: Tensor, tokens: int, taps: int, reverse: Reverse) -> tuple[Tensor, Tensor]:
+    """Which of its tokens the last inputs of each segment are, [N, taps], below 0 those of its state; and where."""
+    start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
+    age = end - start - taps + torch.arange(taps, device=cu_seqlens.device)
+    place = end - 1 - age if reverse else start + age
+    return age, place.clamp(0, max(tokens - 1, 0))
 
 
 def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
@@ -599,10 +636,7 @@ def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
 
 def segment_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     """The packed segment that each token belongs to."""
-    if cu_seqlens is None:
-        return None
-    numbers = torch.arange(x.shape[1], device=x.device)
-    return torch.searchsorted(cu_seqlens[1:].to(torch.int64), numbers, right=True).clamp_max(cu_seqlens.shape[0] - 2)
+    return None if cu_seqlens is None else sequence_of_tokens(cu_seqlens, x.shape[1])
 
 
 def _has(state: Tensor | None) -> bool:

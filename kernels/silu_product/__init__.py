@@ -1,33 +1,22 @@
 """A product gated by SiLU."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.devices import triton_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, remembered, select
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype
 from longseq.kernels.silu_product.product import silu_product_torch
 
 __all__ = ["silu_product"]
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _silu_product_triton(*args: Any, **kwargs: Any) -> Tensor:
-    from longseq.kernels.silu_product.triton_product import silu_product_triton
-
-    return silu_product_triton(*args, **kwargs)
+def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Call:
+    if not is_exporting():
+        _check(x, gate, skip, skip_weight)
+    return Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
 
 
-register_local(
-    "silu_product",
-    Backend("triton", _silu_product_triton, triton_reasons),
-    Backend("torch", silu_product_torch),
-)
-
-
+@operation(_judge, triton="triton_product", torch=silu_product_torch)
 def silu_product(
     x: Tensor,
     gate: Tensor,
@@ -48,17 +37,6 @@ def silu_product(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
-    return _choose(x, gate, skip, skip_weight, backend)(x, gate, skip=skip, skip_weight=skip_weight)
-
-
-@remembered("silu_product")
-def _choose(
-    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, backend: str
-) -> Callable[..., Any]:
-    if not is_exporting():
-        _check(x, gate, skip, skip_weight)
-    call = Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
-    return select("silu_product", backend, call)
 
 
 def _check(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> None:

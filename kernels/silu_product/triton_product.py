@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
-from longseq.kernels.triton_launch import cdiv, find_launch, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
 # Measured on an H200, without a skip. Channels and numbers of a program's block, and numbers of a warp's; programs at
 # most of a gradient with a skip, each of which walks through blocks a whole grid apart and adds up the gradient of the
@@ -66,9 +66,10 @@ def multiply(
 def differentiate_product(
     x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, d_weight, rows, blocks, programs, D,
     x_row, gate_row, skip_row, dy_row, d_gate_row,
-    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, APART: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, APART: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some rows and channels, and this program's part of that of the skip's weight, or of both.
+    """The gradients of some rows and channels; if WEIGHS, this program's part of that of the skip's weight, or of both.
 
     Unless APART, dx is that of both readings of a pair, which are equal, and there is no d_skip.
     """
@@ -107,7 +108,7 @@ def differentiate_product(
                 tl.store(dx + place, gradient, mask=inside)
                 tl.store(d_skip + place, gradient * other_scale, mask=inside)
             other_weighed += gradient * other_skipped
-    if HAS_SKIP:
+    if HAS_SKIP and WEIGHS:
         tl.store(d_weight + first * D + column, tl.sum(weighed, 0), mask=column < D)
         if PAIRED:
             tl.store(d_weight + (programs + first) * D + column, tl.sum(other_weighed, 0), mask=column < D)
@@ -117,7 +118,7 @@ def _blocks(channels: int) -> dict[str, int]:
     """Rows and columns of a program's block, and its warps."""
     columns = min(next_power_of_2(channels), CHANNELS)
     rows = max(1, BLOCK // columns)
-    return {"BLOCK_R": rows, "BLOCK_D": columns, "num_warps": min(max(rows * columns // WARP, 1), 8)}
+    return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(rows * columns // WARP, 1), 8))}
 
 
 @custom_op("silu_product")
@@ -151,19 +152,19 @@ def _(x, gate, skip, skip_weight):
 
 @custom_op("silu_product_backward")
 def silu_product_backward(
-    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor
+    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, weighs: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate, skip and its weight, the last two empty without a skip."""
+    """Gradients of x, gate, skip and its weight: the last two empty without a skip, the last unless it `weighs`."""
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
-    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip)
+    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, weighs)
 
 
 def differentiate(
     x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor,
-    dx: Tensor, d_gate: Tensor, d_skip: Tensor | None,
+    dx: Tensor, d_gate: Tensor, d_skip: Tensor | None, weighs: bool = True,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the skip's weight (empty without a skip); the others are written.
+    """The gradient of the skip's weight (empty without a skip, and unless it `weighs`); the others are written.
 
     Without `d_skip`, both readings of a pair have the same gradient dx [B, ...], and the skip that times its weight.
     Rows of `d_gate` may lie apart, if one stride tells how far.
@@ -174,29 +175,30 @@ def differentiate(
     rows = gate.numel() // max(channels, 1)
     shape = _blocks(channels)
     blocks, over_d = cdiv(rows, shape["BLOCK_R"]), cdiv(channels, shape["BLOCK_D"])
-    programs = blocks if skip is None else min(blocks, max(1, PROGRAMS // over_d))
+    weighs = weighs and skip_weight is not None
+    programs = min(blocks, max(1, PROGRAMS // over_d)) if weighs else blocks
     weights = (0,) if skip_weight is None else skip_weight.shape[:-1]
-    parts = x.new_empty((*weights, programs, channels), dtype=torch.float32)
+    parts = x.new_empty((*weights, programs, channels) if weighs else 0, dtype=torch.float32)
     d_gate_row = d_gate.stride(-2) if d_gate.dim() > 1 else channels
     launch = find_launch(
         differentiate_product, x.device, programs * over_d,
         (rows, blocks, programs, channels, x_row, gate_row, skip_row, dy_row, d_gate_row),
-        HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), APART=d_skip is not None, **shape,
+        HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), APART=d_skip is not None, WEIGHS=weighs, **shape,
     )  # fmt: skip
     launch(
         values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
         dx, d_gate, d_skip, parts,
     )  # fmt: skip
-    return x.new_empty((0,)) if skip_weight is None else parts.sum(-2).to(skip_weight.dtype)
+    return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))
 
 
 @silu_product_backward.register_fake
-def _(x, gate, skip, skip_weight, dy):
+def _(x, gate, skip, skip_weight, dy, weighs):
     return (
         x.new_empty(x.shape),
         gate.new_empty(gate.shape),
         x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape),
-        x.new_empty((0,)) if skip_weight is None else skip_weight.new_empty(skip_weight.shape),
+        x.new_empty((0,)) if skip_weight is None or not weighs else skip_weight.new_empty(skip_weight.shape),
     )
 
 
@@ -206,8 +208,9 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, dy):
     x, gate, skip, skip_weight = ctx.saved_tensors
-    dx, d_gate, d_skip, d_weight = silu_product_backward(x, gate, skip, skip_weight, dy)
-    return dx, d_gate, None if skip is None else d_skip, None if skip is None else d_weight
+    weighs = ctx.needs_input_grad[3]
+    dx, d_gate, d_skip, d_weight = silu_product_backward(x, gate, skip, skip_weight, dy, weighs)
+    return dx, d_gate, None if skip is None else d_skip, d_weight if weighs else None
 
 
 silu_product.register_autograd(_differentiate, setup_context=_setup_context)

@@ -4,58 +4,47 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
-from longseq.kernels.devices import triton_reasons, width_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    select,
-    unpacking_reasons,
-)
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_reverse
+from longseq.kernels.operation import Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
 from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step_torch
-from longseq.kernels.steps import register_steps, select_step
 
 __all__ = ["ACTIVATIONS", "slot_attention", "slot_attention_step"]
 
 TRITON_WIDTH = 512  # of a state's rows and columns
 
 
-def _triton_reasons(call: Call) -> list[str]:
-    return triton_reasons(call) + width_reasons(call, TRITON_WIDTH, "K", "V", "M")
+def _check_activation(op: str, activation: str, **_: Any) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _slot_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    from longseq.kernels.slot_attention.triton_slots import slot_attention_triton
-
-    return slot_attention_triton(*args, **kwargs)
-
-
-register(
-    "slot_attention",
-    Backend("triton", _slot_attention_triton, _triton_reasons),
-    Backend("torch", slot_attention_chunk, unpacking_reasons),
-    Backend("reference", slot_attention_reference, loop_reasons),
+_RECURRENCE = Recurrence(
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T H V",
+        "g": "B T H M",
+        "write": "B T H M",
+        "initial_state": {"keys": "S H M K", "values": "S H M V"},
+    },
+    values="v",
+    mixed=("g",),
+    check=_check_activation,
+    kind=lambda write, **_: "" if write is None else "write",
+    power_of_two=True,
 )
 
 
-def _slot_attention_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    from longseq.kernels.slot_attention.triton_step import slot_attention_step_triton
-
-    return slot_attention_step_triton(*args, **kwargs)
-
-
-register_steps("slot_attention", slot_attention_step_torch, _slot_attention_step_triton, "M")
-
-
+@operation(
+    _RECURRENCE.judge,
+    triton="triton_slots",
+    limits={"K V M": TRITON_WIDTH},
+    torch=slot_attention_chunk,
+    reference=slot_attention_reference,
+)
 def slot_attention(
     q: Tensor,
     k: Tensor,
@@ -67,7 +56,7 @@ def slot_attention(
     activation: str = "softmax",
     initial_state: tuple[Tensor, Tensor] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -90,50 +79,15 @@ def slot_attention(
     result. Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
-    of `cu_seqlens` are checked by the torch and reference backends; the triton backend does not wait to read them.
+    of `cu_seqlens` are checked by the torch and reference backends; the triton backend does so with
+    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
 
     Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
     Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.
     """
-    check_chunk_size("slot_attention", chunk_size, power_of_two=True)
-    _check_activation("slot_attention", activation)
-    keys, values = check_parts("slot_attention", initial_state, "keys", "values")
-    sizes = check_tensors(
-        "slot_attention",
-        {
-            "q": (q, "B T H K"),
-            "k": (k, "B T H K"),
-            "v": (v, "B T H V"),
-            "g": (g, "B T H M"),
-            "write": (write, "B T H M"),
-            "initial_state[0]": (keys, "S H M K"),
-            "initial_state[1]": (values, "S H M V"),
-        },
-        cu_seqlens,
-    )
-    check_reverse("slot_attention", reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(v, q, k, g, write, keys, values)
-    mixed = is_mixed(v, g)
-    kind = "" if write is None else "write"
-    packed = cu_seqlens is not None
-    call = Call(q.device, dtype, packed, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
-    run = select("slot_attention", backend, call)
-    return run(
-        q,
-        k,
-        v,
-        g,
-        write=write,
-        scale=scale,
-        activation=activation,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
+@step(_RECURRENCE, torch=slot_attention_step_torch, held=("M",))
 def slot_attention_step(
     q: Tensor,
     k: Tensor,
@@ -153,24 +107,3 @@ def slot_attention_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    _check_activation("slot_attention_step", activation)
-    keys, values = check_parts("slot_attention_step", state, "keys", "values", name="state")
-    run = select_step(
-        "slot_attention",
-        backend,
-        {
-            "q": (q, "B H K"),
-            "k": (k, "B H K"),
-            "v": (v, "B H V"),
-            "g": (g, "B H M"),
-            "write": (write, "B H M"),
-            "state[0]": (keys, "B H M K"),
-            "state[1]": (values, "B H M V"),
-        },
-    )
-    return run(q, k, v, g, state, write=write, scale=scale, activation=activation)
-
-
-def _check_activation(op: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")

@@ -5,28 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.kernels.devices import triton_reasons
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_local, select
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.operation import operation
 from longseq.kernels.token_loss.loss import token_loss_torch
 
 __all__ = ["token_loss"]
 
 
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _token_loss_triton(*args: Any, **kwargs: Any) -> Tensor:
-    from longseq.kernels.token_loss.triton_loss import token_loss_triton
-
-    return token_loss_triton(*args, **kwargs)
-
-
-register_local(
-    "token_loss",
-    Backend("triton", _token_loss_triton, triton_reasons),
-    Backend("torch", token_loss_torch),
-)
+def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
+    if not is_exporting() and (logits.shape[:-1] != target.shape or target.dtype != torch.int64):
+        raise ValueError(
+            f"token_loss: target is {target.dtype} of shape {tuple(target.shape)}, but must be int64 of shape "
+            f"{tuple(logits.shape[:-1])}, that of the logits without their last dimension"
+        )
+    return Call(logits.device, logits.dtype, exporting=is_exporting())
 
 
+@operation(_judge, triton="triton_loss", torch=token_loss_torch)
 def token_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, backend: str = "auto") -> Tensor:
     """Cross entropy of each token, from logits of any type without a copy of them in float32.
 
@@ -41,10 +36,3 @@ def token_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, back
     Raises ValueError for tensors that do not fit and for a backend that cannot run. The values of `target` are checked
     by the torch backend alone; with the triton backend the loss of one that is out of range is NaN.
     """
-    if not is_exporting() and (logits.shape[:-1] != target.shape or target.dtype != torch.int64):
-        raise ValueError(
-            f"token_loss: target is {target.dtype} of shape {tuple(target.shape)}, but must be int64 of shape "
-            f"{tuple(logits.shape[:-1])}, that of the logits without their last dimension"
-        )
-    call = Call(logits.device, logits.dtype, exporting=is_exporting())
-    return select("token_loss", backend, call)(logits, target, ignore_index=ignore_index)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
-from longseq.kernels.triton_launch import cdiv, next_power_of_2
+from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 
-# Not measured yet. Logits that a program reads at once, and warps of a program.
+# By count, not by time. Logits that a program reads at once, 16 of a thread, and warps of a program.
 BLOCK = 4096
 WARPS = 8
 
@@ -70,7 +70,7 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tenso
         with torch.cuda.device_of(logits):  # Triton launches on the current device
             measure_loss[(rows.shape[0],)](
                 rows, target.contiguous(), losses, sums, rows.shape[1], rows.stride(0), ignore_index,
-                BLOCK=_block(rows.shape[1]), num_warps=WARPS,
+                BLOCK=_block(rows.shape[1]), **launch_options(WARPS),
             )  # fmt: skip
     return losses, sums
 
@@ -91,7 +91,7 @@ def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: 
         with torch.cuda.device_of(logits):
             differentiate_loss[(rows.shape[0] * cdiv(rows.shape[1], block),)](
                 rows, target.contiguous(), sums, d_losses.contiguous(), d_logits, rows.shape[1], rows.stride(0),
-                ignore_index, BLOCK=block, num_warps=WARPS,
+                ignore_index, BLOCK=block, **launch_options(WARPS),
             )  # fmt: skip
     return d_logits
 

@@ -1,25 +1,13 @@
 """Variational linear attention: a delta rule whose write direction follows what was written before."""
 
-from typing import Any
-
 from torch import Tensor
 
-from longseq.kernels.checks import check_chunk_size, check_parts, check_tensors
 from longseq.kernels.delta_rule import TRITON_WIDTH
-from longseq.kernels.devices import width_reasons
-from longseq.kernels.dispatch import (
-    Backend,
-    Call,
-    is_exporting,
-    loop_reasons,
-    register,
-    select,
-    unpacking_reasons,
-)
-from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_reverse
-from longseq.kernels.recursive_least_squares import check_refresh, check_steps, inverse_reasons, mask_tokens
-from longseq.kernels.steps import register_steps, select_step
+from longseq.kernels.operation import COUNTER, Recurrence, operation, step
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
+from longseq.kernels.recursive_least_squares import TRITON_WIDTH as INVERSE_WIDTH
+from longseq.kernels.recursive_least_squares import check_refresh, count_tokens, without_lambda0
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
 from longseq.kernels.variational_linear_attention.reference import (
     VariationalState,
@@ -29,41 +17,29 @@ from longseq.kernels.variational_linear_attention.reference import (
 
 __all__ = ["variational_linear_attention", "variational_linear_attention_step"]
 
-
-def _triton_reasons(call: Call) -> list[str]:
-    return inverse_reasons(call) + width_reasons(call, TRITON_WIDTH, "V")
-
-
-# Imported in the call, because importing this package must not import Triton; an import statement, because
-# torch.compile follows one.
-def _variational_linear_attention_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, VariationalState | None]:
-    from longseq.kernels.variational_linear_attention.triton_variational import variational_linear_attention_triton
-
-    return variational_linear_attention_triton(*args, **kwargs)
-
-
-register(
-    "variational_linear_attention",
-    Backend("triton", _variational_linear_attention_triton, _triton_reasons),
-    Backend("torch", variational_linear_attention_chunk, unpacking_reasons),
-    Backend("reference", variational_linear_attention_reference, loop_reasons),
+_RECURRENCE = Recurrence(
+    {
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T H V",
+        "u": "B T H K",
+        "initial_state": {"S": "S H K V", "A": "S H K K", "z": "S H K", "steps": COUNTER},
+    },
+    values="v",
+    mixed=("u",),
+    check=check_refresh,
+    power_of_two=True,
 )
 
 
-def _variational_linear_attention_step_triton(*args: Any, **kwargs: Any) -> tuple[Tensor, VariationalState]:
-    from longseq.kernels.variational_linear_attention.triton_step import variational_linear_attention_step_triton
-
-    return variational_linear_attention_step_triton(*args, **kwargs)
-
-
-register_steps(
-    "variational_linear_attention",
-    variational_linear_attention_step_torch,
-    _variational_linear_attention_step_triton,
-    "K",
+@operation(
+    _RECURRENCE.judge,
+    triton="triton_variational",
+    limits={"K": INVERSE_WIDTH, "V": TRITON_WIDTH},
+    torch=variational_linear_attention_chunk,
+    reference=variational_linear_attention_reference,
+    prepare=count_tokens,
 )
-
-
 def variational_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -80,7 +56,7 @@ def variational_linear_attention(
     mask: Tensor | None = None,
     initial_state: VariationalState | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
     backend: str = "auto",
@@ -111,52 +87,9 @@ def variational_linear_attention(
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", Algorithm 1.
     """
-    op = "variational_linear_attention"
-    check_chunk_size(op, chunk_size, power_of_two=True)
-    check_refresh(op, lambda0, refresh_period, refresh)
-    S, A, z, steps = check_parts(op, initial_state, "S", "A", "z", "steps")
-    sizes = check_tensors(
-        op,
-        {
-            "q": (q, "B T H K"),
-            "k": (k, "B T H K"),
-            "v": (v, "B T H V"),
-            "u": (u, "B T H K"),
-            "initial_state[0]": (S, "S H K V"),
-            "initial_state[1]": (A, "S H K K"),
-            "initial_state[2]": (z, "S H K"),
-        },
-        cu_seqlens,
-        mask=mask,
-    )
-    check_steps(op, "initial_state[3]", steps, S)
-    check_reverse(op, reverse, sizes["B"], cu_seqlens)
-    dtype = call_dtype(v, q, k, u, S, A, z)
-    mixed = is_mixed(v, u)
-    call = Call(q.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
-    run = select(op, backend, call)
-    count, (k, v, u) = mask_tokens(mask, k, v, u)
-    return run(
-        q,
-        k,
-        v,
-        u,
-        count=count,
-        lambda0=lambda0,
-        refresh_period=refresh_period,
-        refresh=refresh,
-        eps=eps,
-        normalize_key=normalize_key,
-        normalize_alpha=normalize_alpha,
-        normalizer=normalizer,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size,
-        reverse=reverse,
-    )
 
 
+@step(_RECURRENCE, torch=variational_linear_attention_step_torch, held=("K",), prepare=without_lambda0)
 def variational_linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -181,33 +114,3 @@ def variational_linear_attention_step(
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.
     """
-    op = "variational_linear_attention_step"
-    check_refresh(op, lambda0, refresh_period, refresh)
-    S, A, z, steps = check_parts(op, state, "S", "A", "z", "steps", name="state")
-    run = select_step(
-        "variational_linear_attention",
-        backend,
-        {
-            "q": (q, "B H K"),
-            "k": (k, "B H K"),
-            "v": (v, "B H V"),
-            "u": (u, "B H K"),
-            "state[0]": (S, "B H K V"),
-            "state[1]": (A, "B H K K"),
-            "state[2]": (z, "B H K"),
-        },
-    )
-    check_steps(op, "state[3]", steps, S)
-    return run(
-        q,
-        k,
-        v,
-        u,
-        state=state,
-        refresh_period=refresh_period,
-        refresh=refresh,
-        eps=eps,
-        normalize_key=normalize_key,
-        normalize_alpha=normalize_alpha,
-        normalizer=normalizer,
-    )

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.triton_launch import block_width, count_sequences, count_slots, sequence_of_slots, strides
+from longseq.kernels.triton_launch import (
+    block_width,
+    count_sequences,
+    count_slots,
+    launch_options,
+    sequence_of_slots,
+    strides,
+)
 from longseq.kernels.triton_tiles import (
     PLAIN,
     direction,
@@ -183,7 +190,7 @@ def _constants(k: Tensor, cu_seqlens: Tensor | None, reverse: int, value_dim: in
     constants |= {"CHUNK": CHUNK, "BLOCK": block_width(key_dim)}
     if value_dim:
         constants |= {"V": value_dim, "BLOCK_V": block_width(value_dim)}
-    return constants | {"num_warps": 4 if max(key_dim, value_dim) <= 64 else 8}
+    return constants | launch_options(4 if max(key_dim, value_dim) <= 64 else 8)
 
 
 def divide_by_keys(
@@ -272,6 +279,6 @@ def add_gradients_of_keys(
         d_q, d_k, d_initial, tokens, heads, *strides(q), *strides(k),
         HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
         OF_KEY=normalize_alpha, STEP=STEP,
-        **_constants(k, cu_seqlens, reverse) | {"num_warps": 8},
+        **_constants(k, cu_seqlens, reverse) | launch_options(8),
     )  # fmt: skip
     return d_q, d_k, d_initial

@@ -12,7 +12,7 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_step import write_and_read
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.recursive_least_squares.triton_step import update_inverse
-from longseq.kernels.triton_launch import cdiv
+from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import (
     UNSPECIALISED,
     column_tile,
@@ -84,7 +84,7 @@ def variational_linear_attention_step(
         _step[(batch * heads * cdiv(value_dim, tile.columns),)](
             q, k, v, alpha, S, z, output, S_after, z_after, eps, heads, *strides(q), *strides(k), *strides(v),
             K=key_dim, V=value_dim, UNIT_KEY=normalize_key, UNIT_ALPHA=normalize_alpha, NORMALIZER=normalizer,
-            BLOCK_K=tile.rows, BLOCK_V=tile.columns, num_warps=tile.warps,
+            BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
         )  # fmt: skip
     return output, S_after, A_after, z_after, steps_after
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.triton_launch import block_width, cdiv, strides
+from longseq.kernels.triton_launch import block_width, cdiv, launch_options, strides
 
 ROWS = 64  # of a program
 WARPS = 4
@@ -70,7 +70,7 @@ def unit(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = x.new_empty(x.shape, dtype=dtype)
     _normalize[(cdiv(batch * tokens * heads, ROWS),)](
         x, y, batch * tokens * heads, tokens, heads, *strides(x),
-        WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
+        WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), **launch_options(WARPS),
     )  # fmt: skip
     return y
 
@@ -81,6 +81,6 @@ def unit_backward(x: Tensor, d_y: Tensor) -> Tensor:
     d_x = x.new_empty(x.shape)
     _differentiate_normalize[(cdiv(batch * tokens * heads, ROWS),)](
         x, d_y, d_x, batch * tokens * heads, tokens, heads, *strides(x), *strides(d_y),
-        WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), num_warps=WARPS,
+        WIDTH=width, ROWS=ROWS, BLOCK=block_width(width), **launch_options(WARPS),
     )  # fmt: skip
     return d_x

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longseq.backbones.text import NORMS, TextBackbone
+from longseq.blocks.sharding import gathers_parameters, whole_parameters
 
 
 class SequenceAutoencoder(nn.Module):
@@ -28,15 +30,26 @@ class SequenceAutoencoder(nn.Module):
             NORMS["rms"](width), nn.Linear(width, width), nn.GELU(), NORMS["rms"](width),
         )  # fmt: skip
 
+    def init_weights(self) -> None:
+        """Draw all weights, as after `to_empty`."""
+        self.encoder.init_weights()
+        with whole_parameters(self.decoder):
+            layers: Any = self.decoder
+            for layer in layers:
+                if not isinstance(layer, nn.GELU):
+                    layer.reset_parameters()
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Score the token at each place of `tokens [B, T]`: `[B, T, vocab_size]`."""
         return self.forward_head(self.forward_features(tokens)[0])
 
+    @gathers_parameters
     def forward_features(self, tokens: Tensor) -> tuple[Tensor, None]:
         """Return the decoder's features `[B, T, d_model]`, and no state: the whole sequence is read before them."""
-        code = self.encoder.forward_features(tokens)[0][:, -1:]
+        code = self.encoder.forward_features(tokens, output_final_state=False)[0][:, -1:]
         return self.decoder(code + sinusoids(tokens.shape[1], code.shape[-1]).to(code)), None
 
+    @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
         """Score the vocabulary by features `[..., d_model]`."""
         return self.encoder.forward_head(features)

@@ -25,13 +25,24 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from longseq.blocks.hooks import is_watched
+from longseq.blocks.initialisation import remember_generators
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
-from longseq.blocks.positions import Layout, insert_token, layout_of, resize_positions, split_token
+from longseq.blocks.positions import (
+    Layout,
+    insert_token,
+    layout_of,
+    move_token_back,
+    move_token_first,
+    resize_positions,
+    split_token,
+)
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
+from longseq.blocks.sharding import gathers_parameters, whole_parameters
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
 from longseq.mixers import get as get_mixer
@@ -60,7 +71,9 @@ class ImageBackbone(nn.Module):
         share_directions: what several readings of the image share: projections, all or none.
         merge: sum of the readings, as in Vim's paper, or their mean, as in its published models.
         backend: the kernel backend of mixers and norms; auto takes the first that can run.
-        class_token: middle, first or none. Features come out with the token first, wherever it stood.
+        class_token: middle, first or none. Features come out with the token first, wherever it stood, and so do the
+            inputs and outputs of blocks and of the final norm for hooks and in symbolic traces (torch.fx). Inside a
+            block the token stands at its place in the sequence.
         global_pool: token, avg (mean over the patches), or "" for no pooling.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
         norm: rms or layer.
@@ -105,6 +118,7 @@ class ImageBackbone(nn.Module):
         dynamic_img_size: bool = False,
     ) -> None:
         super().__init__()
+        take_back_draws = remember_generators()
         check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
@@ -161,26 +175,41 @@ class ImageBackbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
+        take_back_draws()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise as the Vision Transformer does; recurrences then set the values that are theirs.
+        """Draw all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+
+        They are drawn as the Vision Transformer's; recurrences then set the values that are theirs.
 
         Vim's published code, and so that of Longhorn, draws the projections of blocks as `nn.Linear` does: at 192
         channels twice as large, and those to Longhorn's rates, from 12, eight times.
         """
-        trunc_normal_(self.pos_embed, std=0.02)
-        if self.cls_token is not None:
-            trunc_normal_(self.cls_token, std=0.02)
-        lecun_normal_(self.patch_embed.proj.weight)
-        assert self.patch_embed.proj.bias is not None
-        nn.init.zeros_(self.patch_embed.proj.bias)
-        for module in self.modules():
+        blocks: Any = self.blocks
+        with whole_parameters(self, without=blocks):
+            trunc_normal_(self.pos_embed, std=0.02)
+            if self.cls_token is not None:
+                trunc_normal_(self.cls_token, std=0.02)
+            lecun_normal_(self.patch_embed.proj.weight)
+            assert self.patch_embed.proj.bias is not None
+            nn.init.zeros_(self.patch_embed.proj.bias)
+            for part in (self.norm, self.head):
+                self._init_part(part)
+        for block in blocks:
+            with whole_parameters(block):
+                self._init_part(block)
+
+    def _init_part(self, part: nn.Module) -> None:
+        for module in part.modules():
             if isinstance(module, nn.Linear):
                 _init_linear(module)
-        for module in self.modules():
+            elif not isinstance(module, Mixer) and hasattr(module, "reset_parameters"):
+                reset: Any = module.reset_parameters
+                reset()
+        for module in part.modules():
             if isinstance(module, Mixer):
-                module.init_recurrence()
+                module.reset_parameters()
                 if self.depth_scaled_init and module.out_proj is not None:
                     module.out_proj.weight.data.div_(math.sqrt(len(self.blocks)))
 
@@ -188,13 +217,15 @@ class ImageBackbone(nn.Module):
         """Classify images `[B, C, H, W]`: `[B, num_classes]`, or pooled features without a head."""
         return self.forward_head(self.forward_features(x))
 
+    @gathers_parameters
     def forward_features(self, x: Tensor) -> Tensor:
         """Return normalised tokens `[B, T, D]`: the class token, where there is one, then the patches in row order."""
         x, layout = self._embed(x)
         for block in self.blocks:
             x = self._run(block, x, layout)
-        return self._token_first(self.norm(x), layout)
+        return self.norm(self._token_first(x, layout))
 
+    @gathers_parameters
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool the tokens of `forward_features` and classify; `pre_logits` stops before the last layer."""
         if self.global_pool == "token":
@@ -220,17 +251,17 @@ class ImageBackbone(nn.Module):
         return (at_least_float32(x) if self.residual_in_float32 else x), layout
 
     def _run(self, block: nn.Module, x: Tensor, layout: Layout) -> Tensor:
-        if self.grad_checkpointing and not torch.jit.is_tracing():
-            return checkpoint(block, x, layout)
-        return block(x, layout)
+        run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
+        # Who looks at the border of a block, by a hook or in a symbolic trace, finds the token where others have it.
+        # Moving it costs two copies, which runs that no one looks at are spared.
+        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or is_watched(block)):
+            return move_token_back(run(move_token_first(x, layout), layout, True), layout)
+        return run(x, layout)
 
     def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
-        if self.class_token != "middle":
-            return x
-        token, patches = split_token(x, layout)
-        assert token is not None
-        return torch.cat([token, patches], dim=1)
+        return move_token_first(x, layout) if self.class_token == "middle" else x
 
+    @gathers_parameters
     def forward_intermediates(
         self,
         x: Tensor,
@@ -274,10 +305,10 @@ class ImageBackbone(nn.Module):
             if with_tokens:
                 result["image_intermediates_prefix"] = tokens
             if not intermediates_only:
-                result["image_features"] = self._token_first(self.norm(x), layout)
+                result["image_features"] = self.norm(self._token_first(x, layout))
             return result
         listed = list(zip(intermediates, tokens, strict=True)) if with_tokens else intermediates
-        return listed if intermediates_only else (self._token_first(self.norm(x), layout), listed)
+        return listed if intermediates_only else (self.norm(self._token_first(x, layout)), listed)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -404,25 +435,46 @@ def _init_linear(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
+# Parts of timm's Vision Transformers that this model does not have, by what is in the names of their weights.
+PARTS_ELSEWHERE = {
+    "reg_token": "register tokens",
+    "dist_token": "the distillation token of a distilled DeiT",
+    "head_dist.": "the second head of a distilled DeiT",
+    ".ls1.": "a layer scale",
+    ".gamma_1": "a layer scale",
+    ".q_norm.": "norms of queries and keys",
+    "norm_pre.": "a norm before its blocks",
+    "fc_norm.": "a norm between pooling and head",
+    "attn_pool.": "pooling by attention",
+}
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
     """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
 
     timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.mixers.0.in_proj` and
     `blocks.i.attn.proj` is `blocks.i.mixer.mixers.0.out_proj`. The position of timm's class token joins the token
-    itself, which stands at no place of the grid. A position table of another size is taken for a square grid and
-    interpolated.
+    itself, which stands at no place of the grid.
+
+    A state dict does not tell its grid. Positions as many as the model's patches, or one more, are those of the model's
+    own grid, without or with one for timm's class token; others are taken for a square grid, without or with one, and
+    interpolated. Weights of an oblong grid that the model does not have load into a model of their img_size, which
+    `set_input_size` then changes.
+
+    Raises:
+        ValueError: the positions make no square grid, or the weights have a part for which the model has no place.
     """
     state_dict = state_dict.get("model", state_dict)
     state_dict = dict(state_dict.get("state_dict", state_dict))
+    for mark, part in PARTS_ELSEWHERE.items():
+        if name := next((name for name in state_dict if mark in name), None):
+            raise ValueError(f"the checkpoint has {part} ({name}), for which this model has no place")
     table = state_dict.get("pos_embed")
-    if "reg_token" in state_dict:
-        raise ValueError("the checkpoint has register tokens (reg_token), for which this model has no place")
-    from_timm = any(".attn.qkv." in name for name in state_dict) and "cls_token" in state_dict
-    # timm's first position is the class token's, unless the model was built with no_embed_class.
-    if table is not None and from_timm and math.isqrt(table.shape[1] - 1) ** 2 == table.shape[1] - 1:
-        state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
-        table = table[:, 1:]
     if table is not None:
+        from_timm = any(".attn.qkv." in name for name in state_dict) and "cls_token" in state_dict
+        if from_timm and _has_class_position(table.shape[1], model.patch_embed.num_patches):
+            state_dict["cls_token"] = state_dict["cls_token"] + table[:, :1]
+            table = table[:, 1:]
         cells = table.shape[1]
         if cells != model.patch_embed.num_patches:
             side = math.isqrt(cells)
@@ -437,6 +489,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     for old, new in renamed:
         state_dict = {name.replace(old, new): value for name, value in state_dict.items()}
     return state_dict
+
+
+def _has_class_position(positions: int, patches: int) -> bool:
+    """Whether the first of timm's positions is the class token's: it has none where built with no_embed_class."""
+    if positions in (patches, patches + 1):
+        return positions > patches
+    return math.isqrt(positions - 1) ** 2 == positions - 1
 
 
 def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: dict[str, Any]) -> ImageBackbone:

@@ -19,12 +19,16 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.blocks.initialisation import remember_generators
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import SequenceBlock
 from longseq.blocks.rotary import count_positions
+from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.kernels.packing import Packing, pack_like
+from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
 from longseq.parameters import no_weight_decay
@@ -106,6 +110,7 @@ class TextBackbone(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        take_back_draws = remember_generators()
         for name, value, known in (("norm", norm, NORMS), ("positions", positions, POSITIONS)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
@@ -138,52 +143,70 @@ class TextBackbone(nn.Module):
             self.blocks.append(SequenceBlock(layer, make_norm(), mlp=channels, mlp_norm=mlp_norm, drop_path=rate))
         self.norm = make_norm()
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
+        take_back_draws()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw projections as `nn.Linear` does, and those that write into the residual smaller by sqrt(2 depth).
+        """Draw all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+
+        Projections are drawn as `nn.Linear` does; those into the residual are divided by the root of their number.
 
         Their deviation follows the width, 1/sqrt(3 d_model); GPT-2's constant 0.02 is that of a width of 833. At one of
         64 it is a third as much, and keys and gates, products of several projections, start too small to learn from:
         after five epochs of data=mqar, Longhorn answers 0.06 right with it, and 0.33 so. Recurrences set the values
         that are theirs.
-        Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual; Mamba (Gu and Dao, 2023) draws as here.
+        Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
+        (Gu and Dao, 2023) draws as here, with depth where they have none.
         """
-        for module in self.modules():
+        for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
+            if part is not None:
+                with whole_parameters(part):  # one after the other: all of them at once may not fit a device
+                    self._init_part(part)
+
+    def _init_part(self, part: nn.Module) -> None:
+        for module in part.modules():
             if isinstance(module, nn.Embedding):
                 trunc_normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            block.mixer.init_recurrence()
-            for last in (block.mixer.out_proj, getattr(block.mlp, "fc2", None)):
-                if last is not None:
-                    last.weight.data.div_(math.sqrt(2 * len(self.blocks)))
+            elif not isinstance(module, Mixer) and hasattr(module, "reset_parameters"):
+                reset: Any = module.reset_parameters
+                reset()
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if not isinstance(part, SequenceBlock):
+            return
+        part.mixer.reset_parameters()
+        branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
+        for last in (part.mixer.out_proj, getattr(part.mlp, "fc2", None)):
+            if last is not None:
+                last.weight.data.div_(math.sqrt(branches))
 
     def forward(
-        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, TextState]:  # fmt: skip
+        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None, output_final_state: bool = True,
+    ) -> tuple[Tensor, TextState | None]:  # fmt: skip
         """Score what follows each token.
 
         Args:
             tokens: `[B, T]` whole numbers below `vocab_size`.
             state: what an earlier call returned, or None at the start of a sequence.
-            cu_seqlens: `[N + 1]`, the borders of N sequences packed into one row (B = 1); the state then has N rows.
+            cu_seqlens: `[N + 1]`, the borders of N sequences packed into one row (B = 1), or their `Packing`; the state
+                then has N rows.
             mask: `[B, T]`, True at real tokens. Padding leaves the state alone; its scores are not defined.
+            output_final_state: False where nobody reads the state: training needs less memory without it.
 
         Returns:
-            Logits `[B, T, vocab_size]` and the state after the last real token.
+            Logits `[B, T, vocab_size]` and the state after the last real token, or None.
         """
-        x, state = self.forward_features(tokens, state, cu_seqlens=cu_seqlens, mask=mask)
+        x, state = self.forward_features(
+            tokens, state, cu_seqlens=cu_seqlens, mask=mask, output_final_state=output_final_state
+        )
         return self.forward_head(x), state
 
+    @gathers_parameters
     def forward_features(
-        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, TextState]:  # fmt: skip
+        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None, output_final_state: bool = True,
+    ) -> tuple[Tensor, TextState | None]:  # fmt: skip
         """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`."""
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
@@ -191,23 +214,26 @@ class TextBackbone(nn.Module):
                 "learned positions: give shorter ones, or train with a larger max_length or without positions"
             )
         layers, position = (None, None) if state is None else state
-        places = None
+        packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
-            places, position = count_positions(tokens, position, cu_seqlens=cu_seqlens, mask=mask)
+            places, position = count_positions(tokens, position, cu_seqlens=packing, mask=mask)
         x = self._embed(tokens, places)
         states = []
+        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         for index, block in enumerate(self.blocks):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
-            x, layer = run(x, None if layers is None else layers[index], cu_seqlens=cu_seqlens, mask=mask)
+            x, layer = run(x, None if layers is None else layers[index], **options)
             states.append(layer)
-        return self.norm(x), TextState(tuple(states), position)
+        return self.norm(x), TextState(tuple(states), position) if output_final_state else None
 
+    @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
         """Score the vocabulary by features `[..., d_model]`: `[..., vocab_size]`."""
         if self.head is None:
             return nn.functional.linear(features, self.embedding.weight)
         return self.head(features)
 
+    @gathers_parameters
     def step(self, token: Tensor, state: TextState) -> tuple[Tensor, TextState]:
         """Read one more token `[B]`: logits `[B, vocab_size]` and the next state."""
         position = state.position
@@ -252,6 +278,7 @@ class TextBackbone(nn.Module):
                 "1, and top_p in (0, 1]"
             )
         tokens = [prompt]
+        state: Any = None
         if max_new_tokens > 0:
             features, state = self.forward_features(prompt)
             logits = self.forward_head(features[:, -1])

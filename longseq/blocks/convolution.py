@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from longseq.kernels import convolved_features, short_convolution, short_convolution_step
+from longseq.kernels.dispatch import backend_of_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.kernels.steps import backend_of_step
 
 
 class ShortConvolution(nn.Module):
@@ -51,29 +52,28 @@ class ShortConvolution(nn.Module):
         x: Tensor,
         state: Tensor | None = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token.
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token, if wanted.
 
         With `reverse` the taps see later tokens, and the states are behind the last token and before the first; with
         "second_half" so in the second half of the rows.
         """
-        y, state = short_convolution(
+        return short_convolution(
             x,
             self.weight,
             self.bias,
             activation=self.activation,
             initial_state=state,
-            output_final_state=True,
+            output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             mask=mask,
             reverse=reverse,
             backend=self.backend,
         )
-        assert state is not None
-        return y, state
 
     def convolve_pair(self, backward: ShortConvolution, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Convolve `x [B, T, channels]` forward by this layer and backward by another one: `[2 B, T, channels]`."""
@@ -88,16 +88,13 @@ class ShortConvolution(nn.Module):
         )
         return y
 
-    def features(self, x: Tensor, state: Tensor | None = None, **options: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        """q, k, v and β of `x [B, T, channels + H + ...]`, and the state after the last real token.
+    def features(self, x: Tensor, state: Tensor | None = None, **options: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """q, k, v and β of `x [B, T, channels + H + ...]`, and the state after the last real token, if wanted.
 
         The options are those of `convolved_features`, of which a layer without activation and bias is a part.
         """
         assert self.activation is self.bias is None
-        *features, state = convolved_features(
-            x, self.weight, initial_state=state, output_final_state=True, backend=self.backend, **options
-        )
-        assert state is not None
+        *features, state = convolved_features(x, self.weight, initial_state=state, backend=self.backend, **options)
         return tuple(features), state
 
     def features_pair(self, backward: ShortConvolution, x: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -5,21 +5,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longseq.kernels.packing import Packing
 
-def unpack_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+
+def unpack_rows(x: Tensor, packing: Packing) -> Tensor:
     """Give each packed sequence a row of its own: `x [1, T, ...]` becomes `[N, L, ...]`, zeros behind the shorter ones.
 
-    `cu_seqlens [N + 1]` holds the borders; L is the longest length. `x[0]` is the result at `rows_of(cu_seqlens)`.
+    L is the longest length, which the host must know.
     """
-    real = rows_of(cu_seqlens.to(x.device))
-    return x.new_zeros(*real.shape, *x.shape[2:]).masked_scatter(_expand(real, x), x[0])
+    real, place = packing.once("rows", lambda: _find_rows(packing))
+    if packing.tokens == 0:
+        return x.new_zeros(*real.shape, *x.shape[2:])
+    return x[0, place].masked_fill(~_expand(real, x), 0)
 
 
-def rows_of(cu_seqlens: Tensor) -> Tensor:
+def rows_of(packing: Packing) -> Tensor:
     """Mark the real tokens `[N, L]` of the rows that `unpack_rows` makes."""
-    lengths = cu_seqlens.diff()
-    longest = int(lengths.max()) if lengths.numel() else 0
-    return torch.arange(longest, device=cu_seqlens.device) < lengths[:, None]
+    return packing.once("rows", lambda: _find_rows(packing))[0]
+
+
+def pack_rows(rows: Tensor, packing: Packing) -> Tensor:
+    """Put rows `[N, L, ...]` end to end again: `[1, T, ...]`, what undoes `unpack_rows`."""
+    return rows[packing.sequence, packing.positions].unsqueeze(0)
+
+
+def _find_rows(packing: Packing) -> tuple[Tensor, Tensor]:
+    place = torch.arange(packing.longest, device=packing.cu_seqlens.device)
+    real = place < packing.lengths[:, None]
+    return real, (packing.cu_seqlens[:-1, None] + place).clamp_max(max(packing.tokens - 1, 0))
+
+
+def last_tokens(x: Tensor, packing: Packing, count: int) -> Tensor:
+    """Return the last tokens of each sequence of `x [1, T, ...]`: `[N, count, ...]`, with zeros in front of fewer."""
+    place = packing.cu_seqlens[1:, None] - count + torch.arange(count, device=x.device)
+    real = place >= packing.cu_seqlens[:-1, None]
+    if packing.tokens == 0:
+        return x.new_zeros(packing.count, count, *x.shape[2:])
+    return x[0, place.clamp(0, packing.tokens - 1)].masked_fill(~_expand(real, x), 0)
 
 
 def front_places(real: Tensor, start: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ def layout_of(height: int, width: int, place: str) -> Layout:
 
 
 def insert_token(patches: Tensor, token: Tensor, layout: Layout) -> Tensor:
-    """Put `token [1, 1, D]` into `patches [B, N, D]` at its index: `[B, N + 1, D]`."""
+    """Put `token [1 or B, 1, D]` into `patches [B, N, D]` at its index: `[B, N + 1, D]`."""
     token = token.expand(patches.shape[0], -1, -1)
     return torch.cat([patches[:, : layout.token], token, patches[:, layout.token :]], dim=1)
 
@@ -39,6 +39,17 @@ def split_token(x: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
         return None, x
     patches = torch.cat([x[:, : layout.token], x[:, layout.token + 1 :]], dim=1)
     return x[:, layout.token : layout.token + 1], patches
+
+
+def move_token_first(x: Tensor, layout: Layout) -> Tensor:
+    """Put the class token of `x [B, T, ...]`, wherever it stands, before the patches."""
+    token, patches = split_token(x, layout)
+    return patches if token is None else torch.cat([token, patches], dim=1)
+
+
+def move_token_back(x: Tensor, layout: Layout) -> Tensor:
+    """Undo `move_token_first`."""
+    return x if layout.token is None else insert_token(x[:, 1:], x[:, :1], layout)
 
 
 def resize_positions(table: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:

@@ -8,7 +8,9 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from longseq.blocks.norm import add_and_norm
-from longseq.blocks.positions import Layout
+from longseq.blocks.positions import Layout, move_token_back, move_token_first
+from longseq.blocks.sharding import gathers_parameters
+from longseq.kernels.packing import Packing
 
 
 class ResidualBlock(nn.Module):
@@ -57,21 +59,35 @@ class ResidualBlock(nn.Module):
 class Block(ResidualBlock):
     """A residual block whose mixing layer reads an image (see `longseq.blocks.scan.Directions`)."""
 
-    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns."""
-        return self.add_branches(x, self.mixer(self.norm1(x), layout))
+    def forward(self, x: Tensor, layout: Layout | None = None, token_first: bool = False) -> Tensor:
+        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns.
+
+        With `token_first` the class token stands before the patches in `x` and in the result, and at its place in
+        between only.
+        """
+        if layout is None or not token_first:
+            return self.add_branches(x, self.mixer(self.norm1(x), layout))
+        return move_token_first(self.forward(move_token_back(x, layout), layout), layout)
 
 
 class SequenceBlock(ResidualBlock):
     """A residual block whose mixing layer is a mixer itself, with the state that it carries along a sequence."""
 
     def forward(
-        self, x: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
     ) -> tuple[Tensor, Any]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.mixers.Mixer`."""
-        y, state = self.mixer(self.norm1(x), state, cu_seqlens=cu_seqlens, mask=mask)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
+        y, state = self.mixer(self.norm1(x), state, **options)
         return self.add_branches(x, y), state
 
+    @gathers_parameters
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Transform one more token `x [B, D]`."""
         y, state = self.mixer.step(self.norm1(x), state)

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
-from longseq.kernels.recurrence import segment_bounds
 
 
 def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -25,14 +25,23 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
     Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
     """
+    return turn_pairs(x, *find_angles(x, positions, base))
+
+
+def find_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[..., 1, D/2]` by which `apply_rotary` turns; of `x` they need the width and the type."""
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
         raise ValueError(f"rotary positions turn pairs of channels, not {x.shape[-1]}; choose an even head dimension")
-    wide = at_least_float32(x)
-    channel = torch.arange(half, device=x.device, dtype=wide.dtype)
-    angle = (positions.to(wide.dtype).unsqueeze(-1) * base ** (-channel / half)).unsqueeze(-2)  # [..., 1, D/2]
-    cosine, sine = angle.cos(), angle.sin()
-    first, second = wide.chunk(2, dim=-1)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    channel = torch.arange(half, device=x.device, dtype=dtype)
+    angle = (positions.to(dtype).unsqueeze(-1) * base ** (-channel / half)).unsqueeze(-2)
+    return angle.cos(), angle.sin()
+
+
+def turn_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn the pairs of channels of `x` by angles that `find_angles` gives."""
+    first, second = at_least_float32(x).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)
 
@@ -41,7 +50,7 @@ def count_positions(
     x: Tensor,
     start: Tensor | None = None,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
     mask: Tensor | None = None,
     reverse: Reverse = False,
 ) -> tuple[Tensor, Tensor]:
@@ -51,8 +60,8 @@ def count_positions(
         x: `[B, T, ...]`, read for its sizes and device.
         start: `[B]` whole numbers, the position of the token of each sequence that is read first; 0 where left out.
             `[N]` when packed.
-        cu_seqlens: `[N + 1]`, borders of packed sequences; each one counts from its own start.
-        mask: `[B, T]`, True at real tokens; the others do not count.
+        cu_seqlens: `[N + 1]`, borders of packed sequences, or their `Packing`; each one counts from its own start.
+        mask: `[B, T]`, True at real tokens of rows that are not packed; the others do not count.
         reverse: True counts from the last token of each sequence; "second_half" does so in that half of the rows.
 
     Returns:
@@ -63,28 +72,22 @@ def count_positions(
         ValueError: `cu_seqlens` does not cut one row of T tokens into segments.
     """
     batch, tokens = x.shape[:2]
+    packing = pack_like(cu_seqlens, x)
+    if packing is not None:
+        assert mask is None, "packed sequences have no padding"
+        count, lengths = packing.positions, packing.lengths
+        if reverse:
+            count = lengths[packing.sequence] - 1 - count
+        if start is None:
+            return count.unsqueeze(0), lengths
+        return (count + start[packing.sequence]).unsqueeze(0), lengths + start
     if mask is None:
         before = torch.arange(tokens + 1, device=x.device).expand(batch, -1)
     else:
         before = functional.pad(mask.long().cumsum(1), (1, 0))
-    if cu_seqlens is None:
-        total = before[:, -1]
-        count = total[:, None] - before[:, 1:] if reverse else before[:, :-1]
-        if reverse == "second_half":
-            count = torch.cat((halves(before[:, :-1])[0], halves(count)[1]))
-        start = before.new_zeros(batch) if start is None else start
-        return count + start[:, None], total + start
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens needs a batch of 1, but there are {batch} rows; concatenate the sequences along time"
-        )
-    segment_bounds(cu_seqlens, tokens)  # a border beyond the tokens is an index at which a GPU stops for good
-    cu_seqlens = cu_seqlens.to(x.device)
-    borders = before[0, cu_seqlens]
-    start = torch.zeros_like(borders[1:]) if start is None else start
-    segment = torch.bucketize(torch.arange(tokens, device=x.device), cu_seqlens[1:], right=True)
-    if reverse:
-        count = (borders[1:] + start)[segment] - before[0, 1:]
-    else:
-        count = (start - borders[:-1])[segment] + before[0, :-1]
-    return count.unsqueeze(0), borders.diff() + start
+    total = before[:, -1]
+    count = total[:, None] - before[:, 1:] if reverse else before[:, :-1]
+    if reverse == "second_half":
+        count = torch.cat((halves(before[:, :-1])[0], halves(count)[1]))
+    start = before.new_zeros(batch) if start is None else start
+    return count + start[:, None], total + start

@@ -163,7 +163,8 @@ class Directions(nn.Module):
             orders, options = orders[::2] * 2, {"reverse": "second_half"}
         stacked = _stack([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
-        readings = _unstack(mixer.read(stacked, mask=masks, **options)[0], len(orders))
+        y, _ = mixer.read(stacked, mask=masks, output_final_state=False, **options)
+        readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _merge(self, readings: list[Tensor]) -> Tensor:
@@ -197,5 +198,5 @@ def _scan(mixer: Any, projected: Tensor, order: str, layout: Layout | None, mask
         options["reverse"] = True
         order = REVERSED[order]
     mask = None if mask is None else reorder(mask, order, layout)
-    y, _ = mixer.read(reorder(projected, order, layout), mask=mask, **options)
+    y, _ = mixer.read(reorder(projected, order, layout), mask=mask, output_final_state=False, **options)
     return restore(y, order, layout)

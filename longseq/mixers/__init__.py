@@ -30,6 +30,7 @@ from longseq.mixers import (
 from longseq.mixers.base import Mixer
 from longseq.mixers.cards import MixerCard, list_mixers
 from longseq.mixers.registry import create, get, mixer_names, options, register
+from longseq.mixers.revisions import check_revisions, mixer_revisions
 
 __all__ = [
     "Mixer",
@@ -37,6 +38,7 @@ __all__ = [
     "abc",
     "attention",
     "based",
+    "check_revisions",
     "create",
     "deltanet",
     "gated_deltanet",
@@ -53,6 +55,7 @@ __all__ = [
     "mamba",
     "mamba2",
     "mixer_names",
+    "mixer_revisions",
     "options",
     "register",
     "retnet",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import twice
 from longseq.mixers.registry import register
@@ -62,6 +63,7 @@ class BoundedMemoryControl(SlotMixer):
             num_heads=num_heads,
             num_slots=num_slots,
             feature_map=feature_map,
+            value_map=feature_map,
             activation=activation,
             scale=scale,
             norm_eps=norm_eps,
@@ -74,15 +76,15 @@ class BoundedMemoryControl(SlotMixer):
         return state._replace(normalizer=torch.full_like(state.keys[..., 0], NOTHING))
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+        reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
         real = None if mask is None else mask[..., None, None]
         g, normalizer = cumulative_softmax(
             logits if real is None else logits.masked_fill(~real, NOTHING),
             initial_state=normalizer,
-            output_final_state=True,
+            output_final_state=keep,
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,

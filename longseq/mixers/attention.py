@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.blocks.attention import attend
-from longseq.blocks.packing import pick, rows_of, unpack_rows
+from longseq.blocks.packing import pick, unpack_rows
+from longseq.kernels.packed_attention import packed_attention
+from longseq.kernels.packed_attention.attend import attend
+from longseq.kernels.packing import Packing
 from longseq.mixers.registry import register
 from longseq.mixers.softmax import KeyValueState, SoftmaxMixer
 
@@ -70,23 +73,26 @@ class Attention(SoftmaxMixer):
         k: Tensor,
         v: Tensor,
         state: KeyValueState | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing | None,
         mask: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if cu_seqlens is not None:
-            q, k, v = (unpack_rows(x, cu_seqlens) for x in (q, k, v))
-            real = rows_of(cu_seqlens.to(q.device))
-            o, kept = self._attend(q, k, v, state, None, real)
-            return o[real].unsqueeze(0), kept
-        if not self.causal:
-            return attend(q, k, v, None if mask is None else mask.unsqueeze(1) | _own(mask)), (k, v)
-        if state is None and mask is None:
-            return attend(q, k, v, causal=True), (k, v)
-        return self._continue(q, k, v, state, mask)
+        keep: bool,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if packing is not None and state is not None:
+            o, key, value = self._continue_packed(q, k, v, state, packing)
+        elif packing is not None:
+            o = packed_attention(q, k, v, packing, causal=self.causal, backend=self.backend)
+            key, value = (unpack_rows(x, packing) for x in (k, v)) if keep else (k, v)
+        elif not self.causal:
+            o, key, value = attend(q, k, v, None if mask is None else mask.unsqueeze(1) | _own(mask)), k, v
+        elif state is None and mask is None:
+            o, key, value = attend(q, k, v, causal=True), k, v
+        else:
+            o, key, value = self._continue(q, k, v, state, mask)
+        return o, (key, value) if keep else None
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, mask: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to a carried state and to the call's own tokens, of which `mask` tells the real ones."""
         batch, tokens = q.shape[:2]
         past = self.initial_state(batch, k.device, k.dtype) if state is None else state
@@ -101,7 +107,22 @@ class Attention(SoftmaxMixer):
             allowed = allowed | functional.pad(_own(mask), (slots.numel(), 0))
         key, value = torch.cat([past.key.to(k.dtype), k], dim=1), torch.cat([past.value.to(v.dtype), v], dim=1)
         order = (~seen).to(torch.uint8).argsort(dim=1, stable=True)
-        return attend(q, key, value, allowed), (pick(key, order), pick(value, order))
+        return attend(q, key, value, allowed), pick(key, order), pick(value, order)
+
+    def _continue_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, packing: Packing
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for packed sequences, one after the other: no mask is larger than one of them needs."""
+        outputs, keys, values = [], [], []
+        for row, (start, end) in enumerate(pairwise(packing.bounds)):
+            own = KeyValueState(*(part[row : row + 1] for part in state))
+            query, key, value = (x[:, start:end] for x in (q, k, v))
+            o, key, value = self._continue(query, key, value, own, None)
+            missing = (0, 0, 0, 0, 0, packing.longest - (end - start))
+            outputs.append(o)
+            keys.append(functional.pad(key, missing))
+            values.append(functional.pad(value, missing))
+        return torch.cat(outputs, dim=1), torch.cat(keys), torch.cat(values)
 
     def scan_flops(self, tokens: int) -> int:
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens

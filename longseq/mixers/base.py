@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.recompute import run_again
+from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.checks import check_mask
-from longseq.kernels.dispatch import backend_of_local, is_exporting
-from longseq.kernels.steps import backend_of_step
+from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
+from longseq.kernels.packing import Packing, pack_like
 
 
 class Mixer(nn.Module):
@@ -41,6 +42,8 @@ class Mixer(nn.Module):
         keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
 
     Attributes:
+        revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
+            of an earlier one are refused (see `check_revisions`).
         recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more
             before it.
     """
@@ -54,6 +57,7 @@ class Mixer(nn.Module):
     growing_state: ClassVar[bool] = False
     keeps_little: ClassVar[bool] = False
 
+    revision: int = 1
     recompute: bool = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
@@ -74,21 +78,23 @@ class Mixer(nn.Module):
         x: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
+        output_final_state: bool = True,
     ) -> tuple[Tensor, Any]:
         """Mix a batch of sequences.
 
         Args:
             x: `[B, T, d_model]`.
             state: what an earlier call returned, or None at the start of a sequence.
-            cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1); the state then has
-                N rows.
+            cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`;
+                the state then has N rows.
             mask: `[B, T]`, True at real tokens, of sequences that are not packed. Padding leaves the state alone; its
                 outputs are not defined.
+            output_final_state: False where nobody reads the state, which then is not computed.
 
         Returns:
-            `y [B, T, d_model]` and the state after the last real token.
+            `y [B, T, d_model]` and the state after the last real token, or None.
 
         Raises:
             ValueError: `cu_seqlens` or `mask` does not fit `x`, or both are given.
@@ -97,7 +103,9 @@ class Mixer(nn.Module):
             raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
         if mask is not None and not is_exporting():
             check_mask("mixer", mask, "x", x)
-        y, state = self.read(self.project_in(x), state, cu_seqlens=cu_seqlens, mask=mask)
+        packing = pack_like(cu_seqlens, x)
+        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
+        y, state = self.read(self.project_in(x), state, **options)
         return self.project_out(y), state
 
     def read(self, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
@@ -108,6 +116,7 @@ class Mixer(nn.Module):
         """`scan_pair` in the same way."""
         return run_again(self.recompute and not self.keeps_little, self.scan_pair, backward, projected, mask)
 
+    @gathers_parameters
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
         y, state = self.scan_step(self.project_in(x), state)
@@ -134,9 +143,15 @@ class Mixer(nn.Module):
         return self.out_proj(y)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
     ) -> tuple[Tensor, Any]:
-        """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]` and the state."""
+        """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]`, and the state if it is wanted."""
         raise NotImplementedError
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -155,6 +170,10 @@ class Mixer(nn.Module):
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError
+
+    def needs_state(self, wanted: bool) -> bool:
+        """Whether a scan must compute its last state: somebody wants it, or watches what it reports."""
+        return wanted or self.observed is not None
 
     def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
         """Report a number about the scan, such as the norm of its state, if somebody watches; else it costs nothing.
@@ -181,8 +200,10 @@ class Mixer(nn.Module):
         projections = sum(p.in_features * p.out_features for p in (self.in_proj, self.out_proj) if p is not None)
         return 2 * tokens * projections + self.scan_flops(tokens)
 
-    def init_recurrence(self) -> None:
-        """Set the parameters with an initial value of their own; call it after a general initialisation."""
+    def reset_parameters(self) -> None:
+        """Draw or set anew the mixer's own parameters and buffers, and the weights of its parts that start elsewhere
+        than those parts do by themselves. It comes after the `reset_parameters` of its parts.
+        """
 
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""

@@ -13,6 +13,7 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -85,10 +86,10 @@ class CompressionMixer(Mixer):
         self.forget_bias = nn.Parameter(torch.empty(self.num_heads)) if forget_gate else None
         self.register_buffer("slots", torch.empty(self.num_heads, self.head_dim, self.num_slots))
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         if self.forget_bias is not None:
             self.forget_bias.fill_(FORGET_BIAS)
         random = torch.randn(self.slots.shape, device=self.slots.device)
@@ -99,21 +100,24 @@ class CompressionMixer(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, CompressionState]:
-        rows = projected.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, CompressionState | None]:
+        packing = pack_like(cu_seqlens, projected)
+        rows = projected.shape[0] if packing is None else packing.count
         convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
         shared, v, gate, rates = self._split(projected)
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-        q, last = self.query_convolution(shared, convolution, **options)
-        k, _ = self.key_convolution(shared, convolution, **options)
+        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "reverse": reverse}
+        q, last = self.query_convolution(shared, convolution, output_final_state=output_final_state, **options)
+        k, _ = self.key_convolution(shared, convolution, output_final_state=False, **options)
         gamma, g = self._gamma(rates), self._log_decay(rates)
         self._observe_gates(gamma, g, mask)
-        o, final = self._recur(q, k, v, gamma, g, memory, **options)
-        self._observe_memory(final)
-        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, final)
+        o, final = self._recur(q, k, v, gamma, g, memory, keep=output_final_state, **options)
+        if final is not None:
+            self._observe_memory(final)
+        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, final) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         shared, v, gate, rates = self._split(projected)
@@ -126,8 +130,8 @@ class CompressionMixer(Mixer):
 
     def _recur(
         self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, *,
-        cu_seqlens: Tensor | None = None, mask: Tensor | None, reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """What the memory gives at the queries, `[B, T, H, D]`, and the last memory."""
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
@@ -139,13 +143,12 @@ class CompressionMixer(Mixer):
             g=g,
             **self._rule(gamma),
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             chunk_size=self.chunk_size,
             reverse=reverse,
             backend=self.backend,
         )
-        assert final is not None
         return o, final
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, CompressionState]:

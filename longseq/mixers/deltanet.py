@@ -14,6 +14,7 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -33,16 +34,18 @@ class DeltaNet(Mixer):
     """Multi-head delta rule with normalised keys.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
-        S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q)
+        S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q / √K)
 
-    The activation of v is that of the published code, whatever φ is; the paper gives q and k alone. The code also
-    divides q by √K, which the norm takes back but for its eps.
+    The activation of v, whatever φ is, and 1/√K are those of the published code; the paper gives activations of q and k
+    alone, and no scale. The norm does not take the scale back where outputs are as small as its eps: with initial
+    weights and heads of 128 channels, layers with and without it differ by 22 %.
 
     Args:
         num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).
         convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
-        key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
+        key_norm: l2 or l1, with 1e-6 under the root (see `longseq.kernels.head_features`). The delta rule is stable
+            only with keys of norm at most one. For l1 the published code divides by the sum, not by the sum of sizes.
         negative_eigenvalues: β in (0, 2), which lets a step reverse what a key stores.
 
     Source: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024), section 3.3.
@@ -52,6 +55,7 @@ class DeltaNet(Mixer):
     operations = ("convolved_features", "delta_rule")
     reads_backwards = True
     reads_pairs = True
+    revision = 2  # the first had no 1/√K
 
     def __init__(
         self,
@@ -89,12 +93,14 @@ class DeltaNet(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, DeltaNetState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, DeltaNetState | None]:
         convolution, memory = (None, None) if state is None else state
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
+        options["output_final_state"] = output_final_state
         if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(projected, convolution, **options, **self._options)
         else:
@@ -102,8 +108,8 @@ class DeltaNet(Mixer):
             if self.convolution is not None:
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
-        o, memory = self._recur(features, memory, cu_seqlens, mask, reverse)
-        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
+        o, memory = self._recur(features, memory, cu_seqlens, mask, reverse, output_final_state)
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
@@ -115,9 +121,9 @@ class DeltaNet(Mixer):
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(
-        self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
+        mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, K]` and the last memory."""
         q, k, v, beta = features
         beta = self._scale(beta)
@@ -128,13 +134,13 @@ class DeltaNet(Mixer):
             k,
             v,
             beta if mask is None else beta * mask.unsqueeze(-1),
+            scale=self.head_dim**-0.5,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
@@ -144,7 +150,9 @@ class DeltaNet(Mixer):
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
         q, k, v, beta = self._features(mixed, logits)
-        o, memory = delta_rule_step(q, k, v, self._scale(beta), memory, backend=self.step_backend)
+        o, memory = delta_rule_step(
+            q, k, v, self._scale(beta), memory, scale=self.head_dim**-0.5, backend=self.step_backend
+        )
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:

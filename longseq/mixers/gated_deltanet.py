@@ -14,6 +14,7 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
@@ -38,11 +39,10 @@ class GatedDeltaNet(Mixer):
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
         g = −exp(A_log) softplus(W_a x + dt_bias)
-        S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q) ⊙ SiLU(W_g x))
+        S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x))
 
-    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2. The published code draws
-    exp(A_log) from 0 to 16, here it starts from 1 to 16; and it divides q by √K, which the norm takes back but for its
-    eps.
+    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2. 1/√K is that of the
+    published code, which draws exp(A_log) from 0 to 16; here it starts from 1 to 16.
 
     Args:
         num_heads, head_dim: of the keys; either or neither. By default the largest heads of at most 128 channels that
@@ -51,7 +51,8 @@ class GatedDeltaNet(Mixer):
         expand_v: channels of a head's values relative to those of its keys.
         convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
-        key_norm: l2 or l1. The delta rule is stable only with keys of norm at most one.
+        key_norm: l2 or l1, with 1e-6 under the root (see `longseq.kernels.head_features`). The delta rule is stable
+            only with keys of norm at most one.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
         dt_min, dt_max: range of the first step sizes softplus(dt_bias).
 
@@ -64,6 +65,7 @@ class GatedDeltaNet(Mixer):
     reads_backwards = True
     reads_pairs = True
     undecayed = ("A_log", "dt_bias")
+    revision = 2  # the first had no 1/√K
 
     def __init__(
         self,
@@ -109,9 +111,9 @@ class GatedDeltaNet(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
-        self.init_recurrence()
+        self.reset_parameters()
 
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         draw_decay_rates(self.A_log)
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
@@ -123,14 +125,16 @@ class GatedDeltaNet(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, GatedDeltaNetState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, GatedDeltaNetState | None]:
         convolution, memory = (None, None) if state is None else state
         mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
+        options["output_final_state"] = output_final_state
         if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
         else:
@@ -138,8 +142,8 @@ class GatedDeltaNet(Mixer):
             if self.convolution is not None:
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
-        o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse)
-        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
+        o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse, output_final_state)
+        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
@@ -154,9 +158,9 @@ class GatedDeltaNet(Mixer):
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(
-        self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
+        mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, V]` and the last memory."""
         q, k, v, beta = features
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
@@ -168,13 +172,13 @@ class GatedDeltaNet(Mixer):
             v,
             beta if real is None else beta * real,
             g=g if real is None else g * real,
+            scale=self.key_dim**-0.5,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
@@ -186,7 +190,7 @@ class GatedDeltaNet(Mixer):
         if self.convolution is not None:
             mixed, convolution = self.convolution.step(mixed, convolution)
         q, k, v, beta = self._features(mixed, logits)
-        o, memory = delta_rule_step(q, k, v, beta, memory, g=g, backend=self.step_backend)
+        o, memory = delta_rule_step(q, k, v, beta, memory, g=g, scale=self.key_dim**-0.5, backend=self.step_backend)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longseq.blocks.norm import RMSNorm
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer
 from longseq.mixers.measures import mean_norm, saturation
@@ -38,13 +39,17 @@ class GatedLinearMixer(Mixer):
         v: Tensor,
         g: Tensor,
         memory: Tensor | None,
-        cu_seqlens: Tensor | None,
+        cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None,
         *,
         scale: float = 1.0,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`."""
+        keep: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`.
+
+        The last memory comes with it if it is to be kept.
+        """
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
             k = k * mask[..., None, None]
@@ -55,12 +60,11 @@ class GatedLinearMixer(Mixer):
             g=g if mask is None else g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2)),
             scale=scale,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert final is not None
         self.observe("state_norm", lambda: mean_norm(final))
         return o, final
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.linear import project_pair
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
@@ -70,15 +71,18 @@ class GatedLinearAttention(GatedLinearMixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, MemoryState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, MemoryState | None]:
         q, k, v, gate, rank = self._split(projected)
         g = self._log_decay(self.decay_proj(rank))
         memory = None if state is None else state.memory
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse)
-        return self.read_out(o, gate), MemoryState(memory)
+        o, memory = self.recur(
+            q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
+        )
+        return self.read_out(o, gate), MemoryState(memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate, rank = self._split(projected)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import twice
 from longseq.mixers.registry import register
@@ -23,17 +24,22 @@ class ConstantGate(nn.Module):
     def __init__(self, num_heads: int, num_slots: int) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.empty(num_heads, num_slots))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the logits from a normal distribution: slots with equal gates would stay equal for ever."""
+        nn.init.normal_(self.logits)
 
 
 @register("gsa")
 class GatedSlotAttention(SlotMixer):
     """Attention to M slots, each a moving average of keys and of values with a forget gate of its own.
 
-        q, k, v = φ(W x);   α = sigmoid(W_α x)^{1/τ}
+        q, k = φ(W x);   v = SiLU(W_v x);   α = sigmoid(W_α x)^{1/τ}
         K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not one head.
+    The norm is over all channels, not one head. The activation of v, whatever φ is, is that of the published code.
 
     Args:
         num_heads: a divisor of `d_model`.
@@ -43,7 +49,7 @@ class GatedSlotAttention(SlotMixer):
         feature_map: φ, one of silu, relu, relu_squared, identity.
         activation: f, softmax over the slots, or for each slot alone identity, silu, relu or relu_squared (ablations of
             the paper, table 2).
-        scale: of the scores. The paper has none; 1/√K is usual for softmax.
+        scale: of the scores. Neither the paper nor its code has one; 1/√K is usual for softmax.
 
     Source: Gated Slot Attention for Efficient Linear-Time Sequence Modeling (Zhang et al., 2024), equations 6, 8 and 9.
     """
@@ -71,6 +77,7 @@ class GatedSlotAttention(SlotMixer):
             num_heads=num_heads,
             num_slots=num_slots,
             feature_map=feature_map,
+            value_map="silu",
             activation=activation,
             scale=scale,
             norm_eps=norm_eps,
@@ -79,17 +86,12 @@ class GatedSlotAttention(SlotMixer):
         if gate_temperature <= 0:
             raise ValueError(f"gate_temperature={gate_temperature}, but must be positive; the paper's value is 8")
         self.gate_temperature = gate_temperature
+        self.revision = 1 if feature_map == "silu" else 2  # the first applied φ to v as well
         self.gate = None if data_dependent_gate else ConstantGate(num_heads, num_slots)
-        self.init_recurrence()
-
-    @torch.no_grad()
-    def init_recurrence(self) -> None:
-        if self.gate is not None:
-            self.gate.logits.normal_()  # slots with equal gates would stay equal for ever
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+        reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, None, None]:  # fmt: skip
         g, _, _ = self.write_step(logits, None)
         return g if mask is None else g * mask[..., None, None], None, None

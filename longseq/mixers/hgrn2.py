@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
@@ -22,12 +23,12 @@ from longseq.mixers.registry import register
 class HGRN2(GatedLinearMixer):
     """Linear recurrent network with an outer-product state: what a channel forgets, it takes from the new value.
 
-        f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x))
+        f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x) / √K)
 
     The paper learns b for each channel of each layer, as cumulative softmax over the layers, zero in the first and
-    growing with depth. A mixer knows no other layer: here b is the constant `lower_bound`. Activations, norm and
-    projections without biases are those of flash-linear-attention's layer; the authors' first code has SiLU(v),
-    sigmoid(W_q x), LayerNorm and biases.
+    growing with depth. A mixer knows no other layer: here b is the constant `lower_bound`. Activations, 1/√K with K
+    channels a head, norm and projections without biases are those of flash-linear-attention's layer; the authors' first
+    code has SiLU(v), sigmoid(W_q x), LayerNorm and biases.
 
     Args:
         num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).
@@ -38,6 +39,7 @@ class HGRN2(GatedLinearMixer):
     """
 
     paper = "HGRN2 (arXiv:2404.07904), section 3"
+    revision = 2  # the first had no 1/√K
 
     def __init__(
         self,
@@ -63,23 +65,25 @@ class HGRN2(GatedLinearMixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, MemoryState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, MemoryState | None]:
         q, k, v, g = self._split(projected)
         memory = None if state is None else state.memory
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, reverse=reverse)
-        return self.norm(o.flatten(-2)), MemoryState(memory)
+        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "reverse": reverse, "keep": output_final_state}
+        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, **options)
+        return self.norm(o.flatten(-2)), MemoryState(memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, g = (twice(x) for x in self._split(projected))
-        o, _ = self.recur(q, k, v, g, None, None, twice(mask), reverse="second_half")
+        o, _ = self.recur(q, k, v, g, None, None, twice(mask), scale=self.head_dim**-0.5, reverse="second_half")
         return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
         q, k, v, g = self._split(projected)
-        o, memory = self.recur_step(q, k, v, g, state.memory)
+        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.head_dim**-0.5)
         return self.norm(o.flatten(-2)), MemoryState(memory)
 
     def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> MemoryState:

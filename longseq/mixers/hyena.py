@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.packing import front_places, move, pick, rows_of, unpack_rows
+from longseq.blocks.packing import front_places, move, pack_rows, pick, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.registry import register
+
+LOWEST_BAND = 1e-4  # of the inputs of filters
 
 
 class HyenaState(NamedTuple):
@@ -40,11 +43,12 @@ class Hyena(Mixer):
     starting from z = v. The first of the N convolutions of the definition is the short one, as in the published code,
     and the other N - 1 have implicit filters: a small network of sines of the distance, times an exponential window
 
-        h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbt, sin 2πbt),  t = distance / max_length
+        h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbs, −sin 2πbs)
+        t = distance / (max_length − 1),  s = distance / max_length
 
-    with b = 0 ... filter_bands − 1 and rates α_c spread over the channels, so that the windows fall to 1/100 between
-    `fast_decay` and `slow_decay`. Beyond order 2 they are spread over the channels of all long convolutions, of which
-    the first then has the fast ones. The published code also trains the inputs of f.
+    with b spread from 1e-4 to filter_bands − 1 and rates α_c from slow to fast, so that the windows fall to 1/100
+    between `slow_decay` for the first channel and `fast_decay` for the last. Beyond order 2 the N - 1 filters of a
+    channel have neighbouring rates. The published code also trains the inputs of f.
 
     A token's output depends on the inputs of all tokens before it, so the state keeps them all and grows, and a step
     takes time in proportion to their number.
@@ -52,13 +56,13 @@ class Hyena(Mixer):
     Args:
         order: N.
         convolution_width: taps of the short convolution.
-        max_length: the distance that counts as t = 1. It is a constant and not the length of the input, so that a
-            filter is the same for a sequence, for a part of it and for one token; longer sequences are accepted, with
-            filters continued beyond t = 1. By default the context length of the paper's language models.
+        max_length: tokens over which t runs from 0 to 1, at least 2. It is a constant and not the length of the input,
+            so that a filter is the same for a sequence, for a part of it and for one token; longer sequences are
+            accepted, with filters continued beyond t = 1. By default the context length of the paper's language models.
         filter_width, filter_depth: channels and linear layers of the network f.
         filter_bands: frequencies of its input.
         sine_frequency: initial factor, learned for each channel, in the sine that follows each of its hidden layers.
-        fast_decay, slow_decay: where, in t, the window of the first channel and that of the last fall to 1/100.
+        fast_decay, slow_decay: where, in t, the window of the last channel and that of the first fall to 1/100.
         window_bias: what the windows do not fall below; 0 in the published configuration for The Pile.
 
     Source: Hyena Hierarchy: Towards Larger Convolutional Language Models (Poli et al., 2023), section 3; the sizes of f
@@ -69,6 +73,7 @@ class Hyena(Mixer):
     operations = ("short_convolution",)
     reads_backwards = True
     growing_state = True
+    revision = 2  # the first had fast windows first, b from 0 on, sin for −sin and t = s
 
     def __init__(
         self,
@@ -89,8 +94,8 @@ class Hyena(Mixer):
         super().__init__(d_model, backend=backend)
         if order < 2:
             raise ValueError(f"order={order}: the first long convolution comes with order 2")
-        if max_length < 1:
-            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 1")
+        if max_length < 2:
+            raise ValueError(f"max_length={max_length}: distances are measured in it; at least 2")
         self.order = order
         self.max_length = max_length
         self.in_proj = nn.Linear(d_model, (order + 1) * d_model)
@@ -108,26 +113,30 @@ class Hyena(Mixer):
         )
         self.out_proj = nn.Linear(d_model, d_model)
 
-    def init_recurrence(self) -> None:
-        self.filter.reset_parameters()
+    def reset_parameters(self) -> None:
+        self.filter.reset_parameters()  # a general initialisation may have drawn its layers in another way
 
     def scan(
         self,
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, HyenaState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, HyenaState | None]:
         past = None if state is None else state.convolution
-        mixed, convolution = self.convolution(projected, past, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        if cu_seqlens is not None:
-            mixed, mask = unpack_rows(mixed, cu_seqlens), rows_of(cu_seqlens.to(mixed.device))
+        packing = pack_like(cu_seqlens, projected)
+        mixed, convolution = self.convolution(
+            projected, past, cu_seqlens=packing, mask=mask, reverse=reverse, output_final_state=output_final_state
+        )
+        if packing is not None:
+            mixed, mask = unpack_rows(mixed, packing), rows_of(packing)
         if state is None and mask is None:
             y, inputs = self._convolve(mixed, None, None, reverse)
-            inputs = turn(inputs, reverse)
-            length = torch.full((inputs.shape[0],), inputs.shape[1], device=inputs.device)
+            inputs = [turn(x, reverse) for x in inputs]
+            length = torch.full((y.shape[0],), y.shape[1], device=y.device)
         else:
             real = torch.ones_like(mixed[..., 0], dtype=torch.bool) if mask is None else mask
             start = real.new_zeros(real.shape[0], dtype=torch.long) if state is None else state.length
@@ -135,10 +144,9 @@ class Hyena(Mixer):
             place = turn(front_places(turn(real, reverse), start), reverse)
             y, inputs = self._convolve(mixed * real.unsqueeze(-1), kept, place)
             length = start + real.sum(1)
-        if cu_seqlens is not None:
-            assert mask is not None
-            y = y[mask].unsqueeze(0)
-        return y, HyenaState(convolution, inputs, length)
+        if packing is not None:
+            y = pack_rows(y, packing)
+        return y, HyenaState(convolution, torch.stack(inputs, dim=2), length) if output_final_state else None
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, HyenaState]:
         y, state = self.scan(projected.unsqueeze(1), state)
@@ -151,7 +159,7 @@ class Hyena(Mixer):
 
     def _convolve(
         self, mixed: Tensor, past: Tensor | None, place: Tensor | None, reverse: Reverse = False
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
 
         With `past [B, P, N - 1, d_model]`, token t of row b follows on it at `place[b, t]` of P + T, in the order of
@@ -159,8 +167,9 @@ class Hyena(Mixer):
         """
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
-        filters = self.filter(length, self.max_length, at_least_float32(z).dtype).chunk(self.order - 1, dim=-1)
-        skips = self.filter.skip.chunk(self.order - 1)
+        # The filters of a channel, one for each of its convolutions, stand side by side.
+        filters = self.filter(length, self.max_length, at_least_float32(z).dtype).unflatten(-1, (self.d_model, -1))
+        skips = self.filter.skip.unflatten(-1, (self.d_model, -1)).unbind(-1)
         inputs = []
         for index, gate in enumerate(reversed(gates[1:])):
             own = gate * z
@@ -169,11 +178,11 @@ class Hyena(Mixer):
                 row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
                 row = move(own, place, row)
             inputs.append(row)
-            z = long_convolution(row, filters[index], reverse)
+            z = long_convolution(row, filters[..., index], reverse)
             if place is not None:
                 z = pick(z, place)
             z = (z + skips[index] * own).to(own.dtype)
-        return gates[0] * z, torch.stack(inputs, dim=2)
+        return gates[0] * z, inputs
 
     def scan_flops(self, tokens: int) -> int:
         # Three transforms of twice the length for a channel, and six for the product of two complex numbers.
@@ -241,9 +250,11 @@ class ImplicitFilter(nn.Module):
         """Evaluate the filters at the distances 0 ... `length` - 1."""
         wide = dtype if self.skip.device.type == "mps" else torch.float64  # which mps does not have
         with without_autocast(self.skip):
-            time = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1) / max_length
-            angle = 2 * math.pi * time * torch.arange(self.bands, device=time.device, dtype=wide)
-            h = torch.cat([time, angle.cos(), angle.sin()], dim=-1)
+            distance = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1)
+            time = distance / (max_length - 1)
+            bands = torch.linspace(LOWEST_BAND, self.bands - 1, self.bands, device=time.device, dtype=wide)
+            angle = 2 * math.pi * (distance / max_length) * bands
+            h = torch.cat([time, angle.cos(), -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:
                 h = torch.sin(self.frequency.to(wide) * _apply(layer, h))
@@ -251,9 +262,9 @@ class ImplicitFilter(nn.Module):
             return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
 
     def _rates(self, time: Tensor) -> Tensor:
-        """α of each channel, the fast ones first."""
+        """α of each channel, the slow ones first."""
         fast, slow = (math.log(100) / decay for decay in self.decays)
-        return torch.linspace(fast, slow, self.channels, device=time.device, dtype=time.dtype)
+        return torch.linspace(slow, fast, self.channels, device=time.device, dtype=time.dtype)
 
     def flops(self, length: int) -> int:
         """Count the floating-point operations of the network at so many distances."""

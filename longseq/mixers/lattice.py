@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
-from longseq.blocks.precision import at_least_float32
+from longseq.kernels import map_features
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
 
@@ -98,7 +97,7 @@ class Lattice(CompressionMixer):
 
     def _to_keys(self, k: Tensor) -> Tensor:
         keys = super()._to_keys(k)
-        return functional.normalize(at_least_float32(keys), dim=-1).to(k.dtype) if self.normalize_key else keys
+        return map_features(keys, norm="l2", backend=self.local_backend) if self.normalize_key else keys
 
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         threshold = gamma.new_full(gamma.shape, self.sparsity) if self.sparsity > 0 else None

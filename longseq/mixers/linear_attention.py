@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -64,10 +65,11 @@ class LinearAttention(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, LinearAttentionState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, LinearAttentionState | None]:
         q, k, v = self._features(projected)
         if mask is not None:
             k = k * mask[..., None, None]
@@ -76,14 +78,17 @@ class LinearAttention(Mixer):
             k,
             v,
             initial_state=None if state is None else state.memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(output_final_state),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
+        y = self._normalise(o).flatten(-2).to(projected.dtype)
+        if not output_final_state:
+            return y, None
+        assert memory is not None
+        return y, LinearAttentionState(memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._features(projected)

@@ -10,6 +10,7 @@ from torch import Tensor
 from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.longhorn_pair import TRITON_RANKS
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -64,9 +65,10 @@ class Longhorn(SelectiveMixer):
         return convolution.weight, convolution.bias, self.x_proj.weight, rate.weight, rate.bias, self.D
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: Reverse, backward: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
         self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(
@@ -75,7 +77,7 @@ class Longhorn(SelectiveMixer):
             key,
             beta if mask is None else beta * mask.unsqueeze(-1),
             initial_state=memory,
-            output_final_state=backward is None,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import saturation
@@ -58,9 +59,10 @@ class LonghornExact(SelectiveMixer):
         self.head_dim = head_dim
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: Reverse, backward: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
         strength = self._strength(key, rate)
         if mask is not None:
@@ -71,7 +73,7 @@ class LonghornExact(SelectiveMixer):
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             strength,
             initial_state=memory,
-            output_final_state=backward is None,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,

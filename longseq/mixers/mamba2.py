@@ -13,6 +13,7 @@ from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
@@ -86,10 +87,10 @@ class Mamba2(GatedLinearMixer):
         self.D = nn.Parameter(torch.empty(self.num_heads))
         self.norm = GroupRMSNorm(n_groups, self.inner, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.inner, d_model, bias=False)
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         draw_decay_rates(self.A_log)
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
         self.D.fill_(1.0)
@@ -99,17 +100,20 @@ class Mamba2(GatedLinearMixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, Mamba2State]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, Mamba2State | None]:
         convolution, memory = (None, None) if state is None else state
         z, mixed, rate = self._split(projected)
-        mixed, convolution = self.convolution(mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        mixed, convolution = self.convolution(
+            mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
+        )
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
-        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse)
-        return self._read_out(y, x, z), Mamba2State(convolution, memory)
+        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse, keep=output_final_state)
+        return self._read_out(y, x, z), Mamba2State(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         z, mixed, rate = self._split(projected)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 
-def mean_norm(memory: Tensor) -> Tensor:
-    """Frobenius norm of memories `[..., K, V]`, averaged over batch and heads."""
+def mean_norm(memory: Any) -> Tensor:
+    """Frobenius norm of memories `[..., K, V]`, averaged over batch and heads; a scan that is watched has one."""
     return memory.flatten(-2).norm(dim=-1).mean()
 
 

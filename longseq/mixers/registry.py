@@ -40,6 +40,11 @@ def get(name: str) -> type[Mixer]:
     return _REGISTRY[name]
 
 
+def name_of(mixer: type[Mixer]) -> str | None:
+    """Return the name under which a class is registered, None for one that is not."""
+    return next((name for name, registered in _REGISTRY.items() if registered is mixer), None)
+
+
 def options(name: str) -> dict[str, Any]:
     """Return the keyword options of a mixer's constructor with their defaults."""
     parameters = inspect.signature(get(name)).parameters.values()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.rotary import apply_rotary, count_positions
+from longseq.blocks.rotary import count_positions, find_angles, turn_pairs
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, twice
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
@@ -71,16 +72,25 @@ class RetNet(GatedLinearMixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, RetNetState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, RetNetState | None]:
         memory, start = (None, None) if state is None else state
         positions, following = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
         q, k, v, gate = self._split(projected)
-        q, k, g = self._place(q, k, positions)
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse)
-        return self.read_out(o, gate), RetNetState(memory, following)
+        packing = pack_like(cu_seqlens, projected) if start is None and not reverse else None
+        if packing is None:
+            angles = find_angles(q, positions, self.rotary_base)
+        else:  # from the first token of each sequence: the same in all layers
+            key = ("rotary", q.shape[-1], self.rotary_base, q.dtype)
+            angles = packing.once(key, lambda: find_angles(q, positions, self.rotary_base))
+        q, k, g = self._turn(q, k, *angles)
+        o, memory = self.recur(
+            q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
+        )
+        return self.read_out(o, gate), RetNetState(memory, following) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate = self._split(projected)
@@ -109,10 +119,12 @@ class RetNet(GatedLinearMixer):
 
     def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys turned by their positions, and the log decay `[..., H]`."""
+        return self._turn(q, k, *find_angles(q, positions, self.rotary_base))
+
+    def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
         g = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:-1])
-        q, k = (apply_rotary(x, positions, self.rotary_base) for x in (q, k))
-        return q, k, g
+        return turn_pairs(q, cosine, sine), turn_pairs(k, cosine, sine), g
 
     def scan_flops(self, tokens: int) -> int:
         rotary = 6 * self.d_model  # queries and keys, three for each of their channels

@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -18,6 +19,7 @@ from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 
 DECAY_EXPONENT = 8.0
+TAP_DEVIATION = 0.1  # of the sum of the initial taps
 
 
 class RGLRUState(NamedTuple):
@@ -35,8 +37,11 @@ class RGLRU(Mixer):
         log a = −8 softplus(Λ) r;   h ← a h + sqrt(1 − a²) (i x);   y = W_out (h GELU(z))
 
     I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, one block a
-    head. a starts between 0.9 and 0.999 where r = 1, spread evenly, as the paper has it; in the published code it is
-    a^(1/8) that starts there, and a sequence's first token is not multiplied by the root.
+    head. GELU is the approximation by tanh, as in the published code. So are the initial taps of the convolution, of
+    deviation 0.1 / sqrt(convolution_width), and those of W_a and W_x, one over the root of a block's width, as in the
+    paper (transformers' RecurrentGemma draws these a tenth as large). a starts between 0.9 and 0.999 where r = 1,
+    spread evenly, as the paper has it; in the published code it is a^(1/8) that starts there, and a sequence's first
+    token is not multiplied by the root.
 
     Args:
         width: I; by default the multiple of num_heads next to 4/3 d_model.
@@ -52,6 +57,7 @@ class RGLRU(Mixer):
     reads_backwards = True
     reads_pairs = True
     undecayed = ("decay", "gate_bias")
+    revision = 2  # the first had the exact GELU
 
     def __init__(
         self,
@@ -74,12 +80,15 @@ class RGLRU(Mixer):
         self.gate_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, 2 * self.head_dim))
         self.gate_bias = nn.Parameter(torch.empty(self.num_heads, 2 * self.head_dim))
         self.out_proj = nn.Linear(self.width, d_model)
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         decay = torch.empty_like(self.decay).uniform_(0.9, 0.999)
         self.decay.copy_(torch.expm1(-decay.log() / DECAY_EXPONENT).log())  # the inverse of softplus
+        self.convolution.weight.normal_(std=TAP_DEVIATION * self.convolution.width**-0.5)
+        assert self.convolution.bias is not None
+        self.convolution.bias.zero_()
         self.gate_weight.normal_(std=self.head_dim**-0.5)
         self.gate_bias.zero_()
 
@@ -88,18 +97,23 @@ class RGLRU(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, RGLRUState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, RGLRUState | None]:
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        x, convolution = self.convolution(
+            x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
+        )
         gates = self._gates(x, self.gate_weight, self.gate_bias)
         self.observe("gate_saturation", lambda: saturation(gates, mask))
-        h, memory = self._recur(*self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse)
+        h, memory = self._recur(
+            *self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse, keep=output_final_state
+        )
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(h, branch), RGLRUState(convolution, memory)
+        return self._gate(h, branch), RGLRUState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, branch = projected.chunk(2, dim=-1)
@@ -111,9 +125,9 @@ class RGLRU(Mixer):
         return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
 
     def _recur(
-        self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
+        mask: Tensor | None, reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """h `[B, T, H, I / H]` and the last memory."""
         if mask is not None:
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
@@ -124,12 +138,11 @@ class RGLRU(Mixer):
             update,
             g_value=decay,
             initial_state=memory,
-            output_final_state=True,
+            output_final_state=self.needs_state(keep),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         return h, memory
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RGLRUState]:
@@ -161,7 +174,7 @@ class RGLRU(Mixer):
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _gate(self, h: Tensor, branch: Tensor) -> Tensor:
-        return h.flatten(-2).to(branch.dtype) * functional.gelu(branch)
+        return h.flatten(-2).to(branch.dtype) * functional.gelu(branch, approximate="tanh")
 
     def scan_flops(self, tokens: int) -> int:
         gates = 2 * self.gate_weight.numel()

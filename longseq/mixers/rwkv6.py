@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, short_convolution
+from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -84,10 +85,10 @@ class RWKV6(Mixer):
         self.bonus = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
         self.norm = nn.GroupNorm(self.num_heads, d_model, eps=norm_eps)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         depth = 0.5  # of the layer in the network, from 0 to 1
         place = torch.linspace(0, 1, self.d_model + 1)[:-1]  # of the channel
         plain = 1 - place ** (1 - depth)
@@ -111,31 +112,38 @@ class RWKV6(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, RWKV6State]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, RWKV6State | None]:
         shift, memory = (None, None) if state is None else state
-        previous, shift = short_convolution(
+        packing = pack_like(cu_seqlens, projected)
+        keep = self.needs_state(output_final_state)
+        previous, latest = short_convolution(
             projected,
             _previous_tap(projected),
             initial_state=shift,
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+            cu_seqlens=packing,
             mask=mask,
             reverse=reverse,
             backend=self.backend,
         )
-        assert shift is not None
         r, k, v, decay, gate = self._project(projected, previous)
         self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
         if mask is not None:
             k, decay = k * mask[..., None, None], decay * mask[..., None, None]
-        o, memory = self._recur(r, k, v, decay, memory, cu_seqlens, reverse)
-        r_last, k_last, v_last, decay_last = (_latest(x, cu_seqlens, reverse) for x in (r, k, v, decay))
-        _, memory = linear_attention_step(r_last, k_last, v_last, memory, g=decay_last, backend=self.step_backend)
-        self.observe("state_norm", lambda: mean_norm(memory))
-        return self._read_out(o, r, k, v, gate), RWKV6State(shift, memory)
+        o, memory = self._recur(r, k, v, decay, memory, packing, reverse, keep)
+        if keep:
+            r_last, k_last, v_last, decay_last = (_latest(x, packing, reverse) for x in (r, k, v, decay))
+            _, memory = linear_attention_step(r_last, k_last, v_last, memory, g=decay_last, backend=self.step_backend)
+            self.observe("state_norm", lambda: mean_norm(memory))
+        y = self._read_out(o, r, k, v, gate)
+        if not output_final_state:
+            return y, None
+        assert latest is not None
+        return y, RWKV6State(latest, memory)
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if backward is self:  # all rows are projected at once
@@ -169,27 +177,26 @@ class RWKV6(Mixer):
         return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
     def _recur(
-        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        reverse: Reverse,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1}.
+        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, packing: Packing | None,
+        reverse: Reverse, keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if it is to be kept.
 
         Each token reads what the one before it has left: keys, values and decays go one token later into the operation,
         and those of the last token do not.
         """
-        first = None if cu_seqlens is None else _first_places(cu_seqlens.to(r.device, torch.long), reverse)
+        first = None if packing is None else _first_places(packing, reverse)
         o, memory = linear_attention(
             r,
             _later(k, first, reverse),
             _later(v, first, reverse),
             g=_later(decay, first, reverse),
             initial_state=memory,
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            output_final_state=keep,
+            cu_seqlens=packing,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
         return o, memory
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -234,22 +241,21 @@ def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
         return torch.cat((_later(ahead, None, False), _later(behind, None, True)))
     zeros = torch.zeros_like(x[:, :1])
     x = torch.cat([x[:, 1:], zeros] if reverse else [zeros, x[:, :-1]], dim=1)
-    return x if first is None else x.index_fill(1, first, 0)
+    return x if first is None else x.masked_fill(first.view(-1, *[1] * (x.dim() - 2)), 0)
 
 
-def _latest(x: Tensor, cu_seqlens: Tensor | None, reverse: Reverse) -> Tensor:
+def _latest(x: Tensor, packing: Packing | None, reverse: Reverse) -> Tensor:
     """The token of each sequence of `x [B, T, ...]` that is read last; zeros where a packed sequence is empty."""
     if reverse == "second_half":
         ahead, behind = halves(x)
         return torch.cat((ahead[:, -1], behind[:, 0]))
-    if cu_seqlens is None:
+    if packing is None:
         return x[:, 0] if reverse else x[:, -1]
-    cu_seqlens = cu_seqlens.to(x.device)
-    place = cu_seqlens[:-1] if reverse else cu_seqlens[1:] - 1
+    place = packing.cu_seqlens[:-1] if reverse else packing.cu_seqlens[1:] - 1
     latest = x[0, place.clamp(0, x.shape[1] - 1)]
-    return latest * (cu_seqlens.diff() > 0).view(-1, *[1] * (latest.dim() - 1))
+    return latest.masked_fill((packing.lengths == 0).view(-1, *[1] * (latest.dim() - 1)), 0)
 
 
-def _first_places(cu_seqlens: Tensor, reverse: Reverse) -> Tensor:
-    """Where packed sequences are read first, but for empty ones."""
-    return (cu_seqlens[1:] - 1 if reverse else cu_seqlens[:-1])[cu_seqlens.diff() > 0]
+def _first_places(packing: Packing, reverse: Reverse) -> Tensor:
+    """Mark the tokens `[T]` that are read first in their sequence."""
+    return packing.positions == (packing.lengths[packing.sequence] - 1 if reverse else 0)

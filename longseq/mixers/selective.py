@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear, project_pair
 from longseq.kernels import silu_product
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.measures import mean_norm
@@ -67,13 +68,18 @@ class SelectiveMixer(Mixer):
         self.D = nn.Parameter(torch.ones(self.inner))
         self.out_proj = nn.Linear(self.inner, d_model, bias=False)
 
+    def reset_parameters(self) -> None:
+        """Set the skip D to one."""
+        nn.init.ones_(self.D)
+
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, cu_seqlens: Tensor | None,
-        mask: Tensor | None, reverse: Reverse, backward: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`.
 
-        With `backward`, the second half of the rows is that mixer's, and no memory is returned.
+        With `backward`, the second half of the rows is that mixer's. The last memory is returned if it is to be kept.
         """
         raise NotImplementedError
 
@@ -86,17 +92,19 @@ class SelectiveMixer(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, SelectiveState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, SelectiveState | None]:
         convolution, memory = (None, None) if state is None else state
         x, gate = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
-        y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask, reverse)
-        assert memory is not None
+        x, convolution = self.convolution(
+            x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
+        )
+        y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask, reverse, keep=output_final_state)
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory)
+        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, gate = projected.chunk(2, dim=-1)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import Mixer, memory_dtype, twice
@@ -36,11 +37,11 @@ class SlotState(NamedTuple):
 class SlotMixer(Mixer):
     """Frame of GSA and ABC: attention to M slots, which a subclass says how to write.
 
-        q, k, v = φ(W x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
+        q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not one head. `gate_width` is how many channels of the input projection the gates
-    read. The options are those of the mixers.
+    The norm is over all channels, not one head. `value_map` is ψ, and `gate_width` how many channels of the input
+    projection the gates read. The options are those of the mixers.
     """
 
     reads_backwards: ClassVar[bool] = True
@@ -54,6 +55,7 @@ class SlotMixer(Mixer):
         num_heads: int,
         num_slots: int,
         feature_map: str,
+        value_map: str,
         activation: str,
         scale: float,
         norm_eps: float,
@@ -69,6 +71,7 @@ class SlotMixer(Mixer):
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, None, preferred=1)
         self.num_slots = num_slots
         self.feature_map = feature_map
+        self.value_map = value_map
         self.activation = activation
         self.scale = scale
         self.gate_width = gate_width
@@ -77,8 +80,8 @@ class SlotMixer(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None,
-        reverse: Reverse,
+        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
+        reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Log α and w `[B, T, H, M]`, w None where it is 1 - α, and the normalisers, from `gate_width` channels."""
         raise NotImplementedError
@@ -96,13 +99,14 @@ class SlotMixer(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, SlotState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, SlotState | None]:
         q, k, v, logits = self._split(projected)
         normalizer = None if state is None else state.normalizer
-        g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse)
+        g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse, output_final_state)
         o, memory = slot_attention(
             q,
             k,
@@ -112,15 +116,15 @@ class SlotMixer(Mixer):
             scale=self.scale,
             activation=self.activation,
             initial_state=None if state is None else (state.keys, state.values),
-            output_final_state=True,
+            output_final_state=self.needs_state(output_final_state),
             cu_seqlens=cu_seqlens,
             reverse=reverse,
             backend=self.backend,
         )
-        assert memory is not None
-        self.observe("state_norm", lambda: mean_norm(torch.cat(memory, -1)))
+        last: Any = memory
+        self.observe("state_norm", lambda: mean_norm(torch.cat(last, -1)))
         self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
-        return self._read_out(o), SlotState(*memory, normalizer)
+        return self._read_out(o), SlotState(last[0], last[1], normalizer) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)
@@ -160,10 +164,10 @@ class SlotMixer(Mixer):
         return SlotState(slots, slots.clone(), None)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mixed, logits = projected.split([3 * self.d_model, self.gate_width], dim=-1)
-        mixed = FEATURE_MAPS[self.feature_map](mixed)
-        q, k, v = mixed.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        return q, k, v, at_least_float32(logits)
+        mixed, v, logits = projected.split([2 * self.d_model, self.d_model, self.gate_width], dim=-1)
+        mixed, v = FEATURE_MAPS[self.feature_map](mixed), FEATURE_MAPS[self.value_map](v)
+        q, k = mixed.unflatten(-1, (2 * self.num_heads, self.head_dim)).chunk(2, dim=-2)
+        return q, k, v.unflatten(-1, (self.num_heads, self.head_dim)), at_least_float32(logits)
 
     def _read_out(self, o: Tensor) -> Tensor:
         return self.norm(functional.silu(o.flatten(-2)))

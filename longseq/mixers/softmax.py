@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from longseq.blocks.rotary import apply_rotary, count_positions
+from longseq.blocks.rotary import count_positions, find_angles, turn_pairs
+from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import Mixer
 from longseq.mixers.heads import choose_heads
 
@@ -48,9 +49,10 @@ class SoftmaxMixer(Mixer):
         rotary_base: float,
         backend: str,
     ) -> None:
-        if backend not in ("auto", "torch"):
+        if backend not in ("auto", "torch", "varlen"):
             raise ValueError(
-                f"attention runs on torch's scaled_dot_product_attention, not on backend={backend!r}; use auto or torch"
+                f"attention runs on torch's scaled_dot_product_attention, not on backend={backend!r}; use auto or "
+                "torch, or varlen for torch's varlen_attn over packed sequences"
             )
         super().__init__(d_model, backend=backend)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
@@ -68,17 +70,24 @@ class SoftmaxMixer(Mixer):
         self.out_proj = nn.Linear(d_model, d_model)
 
     def scan(
-        self, projected: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+        self,
+        projected: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
     ) -> tuple[Tensor, KeyValueState | None]:
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
+        packing = pack_like(cu_seqlens, projected)
         positions, length = None, None
-        if self.causal or self.rotary or cu_seqlens is not None:  # else nobody asks for them
+        if self.causal or self.rotary:  # else nobody asks for them
             start = None if state is None else state.length
-            positions, length = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask)
-        q, k, v = self._heads(projected, positions)
-        o, kept = self._attend(q, k, v, state, cu_seqlens, mask)
-        if not self.causal:
+            positions, length = count_positions(projected, start, cu_seqlens=packing, mask=mask)
+        q, k, v = self._heads(projected, positions, packing if state is None else None)
+        o, kept = self._attend(q, k, v, state, packing, mask, output_final_state and self.causal)
+        if kept is None:
             return o.flatten(-2), None
         assert length is not None
         return o.flatten(-2), KeyValueState(*kept, length)
@@ -95,16 +104,25 @@ class SoftmaxMixer(Mixer):
         k: Tensor,
         v: Tensor,
         state: KeyValueState | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing | None,
         mask: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Attend with `q [B, T, H, D]` and `k, v [B, T, G, D]`; returns `[B, T, H, D]`, and keys and values to keep."""
+        keep: bool,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Attend with `q [B, T, H, D]` and `k, v [B, T, G, D]`: `[B, T, H, D]`, and keys and values if any are kept."""
         raise NotImplementedError
 
-    def _heads(self, projected: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, projected: Tensor, positions: Tensor | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
         if self.rotary:
-            assert positions is not None
-            q, k = (apply_rotary(x, positions, self.rotary_base) for x in (q, k))
+            places, base = positions, self.rotary_base
+            assert places is not None
+            if packing is None:
+                angles = find_angles(q, places, base)
+            else:  # from the first token of each sequence: the same in all layers
+                key = ("rotary", self.head_dim, base, q.dtype)
+                angles = packing.once(key, lambda: find_angles(q, places, base))
+            q, k = (turn_pairs(x, *angles) for x in (q, k))
         return q, k, v

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, twice
 from longseq.mixers.heads import choose_heads
@@ -42,8 +43,9 @@ class VLA(Mixer):
         A ← A − (A u)(A u)ᵀ / (1 + uᵀ A u);   A ← A + refresh I every `refresh_period` tokens
         α̂ = A k̂ / ‖A k̂‖;   S ← S + α̂ (v − Sᵀ k̂)ᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / max(zᵀ φ(q), eps))
 
-    A starts as I / λ0, each head has its own W_u `[K, K]`. The paper has no convolution and no positions; to compare
-    the layer with others that have a short convolution, give it one of width 4.
+    A starts as I / λ0, each head has its own W_u `[K, K]`. The norm of W_u k has 1e-6 under its root, as those of the
+    delta rule's keys; the paper names no such number. The paper has no convolution and no positions; to compare the
+    layer with others that have a short convolution, give it one of width 4.
 
     No eigenvalue of the step I − α̂ k̂ᵀ is above one in size, but its spectral norm is above one wherever α̂ is not k̂ (see
     `variational_linear_attention`): gradients can grow along the recurrence, which the paper's Corollary 1 denies.
@@ -107,10 +109,10 @@ class VLA(Mixer):
         shape = (self.num_heads, self.head_dim, self.head_dim)
         self.penalty = nn.Parameter(torch.empty(shape)) if update_penalty else None
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_recurrence()
+        self.reset_parameters()
 
     @torch.no_grad()
-    def init_recurrence(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw W_u as `nn.Linear` draws its weight."""
         if self.penalty is not None:
             bound = 1 / math.sqrt(self.head_dim)
@@ -121,14 +123,17 @@ class VLA(Mixer):
         projected: Tensor,
         state: Any = None,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         reverse: Reverse = False,
-    ) -> tuple[Tensor, VLAState]:
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, VLAState | None]:
         convolution = None if state is None else state.convolution
         reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         if self.convolution is not None:
-            projected, convolution = self.convolution(projected, convolution, **reading)
+            projected, convolution = self.convolution(
+                projected, convolution, output_final_state=output_final_state, **reading
+            )
         q, k, v, u = self._features(projected)
         o, memory = variational_linear_attention(
             q,
@@ -138,14 +143,13 @@ class VLA(Mixer):
             **self._options(),
             **reading,
             initial_state=None if state is None else tuple(state[1:]),
-            output_final_state=True,
+            output_final_state=self.needs_state(output_final_state),
             backend=self.backend,
         )
-        assert memory is not None
-        state = VLAState(convolution, *memory)
-        self.observe("state_norm", lambda: mean_norm(state.memory))
-        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(state.inverse))
-        return o.flatten(-2), state
+        last: Any = memory
+        self.observe("state_norm", lambda: mean_norm(last[0]))
+        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(last[1]))
+        return o.flatten(-2), VLAState(convolution, *last) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:

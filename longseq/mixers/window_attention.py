@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.blocks.attention import attend_nearby, attend_window
-from longseq.blocks.packing import front_places, move, pick
+from longseq.blocks.packing import front_places, last_tokens, move, pick
+from longseq.kernels.packed_attention import packed_attention
+from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
+from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 from longseq.mixers.base import memory_dtype
 from longseq.mixers.registry import register
@@ -78,12 +80,20 @@ class WindowAttention(SoftmaxMixer):
         k: Tensor,
         v: Tensor,
         state: KeyValueState | None,
-        cu_seqlens: Tensor | None,
+        packing: Packing | None,
         mask: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if _known(q.shape[1]) and state is None and mask is None and cu_seqlens is None:
-            return attend_nearby(q, k, v, self.window, self.causal), (self._latest(k), self._latest(v))
-        if cu_seqlens is not None:
+        keep: bool,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if packing is not None and state is None:
+            o = packed_attention(q, k, v, packing, causal=self.causal, window=self.window, backend=self.backend)
+            if not keep:
+                return o, None
+            key, value = (last_tokens(x, packing, self.window - 1).to(memory_dtype(x.dtype)) for x in (k, v))
+            return o, (key, value)
+        if _known(q.shape[1]) and state is None and mask is None:
+            o = attend_nearby(q, k, v, self.window, self.causal)
+            return o, (self._latest(k), self._latest(v)) if keep else None
+        if packing is not None:
             mask = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)  # what unpacking puts behind them is not
         o, kept = run_recurrence(
             self._attend_rows,
@@ -92,10 +102,10 @@ class WindowAttention(SoftmaxMixer):
             lambda rows, dtype: self.initial_state(rows, q.device, dtype),
             output_dtype=v.dtype,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=packing,
             unpack=run_padded,
         )
-        return o, (kept.key, kept.value)
+        return o, (kept.key, kept.value) if keep else None
 
     def _latest(self, x: Tensor) -> Tensor:
         """The last `window` - 1 of the tokens `x [B, T, G, D]` as the state keeps them."""

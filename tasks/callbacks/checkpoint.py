@@ -102,6 +102,8 @@ class LastCheckpoint(Checkpoint):
         if self._resume_point is not None and alone and not isinstance(exception, NonFiniteError):
             self._interrupted = True
             self._save(trainer)
+        if not self.path.exists() and isinstance(exception, SIGTERMException) and trainer.is_global_zero:
+            print("stopped before the first update; nothing is saved", file=sys.stderr)
         if self.path.exists() and trainer.is_global_zero:
             remedy = "the same command with resume=true continues there"
             if isinstance(exception, NonFiniteError):

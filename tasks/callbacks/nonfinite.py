@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from longseq.tasks.callbacks.updates import updated
 
@@ -19,6 +19,9 @@ class NonFiniteStop(Callback):
     Every update is examined on the device; the verdict is read, which waits for the device, every `every_n_steps`
     updates, before a checkpoint is written and at the end of an epoch. So no checkpoint holds a non-finite weight.
     Under a loss scaler (trainer.precision=16-mixed) gradients are not judged.
+
+    Of several processes each judges its own loss and what it holds of sharded parameters. They read one verdict, which
+    names the ranks, and stop together.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -43,7 +46,7 @@ class NonFiniteStop(Callback):
         # While a loss scaler (16-mixed) settles, infinite gradients are usual, and it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         gradients = [] if scaled else [parameter.grad for parameter in parameters]
-        sizes = torch.stack([self._loss.float(), *_norms(parameters), *_norms(gradients)])
+        sizes = torch.stack([_own(self._loss).float(), *_norms(parameters), *_norms(gradients)])
         bad = ~torch.isfinite(sizes)
         if self._first_step is None or self._verdict is None or self._verdict.shape != bad.shape:
             self._names = [name for name, _ in named]
@@ -66,34 +69,60 @@ class NonFiniteStop(Callback):
         self.check()
 
     def check(self) -> None:
-        """Raise NonFiniteError if an update so far was bad. Waits for the device."""
+        """Raise NonFiniteError if an update was bad, in any process. Waits for the device, and for the others."""
         if self._first_step is None or self._verdict is None:
             return
-        step = int(self._first_step)
-        if step < 0:
+        steps = _of_all_ranks(self._first_step)
+        if int(steps.max()) < 0:
             return
+        step = int(steps[steps >= 0].min())
         self._first_step = None
-        count = len(self._names)
-        loss, parameters, gradients = self._verdict.tensor_split([1, 1 + count])
+        verdicts = _of_all_ranks(self._verdict) & (steps == step).unsqueeze(1)  # later ones are consequences
+        loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(self._names)], dim=1)
+        culprit, ranks = self._culprit(loss.squeeze(1), parameters, gradients)
         raise NonFiniteError(
-            f"training diverged at step {step}: {self._culprit(bool(loss), parameters, gradients)}; lower "
+            f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; lower "
             f"recipe.learning_rate, set recipe.gradient_clip=1.0, or train with trainer.precision=32-true"
         )
 
-    def _culprit(self, loss: bool, parameters: Tensor, gradients: Tensor) -> str:
+    def _culprit(self, loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
+        """What went first, and in which ranks: `[ranks]`; the verdicts are `[ranks]`, `[ranks, parameters]` twice."""
         if bool(parameters.any()):
-            return f"parameter {self._names[int(parameters.nonzero()[0])]} went non-finite first"
+            index = int(parameters.any(0).nonzero()[0])
+            return f"parameter {self._names[index]} went non-finite first", parameters[:, index]
         # The backward pass runs from the output to the input, so the last of the bad gradients was the first to go.
-        name = self._names[int(gradients.nonzero()[-1])] if bool(gradients.any()) else None
-        if loss:
+        index = int(gradients.any(0).nonzero()[-1]) if bool(gradients.any()) else -1
+        name = self._names[index] if index >= 0 else None
+        if bool(loss.any()):
             reached = f", and its gradient reached parameter {name} first" if name else ""
-            return f"the loss went non-finite first while every parameter was finite{reached}"
-        return f"the gradient of parameter {name} went non-finite first while the loss was finite"
+            return f"the loss went non-finite first while every parameter was finite{reached}", loss
+        return f"the gradient of parameter {name} went non-finite first while the loss was finite", gradients[:, index]
 
 
 def _backbone_parameters(module: LightningModule) -> list[tuple[str, nn.Parameter]]:
     return [(name.removeprefix("backbone."), parameter) for name, parameter in module.named_parameters()]
 
 
+def _own(tensor: Any) -> Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+
+
 def _norms(tensors: list[Any]) -> list[Tensor]:
-    return [norm.float() for norm in torch._foreach_norm(tensors)] if tensors else []
+    return [norm.float() for norm in torch._foreach_norm([_own(x) for x in tensors])] if tensors else []
+
+
+def _of_all_ranks(x: Tensor) -> Tensor:
+    """`x [...]` of each process, `[ranks, ...]`."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return x.unsqueeze(0)
+    parts = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, x)
+    return torch.stack(parts)
+
+
+def _name_ranks(bad: Tensor) -> str:
+    if bad.numel() == 1:
+        return ""
+    ranks = bad.nonzero().flatten().tolist()
+    return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(map(str, ranks))}"

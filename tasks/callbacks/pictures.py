@@ -16,13 +16,21 @@ from longseq.tasks.image.transforms import denormalize
 RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)
 
+SMALLEST_TILE, LARGEST_TILE = 96, 128  # pixels of an image in a grid
+
 
 class SamplePredictions(Callback):
-    """Adds `val/samples`: images of the first validation batch, captioned with the predicted and the true class."""
+    """Adds `val/samples`: images of the first validation batch, captioned with the predicted and the true class.
 
-    def __init__(self, count: int = 16, every_n_epochs: int = 1) -> None:
+    A run gets about `pictures` of them, at equal distances, each of `count` images of at most 128 pixels: its event
+    files stay small whatever the number of epochs and the size of images.
+    """
+
+    def __init__(self, count: int = 16, pictures: int = 20) -> None:
+        if count < 1 or pictures < 1:
+            raise ValueError(f"callbacks.samples: count={count} and pictures={pictures} must be at least 1")
         self.count = count
-        self.every_n_epochs = every_n_epochs
+        self.pictures = pictures
 
     def on_validation_batch_end(
         self,
@@ -33,7 +41,7 @@ class SamplePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        due = batch_idx == 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        due = batch_idx == 0 and self._is_due(trainer.current_epoch + 1, trainer.max_epochs)
         board = _board(trainer)
         if not due or not trainer.is_global_zero or board is None or outputs is None:
             return
@@ -43,6 +51,12 @@ class SamplePredictions(Callback):
         predicted = outputs[: self.count].argmax(dim=1).tolist()
         picture = draw_predictions(pixels, predicted, targets[: self.count].tolist(), info.class_names)
         board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
+
+    def _is_due(self, epoch: int, epochs: int | None) -> bool:
+        """Whether the n-th epoch gets a picture; of a run without an end those of 1, 2, 4, 8, ... do."""
+        if epochs is None or epochs < 1:
+            return epoch & (epoch - 1) == 0
+        return epoch % math.ceil(epochs / self.pictures) == 0
 
 
 class ConfusionMatrix(Callback):
@@ -74,14 +88,15 @@ def draw_predictions(
     pixels: Tensor, predicted: Sequence[int], true: Sequence[int], class_names: Sequence[str]
 ) -> Tensor:
     """A grid of captioned images, uint8 [3, H, W], from pixels [N, C, h, w] in [0, 1]."""
-    side, caption = max(96, pixels.shape[-1]), 14
+    side, caption = min(LARGEST_TILE, max(SMALLEST_TILE, pixels.shape[-1])), 14
     columns = math.ceil(math.sqrt(len(pixels)))
     rows = math.ceil(len(pixels) / columns)
     canvas = Image.new("RGB", (columns * (side + 4), rows * (side + caption + 4)), "white")
     draw = ImageDraw.Draw(canvas)
     for i, image in enumerate(pixels):
         left, top = (i % columns) * (side + 4) + 2, (i // columns) * (side + caption + 4) + 2
-        tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), Image.Resampling.NEAREST)
+        resampling = Image.Resampling.NEAREST if side >= image.shape[-1] else Image.Resampling.BOX
+        tile = to_pil_image(image.clamp(0, 1)).convert("RGB").resize((side, side), resampling)
         canvas.paste(tile, (left, top))
         right = predicted[i] == true[i]
         text = class_names[predicted[i]] if right else f"{class_names[predicted[i]]} (is {class_names[true[i]]})"

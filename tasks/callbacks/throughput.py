@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.callbacks.updates import updated
+
+_KEY = "throughput"
 
 
 class Throughput(Callback):
@@ -15,7 +18,8 @@ class Throughput(Callback):
     `log_every_n_steps` updates; `unit` is what the samples are called.
 
     The clock runs while a batch is fetched and trained on, not during validation and checkpoints. The device is waited
-    for once per logged window. `rate` (samples per second) and `data_wait_ms` hold the means over the whole run.
+    for once per logged window. `rate` (samples per second) and `data_wait_ms` hold the means over the whole run, also
+    over what of it came before a resume.
     """
 
     def __init__(self, unit: str = "images") -> None:
@@ -24,6 +28,7 @@ class Throughput(Callback):
         self._window = _Window()
         self._run = _Window()
         self._batch_started = 0.0
+        self._first_window_is_over = False
 
     @property
     def rate(self) -> float | None:
@@ -38,6 +43,14 @@ class Throughput(Callback):
             # Lightning marks the fetching of a batch for its profilers and for no callback.
             self._clock = _FetchClock(trainer.profiler)  # type: ignore[attr-defined]
             trainer.profiler = self._clock  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_KEY] = vars(self._run).copy()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Lightning calls this also before the test, for the best checkpoint.
+        if trainer.state.fn == TrainerFn.FITTING:
+            vars(self._run).update(checkpoint.get(_KEY, {}))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._clock is not None
@@ -64,8 +77,9 @@ class Throughput(Callback):
                 step=trainer.global_step - 1,
             )
         # The first window holds the start of the workers and of the kernels.
-        if self._run.batches > 0 or trainer.global_step > every:
+        if self._first_window_is_over:
             self._run.merge(self._window)
+        self._first_window_is_over = True
         self._window = _Window()
 
 

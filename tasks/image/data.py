@@ -20,11 +20,13 @@ from longseq.tasks.image.sources import (
     Split,
     Splits,
     cifar10,
+    classes_at_hand,
     digits,
     fashion_mnist,
     held_out_split,
     is_stream,
     open_stream,
+    require_readable,
     timm_splits,
 )
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
@@ -131,6 +133,15 @@ class ImageDataModule(LightningDataModule):
             splits = self._splits = self._splits or self._open_splits()
             sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
             class_names = splits.train.source.class_names
+            self._require_two_classes(splits.train)
+            require_readable(splits.validation, "validation")
+            if splits.test is not splits.validation:
+                require_readable(splits.test, "test")
+        if len(class_names) == 1 or self.num_classes == 1:
+            raise ValueError(
+                f"{self.root or self.source} has one class alone ({''.join(class_names) or '0'}), and nothing to tell "
+                "apart: give a folder with one folder per class"
+            )
         if self.num_classes is not None and self.num_classes < len(class_names):
             raise ValueError(
                 f"data.num_classes={self.num_classes} is less than the {len(class_names)} classes of the data: "
@@ -160,9 +171,18 @@ class ImageDataModule(LightningDataModule):
                 own = list(class_names) if numbered else held_out.source.class_names
                 self._splits = Splits(Split(held_out.source, held_out.indices[:0]), held_out, held_out)
                 self._info = self._describe(own, {split: len(held_out)})
+                require_readable(held_out, split)
                 return
         self.prepare_data()
         self.setup()
+
+    def _require_two_classes(self, train: Split) -> None:
+        present = classes_at_hand(train)
+        if present is not None and len(present) < 2:
+            raise ValueError(
+                f"the training images of {train.source.label} are of one class alone, "  # type: ignore[attr-defined]
+                f"{train.source.class_names[present[0]]}, and there is nothing to tell apart: add images of another"
+            )
 
     def _describe(self, class_names: list[str], sizes: dict[str, int | None]) -> DataInfo:
         class_names = class_names + [str(index) for index in range(len(class_names), self.num_classes or 0)]

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.shared_count import SharedCount
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
+from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sampler import Draw
-from longseq.tasks.image.sources import UNREADABLE, Split, first_line
+from longseq.tasks.image.sources import Split, first_line
 from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.seeds import derive_seed
 
@@ -137,7 +138,9 @@ class EvaluationBatches(Dataset[Batch]):
 
 
 class StreamBatches(IterableDataset[Batch]):
-    """Batches of a timm IterableImageDataset, in its own order; a stream cannot count or name unreadable images.
+    """Batches of a timm IterableImageDataset, in its own order.
+
+    A stream leaves out what it cannot decode without counting it; images without a range are named by their place.
 
     Training yields full batches only. Evaluation gives each rank every `world_size`-th image of the whole stream: all
     ranks read it, so that none is seen twice or left out.
@@ -168,38 +171,44 @@ class StreamBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         images: list[Tensor] = []
         targets: list[int] = []
+        failures: list[Failure] = []
         worker = get_worker_info()
         key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
         for count, (image, target) in enumerate(self.dataset):
             if not self.training and count % self.world_size != self.rank:
+                continue
+            try:
+                image = in_eight_bits(upright(image))
+            except UNREADABLE as error:
+                failures.append(Failure(f"image {count} of the stream", first_line(error)))
                 continue
             with preserved_random_state():
                 seed_everything(derive_seed(*key, count))
                 images.append(self.transform(image))
             targets.append(int(target))
             if len(images) == self.batch_size:
-                yield Batch(torch.stack(images), torch.tensor(targets), [])
-                images, targets = [], []
+                yield Batch(torch.stack(images), torch.tensor(targets), failures)
+                images, targets, failures = [], [], []
         if images and not self.training:
-            yield Batch(torch.stack(images), torch.tensor(targets), [])
+            yield Batch(torch.stack(images), torch.tensor(targets), failures)
 
 
 class ImageFiles(Dataset[tuple[Tensor | None, str]]):
     """The image files of a folder (all levels) or one file, in the order of their paths, prepared for a model.
 
-    Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged). ValueError where there are
-    no images.
+    Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged); `passed_over` are the files
+    of the folder that are no images by their endings, or hidden. ValueError where there are no images.
     """
 
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
         if not root.exists():
             raise ValueError(f"input={path} does not exist: give an image file or a folder of images")
-        endings = get_img_extensions(as_set=True)
-        files = [root] if root.is_file() else (f for f in root.rglob("*") if f.suffix.lower() in endings)
-        self.paths = sorted(str(file) for file in files)
+        found = Found([str(root)], []) if root.is_file() else find_images(str(root))
+        self.paths, self.passed_over = sorted(found.images), found.passed_over
         if not self.paths:
-            raise ValueError(f"input={path} holds no images: the endings looked for are {', '.join(sorted(endings))}")
+            endings = ", ".join(sorted(image_endings()))
+            raise ValueError(f"input={path} holds no images: the endings looked for are {endings}")
         self.transform = evaluation_transform(info)
         self.shape = (info.in_chans, info.img_size, info.img_size)
 
@@ -209,8 +218,7 @@ class ImageFiles(Dataset[tuple[Tensor | None, str]]):
     def __getitem__(self, index: int) -> tuple[Tensor | None, str]:
         path = self.paths[index]
         try:
-            with Image.open(path) as image:
-                return self.transform(image), path
+            return self.transform(decode(path)), path
         except UNREADABLE as error:
             _log.warning("skipped unreadable image %s (%s)", path, first_line(error))
             return None, path

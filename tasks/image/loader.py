@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from longseq.tasks.image.datasets import Batch, Failure, StreamBatches
 from longseq.tasks.image.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.processes import prepare_data_worker
 
 
 class BatchLoader(DataLoader[Batch]):
@@ -36,6 +37,7 @@ class BatchLoader(DataLoader[Batch]):
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             collate_fn=_as_it_is,
+            worker_init_fn=prepare_data_worker if num_workers else None,
             generator=torch.Generator(),  # keeps the loader from drawing its workers' seed from the global generator
         )
         self._report = report

@@ -29,8 +29,8 @@ class ImageClassifier(TrainedModule):
         backbone: nn.Module,
         *,
         num_classes: int,
-        optimizer: Callable[..., torch.optim.Optimizer],
-        schedule: Callable[..., tuple[Any, int]],
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
+        schedule: Callable[..., tuple[Any, int]] | None,
         learning_rate: float,
         epochs: int,
         mixing: BatchMixing,
@@ -56,6 +56,7 @@ class ImageClassifier(TrainedModule):
         self.val_metrics = _metrics(num_classes)
         self.test_metrics = _metrics(num_classes)
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
+        self._measured = False  # an image since the last validation or test
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, num_classes] of normalised images [B, C, H, W]."""
@@ -83,6 +84,7 @@ class ImageClassifier(TrainedModule):
         images, targets = batch
         logits = None
         if len(targets) > 0:
+            self._measured = True
             logits = self(images).float()
             loss = nn.functional.cross_entropy(logits, targets)
             for name, metric in metrics.items():
@@ -94,9 +96,19 @@ class ImageClassifier(TrainedModule):
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
         return logits
 
+    def on_validation_epoch_end(self) -> None:
+        self._require_measured("validation")
+
     def on_test_epoch_end(self) -> None:
+        self._require_measured("test")
         self.confusion_matrix = self.confusion.compute().cpu()
         self.confusion.reset()
+
+    def _require_measured(self, kind: str) -> None:
+        """ValueError where no process of the run could read an image, as a stream tells at its end only."""
+        measured, self._measured = self._measured, False
+        if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
+            raise ValueError(f"not one {kind} image could be read: check data.root and the names of the splits")
 
 
 def _metrics(num_classes: int) -> nn.ModuleDict:

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import logging
-import struct
 import tarfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.data.readers.class_map import load_class_map
 from torchvision import datasets as torchvision_datasets
 
-_log = logging.getLogger(__name__)
+from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, is_hidden, is_image, upright
+from longseq.tasks.image.folder import ClassFolders, TarImages, find_images, report_passed_over
 
-# What decoders raise for bytes that are no image.
-UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    tarfile.TarError,
-    Image.DecompressionBombError,
-)
+_log = logging.getLogger(__name__)
 
 _SPLIT_NAMES = {
     "train": ("train", "training"),
@@ -103,8 +93,28 @@ class ArraySource:
         return self._targets
 
 
+class FolderSource:
+    """The images of class folders."""
+
+    def __init__(self, folders: ClassFolders) -> None:
+        self.folders, self.label, self.class_to_idx = folders, folders.root, folders.class_to_idx
+        self.class_names = _names(self.class_to_idx)
+
+    def __len__(self) -> int:
+        return len(self.folders)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return decode(self.folders.paths[index]), int(self.folders.targets[index])
+
+    def path(self, index: int) -> str:
+        return self.folders.paths[index]
+
+    def targets(self) -> np.ndarray:
+        return self.folders.targets
+
+
 class ReaderSource:
-    """Images through a reader of timm: a folder, a tar, or a Hugging Face data set."""
+    """Images through a reader of timm: a tar, or a Hugging Face data set."""
 
     def __init__(self, reader: Any, label: str) -> None:
         self.reader, self.label = reader, label
@@ -117,9 +127,8 @@ class ReaderSource:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         stream, target = self.reader[index]
-        with stream, Image.open(stream) as image:
-            image.load()
-        return image, int(target)
+        with stream:
+            return decode(stream), int(target)
 
     def path(self, index: int) -> str:
         name = self.reader.filename(index, absolute=True)
@@ -138,7 +147,7 @@ class ReaderSource:
 class DecodedSource:
     """The images of a reader, decoded once into memory: for sets of small images of one size."""
 
-    def __init__(self, source: ReaderSource) -> None:
+    def __init__(self, source: FolderSource | ReaderSource) -> None:
         _log.info("decoding the %d images of %s into memory", len(source), source.label)
         self.source, self.class_names = source, source.class_names
         self._targets = source.targets()
@@ -189,7 +198,7 @@ class TorchvisionSource:
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         image, target = self.dataset[index]
-        return image, int(target)
+        return in_eight_bits(upright(image)), int(target)
 
     def path(self, index: int) -> str:
         samples = getattr(self.dataset, "samples", None)
@@ -221,6 +230,27 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
             f"data.val_fraction={fraction} of {len(split)} images leaves a split empty: give more images or another one"
         )
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
+
+
+def require_readable(split: Split, kind: str) -> None:
+    """ValueError unless one image of a split can be read: what is measured on none is no measurement."""
+    first: str | None = None
+    for index in split.indices:
+        try:
+            split.source.read(int(index))
+        except UNREADABLE as error:
+            first = first or f"{split.source.path(int(index))}: {first_line(error)}"
+        else:
+            return
+    raise ValueError(f"none of the {len(split)} {kind} images can be read ({first or 'there is none'}): replace them")
+
+
+def classes_at_hand(split: Split) -> np.ndarray | None:
+    """The classes of the images of a split, None where telling them would mean to look through a data set."""
+    source = split.source
+    known = isinstance(source, FolderSource) or isinstance(getattr(source, "reader", None), TarImages)
+    targets = source.targets() if known else None
+    return None if targets is None else np.unique(targets[split.indices])
 
 
 def digits() -> Splits:
@@ -361,11 +391,23 @@ def open_stream(
             num_samples=num_samples,
             seed=seed,
             class_map=_plain(class_map),
+            **_stream_options(source),
         )
     except Exception as error:
         raise ValueError(
             f"{_unopened(source, name, error)}, and data.train_samples=N for a stream that does not tell its length"
         ) from error
+
+
+def _stream_options(source: str) -> dict[str, Any]:
+    """Have timm leave images in their own mode, for it clips 16 bits, and take every ending of an image."""
+    if source.lower().startswith("tfds/"):
+        return {}  # decoded by TensorFlow, to 8 bits
+    if not source.lower().startswith("wds/"):
+        return {"input_img_mode": ""}
+    # The first ending is also timm's name for the image of a sample.
+    endings = {ending.removeprefix(".") for ending in image_endings()} - {"jpg"}
+    return {"input_img_mode": "", "input_key": ";".join(["jpg", *sorted(endings)])}
 
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
@@ -396,7 +438,7 @@ def _torchvision_array(name: str, root: str, train: bool, download: bool) -> Arr
 
 def _folder_splits(
     root: str | None, names: Mapping[str, str | None], class_map: ClassMap
-) -> tuple[ReaderSource, dict[str, Source]]:
+) -> tuple[FolderSource | ReaderSource, dict[str, Source]]:
     root = _existing(root)
     paths = {kind: find_split(root, kind, name) for kind, name in names.items() if name is not None}
     if any(paths.values()) and paths.get("train") is None:
@@ -418,11 +460,12 @@ def _existing(root: str | None) -> str:
     return root
 
 
-def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap) -> ReaderSource:
+def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap) -> FolderSource | ReaderSource:
     """A folder with some or all of the classes `class_names`, numbered like them or by `class_map`."""
     if class_map is not None:
         return _folder(path, class_map)
-    if extra := sorted(set(_folder(path).class_to_idx) - set(class_names)):
+    own = _folder(path, reported=False).class_to_idx
+    if extra := sorted(set(own) - set(class_names)):
         raise ValueError(
             f"{path} has {len(extra)} class folder(s) that the {len(class_names)} classes of the checkpoint lack "
             f"({', '.join(extra[:3])}): remove them, or give data.class_map"
@@ -430,31 +473,54 @@ def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap)
     return _folder(path, {name: index for index, name in enumerate(class_names)})
 
 
-def _folder(path: str, class_map: ClassMap = None) -> ReaderSource:
-    """A folder of class folders, a .tar of them, or a folder of .tar files."""
-    class_map = _plain(class_map)
+def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> FolderSource | ReaderSource:
+    """A folder of class folders, a .tar of them, or a folder of .tar files; what is passed over is said."""
+    numbers = _class_numbers(class_map, path)
     try:
-        if Path(path).is_dir() and any(Path(path).glob("*.tar")):
-            source = ReaderSource(ReaderImageInTar(path, class_map=class_map), path)
+        source: FolderSource | ReaderSource
+        if Path(path).is_file() or any(Path(path).glob("*.tar")):
+            source = ReaderSource(TarImages(path, numbers), path)
+            passed_over = source.reader.passed_over
         else:
-            source = ReaderSource(create_reader("", root=path, class_map=class_map), path)
-    except (RuntimeError, AssertionError, OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} holds no images in class folders: give a folder with one folder per class, or a .tar of it"
-        ) from error
+            source = FolderSource(ClassFolders(path, numbers))
+            passed_over = source.folders.passed_over
+    except (RuntimeError, AssertionError, OSError, tarfile.TarError) as error:
+        raise ValueError(_no_images(path)) from error
+    if reported:
+        report_passed_over(passed_over, path)
+    if not len(source):
+        raise ValueError(_no_images(path))
     if "" in source.class_to_idx:
         raise ValueError(f"{path} has images outside class folders: move each into the folder of its class")
     return source
 
 
-def _held_out_folder(path: str, train: ReaderSource, class_map: ClassMap = None) -> ReaderSource:
+def _no_images(path: str) -> str:
+    return f"{path} holds no images in class folders: give a folder with one folder per class, or a .tar of it"
+
+
+def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
+    if class_map is None:
+        return None
+    try:
+        numbers = load_class_map(_plain(class_map), root)
+    except (AssertionError, OSError, ValueError, UnpicklingError) as error:
+        raise ValueError(f"data.class_map={class_map} cannot be read ({first_line(error)}): give a .txt") from error
+    if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
+        raise ValueError(f"data.class_map={class_map} must give classes numbers from 0 on, such as {{cat: 0, dog: 1}}")
+    return {str(name): number for name, number in numbers.items()}
+
+
+def _held_out_folder(
+    path: str, train: FolderSource | ReaderSource, class_map: ClassMap = None
+) -> FolderSource | ReaderSource:
     """A folder numbered as the training folder is, though it may lack some of its classes."""
     if class_map is not None:
         return _folder(path, class_map)
-    source = _folder(path)
-    if extra := sorted(set(source.class_to_idx) - set(train.class_to_idx)):
+    own = _folder(path, reported=False).class_to_idx
+    if extra := sorted(set(own) - set(train.class_to_idx)):
         raise ValueError(f"{path} has class folders that {train.label} has not: {', '.join(extra[:5])}; remove them")
-    return source if source.class_to_idx == train.class_to_idx else _folder(path, train.class_to_idx)
+    return _folder(path, train.class_to_idx)
 
 
 def _open(
@@ -462,10 +528,25 @@ def _open(
 ) -> TorchvisionSource | ReaderSource:
     try:
         if source.startswith("torch/"):
-            return TorchvisionSource(create_dataset(source, root=root, split=name, download=download), source)
+            return TorchvisionSource(_torchvision(source, root, name, download), source)
         return ReaderSource(create_reader(source, root=root, split=name, class_map=_plain(class_map)), source)
     except Exception as error:
         raise ValueError(_unopened(source, name, error)) from error
+
+
+def _torchvision(source: str, root: str | None, name: str, download: bool) -> Any:
+    """A data set of torchvision that decodes files as all sources here do."""
+    options: dict[str, Any] = {}
+    if folder := source.lower() in ("torch/image_folder", "torch/folder"):
+        options = {"is_valid_file": lambda path: is_image(Path(path).name)}
+    dataset: Any = create_dataset(source, root=root, split=name, download=download, **options)
+    if hasattr(dataset, "loader"):
+        dataset.loader = decode
+    if folder:
+        if hidden := [one for one in dataset.classes if is_hidden(one)]:
+            raise ValueError(f"class {hidden[0]} is a hidden folder: remove it, or give data.source=folder")
+        report_passed_over(find_images(dataset.root).passed_over, dataset.root)
+    return dataset
 
 
 def _names(class_to_idx: Mapping[Any, int]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from torch import nn
 
 from longseq.backbones.autoencoder import SequenceAutoencoder
@@ -59,15 +58,16 @@ def build_backbone(config: Config, info: ProbeInfo, mixer_options: dict[str, Any
     return SequenceAutoencoder(backbone) if info.rebuild else backbone
 
 
-def build_task(config: Config, backbone: nn.Module, info: ProbeInfo, learning_rate: float) -> ProbeTask:
+def build_task(
+    config: Config, backbone: nn.Module, info: ProbeInfo, learning_rate: float, optimizer: Any, schedule: Any
+) -> ProbeTask:
     """The Lightning module around `backbone`; its checkpoints carry the configuration and the probe's description."""
     recipe, data = config["recipe"], config["data"]
     return ProbeTask(
         backbone,
         slices={"val": slice_names(data["validation"]), "test": slice_names(data["test"])},
-        # Plain containers also in the optimizer's groups: a checkpoint must load without OmegaConf.
-        optimizer=instantiate(recipe["optimizer"], _convert_="all"),
-        schedule=instantiate(recipe["schedule"], _convert_="all"),
+        optimizer=optimizer,
+        schedule=schedule,
         learning_rate=learning_rate,
         epochs=recipe["epochs"],
         seed=config["seed"],

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from longseq.tasks.circumstances import describe
+
 Row = Mapping[str, Any]
 
 
@@ -103,9 +105,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         chosen = ", ".join(_chosen(entry) for entry in results["summary"])
         notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
     notes.append(f"`{results['command']}`")
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     effort = f"{results['training_seconds']:.0f} s of training in all, {results['jobs']} run(s) at a time"
-    notes.append(f"{results['device']}; {versions}; {effort}.")
+    notes.append(f"{describe(results['measured'])}; {effort}.")
     return text + "\n\n" + "\n\n".join(notes) + "\n"
 
 

@@ -33,8 +33,8 @@ class ProbeTask(TrainedModule):
         backbone: nn.Module,
         *,
         slices: Mapping[str, Sequence[str]],
-        optimizer: Callable[..., torch.optim.Optimizer],
-        schedule: Callable[..., tuple[Any, int]],
+        optimizer: Callable[..., torch.optim.Optimizer] | None,
+        schedule: Callable[..., tuple[Any, int]] | None,
         learning_rate: float,
         epochs: int,
         seed: int = 0,
@@ -60,7 +60,7 @@ class ProbeTask(TrainedModule):
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Scores `[B, A, vocabulary]` at `places [B, A]` of `tokens [B, T]`."""
-        features, _ = self.backbone.forward_features(tokens)  # type: ignore[operator]
+        features, _ = self.backbone.forward_features(tokens, output_final_state=False)  # type: ignore[operator]
         index = places.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         return self.backbone.forward_head(features.gather(1, index))  # type: ignore[operator]
 

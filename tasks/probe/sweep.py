@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import queue
 import re
 import shlex
@@ -26,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from longseq.tasks import assemble, runs
+from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.files import write_text
 from longseq.tasks.probe import comparison
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
@@ -295,12 +294,9 @@ def _visible_devices(config: Mapping[str, Any]) -> list[str]:
 
 
 def _surroundings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The device and the versions that the runs use."""
+    """The commit, the hardware and the versions that the runs use."""
     gpu = config["trainer"].get("accelerator") != "cpu" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if gpu else f"cpu, {platform.machine()}, {os.cpu_count()} cores"
-    names = ("longseq", "torch", "lightning", "timm")
-    versions = {name: importlib.metadata.version(name) for name in names}
-    return {"device": device, "jobs": config["jobs"], "versions": {"python": platform.python_version(), **versions}}
+    return {"measured": find_circumstances(torch.device("cuda" if gpu else "cpu")), "jobs": config["jobs"]}
 
 
 def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:

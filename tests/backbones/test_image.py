@@ -69,6 +69,22 @@ def test_vit_with_attention_equals_deit():
         assert (ours.forward_features(x) - deit.forward_features(x)).abs().max() < 1e-5
 
 
+def test_gradients_of_vit_with_attention_equal_those_of_a_vit_of_timm():
+    options = {"depth": 2, "embed_dim": 48, "img_size": 64, "num_classes": 7}
+    vit = randomised(timm.create_model("vit_tiny_patch16_224", num_heads=3, **options)).double()
+    ours = timm.create_model(
+        "longseq_vit_tiny_patch16_224", mixer="attention", mixer_options={"num_heads": 3}, **options
+    ).double()
+    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
+    for model in (ours, vit):
+        model(images(64, 64).double()).square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in vit.named_parameters()}
+    # The class token and its position are one parameter here: each of theirs has its gradient.
+    expected = {**checkpoint_filter_fn(gradients, ours), "cls_token": gradients["cls_token"]}
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9 * expected[name].abs().max())
+
+
 @pytest.mark.parametrize("place", ["middle", "first", "none"])
 def test_vim_is_its_formula(place):
     """From the parameters by name; of the layers only the mixing ones are called."""
@@ -112,6 +128,47 @@ def test_weights_of_timm_load_through_timm_at_another_size_with_other_classes(tm
     x = images(96, 64)
     with torch.no_grad():
         assert (ours.forward_features(x) - vit.forward_features(x)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("no_embed_class", [False, True])
+@pytest.mark.parametrize(
+    ("img_size", "target"),
+    [((80, 160), (80, 160)), ((96, 160), (96, 160)), ((64, 64), (64, 64)), ((64, 64), (48, 96)), ((64, 64), (96, 96))],
+)
+def test_weights_of_timm_load_on_their_own_grid_and_from_a_square_one(img_size, target, no_embed_class):
+    """5 x 10 patches are 7 x 7 and a class token; 6 x 10 and a class token are no square."""
+    options = {"depth": 1, "embed_dim": 48, "num_classes": 7}
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=img_size, num_heads=3, no_embed_class=no_embed_class, **options
+    )
+    vit = randomised(vit)
+    ours = timm.create_model(
+        "longseq_vit_tiny_patch16_224", mixer="attention", mixer_options={"num_heads": 3}, img_size=target, **options
+    ).eval()
+    ours.load_state_dict(checkpoint_filter_fn(vit.state_dict(), ours))
+    vit.set_input_size(img_size=target)
+    x = images(*target)
+    with torch.no_grad():
+        assert (ours(x) - vit(x)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("deit_tiny_distilled_patch16_224", {}, r"distillation token of a distilled DeiT \(dist_token\)"),
+        ("vit_tiny_patch16_224", {"init_values": 1e-5}, r"a layer scale \(blocks.0.ls1.gamma\)"),
+        ("vit_tiny_patch16_224", {"reg_tokens": 4}, r"register tokens \(reg_token\)"),
+        ("vit_tiny_patch16_224", {"qk_norm": True}, r"norms of queries and keys \(blocks.0.attn.q_norm.weight\)"),
+        ("vit_tiny_patch16_224", {"pre_norm": True}, r"a norm before its blocks \(norm_pre.weight\)"),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "fc_norm": True}, r"between pooling and head \(fc_norm."),
+        ("vit_tiny_patch16_224", {"global_pool": "map", "class_token": False}, r"pooling by attention \(attn_pool"),
+    ],
+)
+def test_weights_with_parts_that_have_no_place_are_refused_by_their_name(name, options, message):
+    vit = timm.create_model(name, depth=1, **options)
+    ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention", depth=1)
+    with pytest.raises(ValueError, match=message + ".*, for which this model has no place"):
+        checkpoint_filter_fn(vit.state_dict(), ours)
 
 
 @pytest.mark.parametrize("options", [{}, {"direction": "cross"}, {"class_token": "none", "global_pool": "avg"}])

@@ -13,6 +13,7 @@ from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
 from longseq.backbones.text import TextBackbone, mlp_width, sample
 from longseq.blocks.recompute import RECOMPUTE
+from longseq.kernels.packing import Packing
 from longseq.state import map_state, select_state, state_size
 
 VOCABULARY = 11
@@ -135,6 +136,37 @@ def test_a_step_graph_refuses_states_that_grow() -> None:
         make("attention").float().cuda().generate(make_tokens(1).cuda(), 4, cuda_graph=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool) -> None:
+    options = {"attention": {"rotary": True}, "window_attention": {"window": 32, "rotary": True}, "deltanet": {}}
+    model = TextBackbone(
+        vocab_size=64, d_model=128, depth=3, mixer="attention+window_attention+deltanet", mixer_options=options
+    ).cuda()
+    borders = torch.tensor([0, 100, 100, 101, 400, 512])
+    tokens = torch.randint(64, (1, 512), device="cuda")
+    run = torch.compile(model, fullgraph=True) if compiled else model
+
+    def train(found: Packing) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits, state = run(tokens, cu_seqlens=found, output_final_state=False)
+        logits.float().square().mean().backward()
+        assert state is None
+        return logits
+
+    train(Packing(borders, device="cuda"))  # what is compiled or tried out waits
+    torch.cuda.synchronize()
+    found = Packing(borders, device="cuda")
+    torch.cuda.set_sync_debug_mode("default" if compiled else "error")
+    try:
+        packed = train(found)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.autocast("cuda", torch.bfloat16):
+        alone = torch.cat([model(part)[0] for part in tokens.split([100, 1, 299, 112], dim=1)], dim=1)
+    assert (packed - alone).norm() <= 2e-2 * alone.norm()
+
+
 def test_sampling_keeps_the_best_tokens() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log().expand(2000, -1)
     generator = torch.Generator().manual_seed(0)
@@ -153,6 +185,15 @@ def test_sampling_keeps_the_best_tokens() -> None:
 def test_generation_refuses_what_makes_no_sense(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         make().generate(**{"prompt": make_tokens(1), "max_new_tokens": 1, **option})
+
+
+@pytest.mark.parametrize(("mlp", "branches"), [(None, 3), ("gelu", 6), ("swiglu", 6)])
+def test_layers_into_the_residual_start_smaller_by_the_root_of_their_number(mlp: str | None, branches: int) -> None:
+    model = TextBackbone(vocab_size=VOCABULARY, d_model=64, depth=3, mixer="longhorn", mlp=mlp)
+    for block in model.blocks:
+        for last in (block.mixer.out_proj, *(() if mlp is None else (block.mlp.fc2,))):
+            bound = (last.in_features * branches) ** -0.5  # of the uniform distribution of nn.Linear
+            assert 0.97 * bound < last.weight.abs().max() <= bound
 
 
 def test_tied_embeddings_are_the_head() -> None:

@@ -6,6 +6,7 @@ the default size. Export runs on two of their blocks: an exporter's time grows w
 
 import copy
 import fnmatch
+import functools
 import itertools
 
 import pytest
@@ -342,3 +343,62 @@ def test_feature_info_describes_the_blocks():
     assert info.channels() == [16] * 3
     assert info.reduction() == [8] * 3
     assert info.module_name() == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def placed(place, **options):
+    """A small model of three blocks with its class token at `place`."""
+    options = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_classes": 5} | options
+    torch.manual_seed(0)
+    return timm.create_model("longseq_tiny_patch16_224", class_token=place, direction="cross", **options).eval()
+
+
+@pytest.mark.parametrize("place", ["middle", "first"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_hooks_on_blocks_find_the_class_token_first(place, checkpointing):
+    model = placed(place, mixer="linear_attention")
+    model.set_grad_checkpointing(checkpointing)
+    x = images(model)
+    plain = model(x)
+    taps = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
+    inputs, outputs, normed = [], [], []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+        block.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    model.norm.register_forward_hook(lambda module, arguments, output: normed.append(output))
+    assert torch.equal(model(x), plain)
+    assert torch.equal(normed[0], model.forward_features(x))
+    for output, following, (patches, token) in zip(outputs, [*inputs[1:3], None], taps, strict=False):
+        assert torch.equal(output, torch.cat([token, patches], dim=1))
+        assert following is None or torch.equal(following, output)
+    torch.testing.assert_close(inputs[0][:, 1:], model.patch_embed(x).flatten(1, 2) + model.pos_embed)
+
+
+@pytest.mark.parametrize("place", ["middle", "first"])
+@pytest.mark.parametrize("feature_cls", ["hook", "fx"])
+def test_features_of_every_kind_have_the_class_token_first(place, feature_cls):
+    model = placed(place, mixer="linear_attention")
+    features = placed(
+        place, mixer="linear_attention", features_only=True, feature_cls=feature_cls, out_indices=(0, 1, 2)
+    )
+    x = images(model)
+    taps = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
+    for output, (patches, token) in zip(features(x), taps, strict=True):
+        torch.testing.assert_close(output[:, 1:], patches)
+        torch.testing.assert_close(output[:, :1], token)
+
+
+def test_nothing_is_moved_where_no_one_looks_or_only_sharding_does(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("two copies a block that no one asked for")
+
+    model = placed("middle", mixer="attention")
+    x = images(model)
+    monkeypatch.setattr("longseq.backbones.image.move_token_back", refuse)
+    model(x)
+    hook = lambda module, arguments: None  # noqa: E731 - a hook as torch's sharding registers it
+    hook.__module__ = "torch.distributed.fsdp"
+    model.blocks[1].register_forward_pre_hook(functools.partial(hook))
+    model(x)
+    model.blocks[1].register_forward_pre_hook(lambda module, arguments: None)
+    with pytest.raises(AssertionError, match="two copies"):
+        model(x)

@@ -1,9 +1,7 @@
 """Kernels compiled side by side: what is left out of a call, what is compiled, and whom it leaves alone."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ pytest.importorskip("triton")
 PROCESS = """
 import threading
 import torch, triton, triton.language as tl
-import absent_gpu
+from longseq.tools.benchmark import absent_gpu
 
 launched = absent_gpu.launched
 absent_gpu.activate()
@@ -46,7 +44,6 @@ def run(tmp_path, monkeypatch, case):
     (tmp_path / "case.py").write_text(PROCESS.replace("CASE", case))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     subprocess.run([sys.executable, tmp_path / "case.py"], check=True)
 
 

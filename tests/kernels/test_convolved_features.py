@@ -104,6 +104,19 @@ def test_halves_that_hand_over_the_state_are_the_whole(interpreted, backend, rev
         assert_equal_up_to_rounding(value, expected[name], name)
 
 
+@pytest.mark.parametrize("variant", ["plain", "l1"])
+@pytest.mark.parametrize("way", ["dense", "pair"])
+def test_tokens_of_zero_have_bounded_gradients(interpreted, way, variant):
+    """Four of them fill the window of the convolution. With silu, half of a thousand comes back for each gradient."""
+    inputs = draw(way, variant, dtype=torch.float32, with_state=False)
+    inputs.sequences["x"][:, 2:6] = 0
+    options = {"initial_state": None, **WAYS[way]}
+    exact, plain = gradients(inputs.map(Tensor.double), **options), gradients(inputs, backend="torch", **options)
+    for name, value in gradients(inputs, backend="triton", **options).items():
+        assert value.abs().max() < 1e5, name
+        assert_accurate(value, plain[name], exact[name], name)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_masked_tokens_have_the_features_of_zero(interpreted, backend):
     inputs = draw(variant="elu_plus_one", dtype=torch.float32)

@@ -1,6 +1,8 @@
 """Which backend runs, why others do not, and what a user reads who passes what does not fit."""
 
 import re
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -117,11 +119,36 @@ def test_packed_input_has_one_row_and_one_state_per_segment(op):
         make_inputs(op, tokens=4, segments=3).run(cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("op", list_ops())
-def test_no_tokens_are_refused(op):
-    inputs = make_inputs(op, tokens=4)
-    with pytest.raises(ValueError, match="its T must be at least 1"):
-        inputs.cut(0, 0).run()
+@pytest.mark.parametrize(
+    ("bounds", "words"), [([0, 5, 3, 4], "falls from 5 to 3"), ([0, 1, 2, 3], "ends with 3"), ([1, 1, 2, 4], "starts")]
+)
+def test_a_switch_checks_segments_that_kernels_take_as_they_are(interpreted, monkeypatch, bounds, words):
+    inputs = make_inputs("linear_attention", tokens=4, segments=3, dtype=torch.float32)
+    run = partial(inputs.run, backend="triton", cu_seqlens=torch.tensor(bounds))
+    monkeypatch.setenv("LONGSEQ_CHECK_CU_SEQLENS", "1")
+    inputs.run(backend="triton", cu_seqlens=torch.tensor([0, 1, 1, 4]))
+    with pytest.raises(ValueError, match=f"cu_seqlens {words}"):
+        run()
+
+
+def test_recorded_calls_are_those_of_one_thread():
+    inputs, found, begun, ended = make_inputs("delta_rule", tokens=3), [], threading.Event(), threading.Event()
+
+    def work():
+        begun.wait()
+        found.append(inputs.run(backend="reference"))
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with dispatch.record_calls() as calls:
+        begun.set()
+        ended.wait(60)
+        inputs.run(backend="reference")
+    thread.join()
+    assert len(calls) == 1
+    assert torch.equal(found[0][0], inputs.run(backend="reference")[0])
+    assert not dispatch.is_recording()
 
 
 @pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
@@ -134,3 +161,17 @@ def test_chunk_sizes_are_checked(op):
 def test_chunks_that_are_halved_need_a_power_of_two(op):
     with pytest.raises(ValueError, match="chunk_size is 48, but must be a power of two; use 32 or 64"):
         make_inputs(op).run(chunk_size=48)
+
+
+def test_triton_kernels_refuse_amd_gpus_which_torch_calls_cuda(monkeypatch):
+    monkeypatch.setattr("longseq.kernels.devices.TRITON_IS_INSTALLED", True)
+    names = [*list_ops(), *dispatch.list_local_ops(), *(f"{op}_step" for op in dispatch.list_stepped_ops())]
+    names = [op for op in names if "triton" in explain(op)]
+    assert len(names) > 20
+    assert not any(explain(op, device="cuda")["triton"] for op in names)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    for op in names:
+        assert explain(op, device="cuda")["triton"] == [
+            "it runs on NVIDIA GPUs, and this torch is built for AMD's (use backend='torch')"
+        ]
+        assert not explain(op, device="cuda")["torch"]

@@ -15,13 +15,25 @@ import importlib, os, pkgutil, sys
 os.environ |= {"LONGSEQ_SELF_TEST": "0", "TRITON_CACHE_DIR": sys.argv[1]}
 os.environ.pop("TRITON_INTERPRET", None)
 
+import front_end
 import torch
-import absent_gpu
 from longseq import kernels
 from longseq.kernels import dispatch, self_test
+from longseq.tools.benchmark import absent_gpu
+from triton import knobs
 
 absent_gpu.activate()
-absent_gpu.stop_after_front_end()
+front_end.stop_after_front_end()
+knobs.language.default_fp_fusion = False  # as of Triton 3.10
+begin = absent_gpu.Launcher.__init__
+
+
+def begin_fused(self, source, metadata):
+    assert metadata.enable_fp_fusion, "a launch leaves the fusion of products and sums to Triton's default"
+    begin(self, source, metadata)
+
+
+absent_gpu.Launcher.__init__ = begin_fused
 for module in pkgutil.walk_packages(kernels.__path__, "longseq.kernels."):
     if module.name.split(".")[-1].startswith("triton_"):
         importlib.import_module(module.name)

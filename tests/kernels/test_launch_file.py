@@ -25,7 +25,7 @@ def name_file(monkeypatch, tmp_path):
     """Writes a file of launches measured on a GPU like the one here, and names it in the environment."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(triton_launch, "shared_memory", lambda: triton_launch.SHARED_MEMORY)
+    monkeypatch.setattr(triton_launch, "longseq_shared_memory", lambda *device: 227 * 1024)
 
     def write(*rows):
         file = tmp_path / "launches.json"
@@ -49,7 +49,7 @@ def test_without_a_file_the_table_stays(monkeypatch, table):
 
 
 def test_a_gpu_with_little_shared_memory_has_fewer_stages(monkeypatch):
-    monkeypatch.setattr(triton_launch, "shared_memory", lambda: 99 * 1024)
+    monkeypatch.setattr(triton_launch, "longseq_shared_memory", lambda *device: 99 * 1024)
     tables = {(2, width): {"walk": Launch(64, 0, 4, 3, 168), "score": Launch(64, 0, 4, 1)} for width in (128, 256)}
     fit_launches("delta_rule", tables)
     assert [tables[2, 128][name].stages for name in ("walk", "score")] == [2, 1]
@@ -146,7 +146,7 @@ WALK = {"entries": 4, "vector": 4, "tokens": 4, "registers": 255}
 def test_walks_of_the_scans_come_from_a_file(interpreted, monkeypatch, name_file):
     from longseq.kernels.diagonal_scan.triton_scan import Walk
 
-    monkeypatch.setattr(triton_launch, "shared_memory", lambda: 99 * 1024)  # of which walks have no use
+    monkeypatch.setattr(triton_launch, "longseq_shared_memory", lambda *device: 99 * 1024)  # of which walks have no use
     place = {"op": "diagonal_scan", "bytes": 4, "width": 16}
     tables = {(4, 16): dict.fromkeys(("forward", "backward"), Walk(8, 2, 4, 255))}
     name_file(row(**place, kernel="forward", launch={**WALK, "tokens": 16, "registers": None}))

@@ -64,8 +64,8 @@ def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
                "elu_plus_one": lambda z: torch.where(z > 0, z + 1, z.exp())}.get(variant, lambda z: z)  # fmt: skip
 
     def unit(f: Tensor) -> Tensor:
-        norm = f.abs().sum(-1, keepdim=True) if variant == "l1" else f.square().sum(-1, keepdim=True).sqrt()
-        return f / norm.clamp_min(1e-12)
+        squares = f.abs().sum(-1, keepdim=True) ** 2 if variant == "l1" else (f**2).sum(-1, keepdim=True)
+        return f / (squares + 1e-6).sqrt()
 
     if op == "map_features":
         return (0.5 * (unit(x) if variant in ("l1", "l2") else feature(x)),)
@@ -232,17 +232,21 @@ def test_features_of_half_precision_in_float32(interpreted, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_heads_of_zero_and_of_any_size(interpreted, backend):
+@pytest.mark.parametrize("key_norm", ["l2", "l1"])
+def test_heads_of_zero_and_of_any_size(interpreted, key_norm, backend):
+    options = {"num_heads": 1, "key_dim": 5, "feature_map": "identity", "key_norm": key_norm, "backend": backend}
     x = torch.zeros(2, 13, requires_grad=True)
-    q, k, v = head_features(x, num_heads=1, key_dim=5, feature_map="identity", backend=backend)
+    q, k, v = head_features(x, **options)
     assert not any(y.any() for y in (q, k, v))
     (gradient,) = torch.autograd.grad(q.sum() + v.sum(), x)
-    expected = torch.tensor([1e12] * 5 + [0.0] * 5 + [0.5] * 3)
+    expected = torch.tensor([1e3] * 5 + [0.0] * 5 + [0.5] * 3)
     torch.testing.assert_close(gradient, expected.expand_as(x))
-    for size in (1e-5, 1e10):
-        large = torch.linspace(1, 2, 13).mul(size)
-        q, k, _ = head_features(large, num_heads=1, key_dim=5, feature_map="identity", backend=backend)
-        torch.testing.assert_close(torch.stack((q, k)).norm(dim=-1), torch.ones(2, 1))
+    for size in (1e-5, 1e-3, 1e10):
+        x = torch.linspace(1, 2, 13, dtype=torch.float64).mul(size)
+        q, k, _ = head_features(x.float(), **options)
+        for feature, part in ((q, x[:5]), (k, x[5:10])):
+            norm = part.norm(p={"l2": 2, "l1": 1}[key_norm])
+            torch.testing.assert_close(feature[0].double(), part / (norm**2 + 1e-6).sqrt(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

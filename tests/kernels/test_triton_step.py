@@ -8,8 +8,8 @@ import torch
 from longseq import kernels, mixers
 from longseq.kernels import explain, list_ops
 from longseq.kernels.dispatch import list_stepped_ops
+from longseq.kernels.operation import TRITON_STEP_WIDTH
 from longseq.kernels.recurrence import each
-from longseq.kernels.steps import TRITON_STEP_WIDTH
 from longseq.kernels.testing import assert_accurate, error, list_variants, make_inputs, results, step_results
 from longseq.state import state_tensors
 

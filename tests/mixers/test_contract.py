@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 from longseq import mixers
 from longseq.kernels import dispatch
+from longseq.kernels.packing import Packing
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
 
@@ -112,6 +113,25 @@ def test_steps_are_the_whole(name: str) -> None:
     assert_same_state(state, expected_state)
 
 
+ON_UNIT_KEYS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"key_norm": norm}) for name in ("deltanet", "gated_deltanet") for norm in ("l1", "l2")),
+    ("lattice", {"normalize_key": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in NAMES), *ON_UNIT_KEYS], ids=str)
+def test_tokens_of_zero_have_bounded_gradients(name: str, options: dict[str, Any]) -> None:
+    """Keys of zero length have no direction; the gradient through their unit was 6e13, and inf below a second layer."""
+    mixer = make(name, **options)
+    x = make_tokens(1)
+    x[:, 2:6] = 0
+    y, _ = mixer(x.requires_grad_())
+    y.sum().backward()
+    for gradient in (x.grad, *(parameter.grad for parameter in mixer.parameters() if parameter.grad is not None)):
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() < 1e7
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_output_depends_on_the_past_only(name: str) -> None:
     mixer = make(name)
@@ -141,6 +161,43 @@ def test_packed_sequences_are_separate(name: str, carried: bool) -> None:
         if mixer.growing_state:
             continue  # it has room for the longest sequence; `test_packed_sequences_go_on` compares outputs
         assert_same_state(select_state(packed_state, torch.tensor([row])), alone_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packing_stands_for_its_borders(name: str) -> None:
+    mixer, x = make(name), make_tokens(1)
+    borders = torch.tensor([0, 5, 5, 6, TOKENS])
+    (expected, expected_state), (y, state) = mixer(x, cu_seqlens=borders), mixer(x, cu_seqlens=Packing(borders))
+    assert torch.equal(y, expected)
+    assert_same_state(state, expected_state)
+    with pytest.raises(ValueError, match="must end with T = 36"):
+        mixer(x[:, 1:], cu_seqlens=Packing(borders))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_nobody_reads_is_not_computed(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = []
+
+    def record(run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wanted.append(kwargs.get("output_final_state"))
+            return run(*args, **kwargs)
+
+        return call
+
+    for op in mixers.get(name).operations:
+        forms = tuple(dispatch.Backend(b.name, record(b.function), b.reasons) for b in dispatch.backends(op))
+        monkeypatch.setitem(dispatch._BACKENDS, op, forms)
+    mixer, x = make(name), make_tokens(1)
+    options = {"cu_seqlens": torch.tensor([0, 5, 5, 6, TOKENS])} if packed else {}
+    expected, _ = mixer(x, **options)
+    assert any(wanted) or not mixer.operations
+    wanted.clear()
+    y, state = mixer(x, output_final_state=False, **options)
+    assert torch.equal(y, expected)
+    assert state is None
+    assert not any(wanted)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +474,23 @@ def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
         y.float().square().mean().backward()
         gradients.append(x.grad.clone())
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm(), name
+
+
+def test_mamba_computes_its_rates_in_float32() -> None:
+    """bfloat16 would round exp(A_log) as well as A_log."""
+    mixer = mixers.create("mamba", 64)
+    torch.nn.init.uniform_(mixer.A_log, 0, 3)
+    mixer = mixer.bfloat16()
+    wide = copy.deepcopy(mixer)
+    wide.A_log = torch.nn.Parameter(mixer.A_log.float())
+    x = torch.randn(1, 20, 64, dtype=torch.bfloat16)
+    (y, state), (expected, expected_state) = mixer(x), wide(x)
+    assert torch.equal(y, expected)
+    assert torch.equal(state.memory, expected_state.memory)
+    y, state = mixer.step(x[:, 0], state)
+    expected, expected_state = wide.step(x[:, 0], expected_state)
+    assert torch.equal(y, expected)
+    assert torch.equal(state.memory, expected_state.memory)
 
 
 def test_mamba_step_sizes_start_in_their_range() -> None:

@@ -76,7 +76,7 @@ def delta_features(p: Weights, mixed: Tensor, H: int, keys: int, o: Options) -> 
     q, k, v = heads(H, *cut(mixed, keys, keys, mixed.shape[-1] - 2 * keys))
     q, k = (MAPS[o.get("feature_map", "silu")](x) for x in (q, k))
     power = {"l1": 1, "l2": 2}[o.get("key_norm", "l2")]
-    q, k = (x / ((x.abs() ** power).sum(-1, keepdim=True) ** (1 / power)).clamp_min(1e-12) for x in (q, k))
+    q, k = (x / ((x.abs() ** power).sum(-1, keepdim=True) ** (2 / power) + 1e-6).sqrt() for x in (q, k))
     return [q, k, silu(v)]
 
 
@@ -88,7 +88,7 @@ def deltanet(p: Weights, x: Tensor, o: Options) -> Tensor:
     S, y = zeros(H, D_MODEL // H, D_MODEL // H), []
     for t in range(TOKENS):
         S = S + outer(beta[t] * k[t], v[t] - read(S, k[t]))
-        y.append(normed(p, read(S, q[t]), o).flatten())
+        y.append(normed(p, read(S, q[t]) / math.sqrt(D_MODEL // H), o).flatten())
     return torch.stack(y)
 
 
@@ -102,7 +102,7 @@ def gated_deltanet(p: Weights, x: Tensor, o: Options) -> Tensor:
     for t in range(TOKENS):
         S = decay[t, :, None, None] * S
         S = S + outer(sigmoid(beta[t]).unsqueeze(-1) * k[t], v[t] - read(S, k[t]))
-        y.append(normed(p, read(S, q[t]), o).flatten() * (silu(gate[t]) if gated else 1))
+        y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * (silu(gate[t]) if gated else 1))
     return torch.stack(y)
 
 
@@ -125,7 +125,7 @@ def hgrn2(p: Weights, x: Tensor, o: Options) -> Tensor:
     S, y = zeros(H, D_MODEL // H, D_MODEL // H), []
     for t in range(TOKENS):
         S = f[t].unsqueeze(-1) * S + outer(1 - f[t], v[t])
-        y.append(normed(p, read(S, silu(q[t])).flatten(), o))
+        y.append(normed(p, read(S, silu(q[t])).flatten() / math.sqrt(D_MODEL // H), o))
     return torch.stack(y)
 
 
@@ -214,7 +214,9 @@ def linear_attention(p: Weights, x: Tensor, o: Options) -> Tensor:
     return torch.stack(y)
 
 
-def slots(p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+def slots(
+    p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], tuple[Tensor, Tensor]], silu_values: bool = False
+) -> Tensor:
     """The layer of GSA; `write` makes what slots keep and what they take in, `[T, H, M]`, of logits."""
     H, M = o.get("num_heads", 4), o.get("num_slots", 64)
     if o.get("data_dependent_gate", True):
@@ -222,7 +224,9 @@ def slots(p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], tuple[Ten
     else:
         mixed, logits = project(p, "in_proj", x), p["gate.logits"].flatten().repeat(TOKENS, 1)
     kept, taken = write(logits.unflatten(-1, (H, M)))
-    q, k, v = heads(H, *MAPS[o.get("feature_map", "silu")](mixed).chunk(3, -1))
+    q, k, v = heads(H, *mixed.chunk(3, -1))
+    q, k = (MAPS[o.get("feature_map", "silu")](part) for part in (q, k))
+    v = MAPS["silu" if silu_values else o.get("feature_map", "silu")](v)
     keys, values, y = zeros(H, M, D_MODEL // H), zeros(H, M, D_MODEL // H), []
     for t in range(TOKENS):
         keys = kept[t].unsqueeze(-1) * keys + outer(taken[t], k[t])
@@ -237,7 +241,7 @@ def gsa(p: Weights, x: Tensor, o: Options) -> Tensor:
         kept = sigmoid(logits) ** (1 / o.get("gate_temperature", 8))
         return kept, 1 - kept
 
-    return slots(p, x, o, write)
+    return slots(p, x, o, write, silu_values=True)
 
 
 def abc(p: Weights, x: Tensor, o: Options) -> Tensor:
@@ -271,7 +275,7 @@ def away_from(s: Tensor, x: Tensor) -> Tensor:
 
 def lattice(p: Weights, x: Tensor, o: Options) -> Tensor:
     def learn(S: Tensor, k: Tensor, v: Tensor, gamma: Tensor, kept: Tensor) -> Tensor:
-        k = k / k.norm() if o.get("normalize_key") else k
+        k = k / (k @ k + 1e-6).sqrt() if o.get("normalize_key") else k
         units, columns = S / S.norm(dim=0), []
         for i, s in enumerate(S.unbind(1)):
             h, c = {
@@ -310,7 +314,7 @@ def vla(p: Weights, x: Tensor, o: Options) -> Tensor:
             place = key / key.norm() if o.get("normalize_key", True) else key
             if o.get("update_penalty", True):
                 u = p["penalty"][h] @ k[t, h]
-                u = u / u.norm() / (math.sqrt(K) if o.get("scale_penalty", True) else 1)
+                u = u / (u @ u + 1e-6).sqrt() / (math.sqrt(K) if o.get("scale_penalty", True) else 1)
                 A = A - outer(A @ u, A @ u) / (1 + u @ A @ u)
                 period = o.get("refresh_period", 20)
                 A = A + o.get("refresh", 1e-3) * one if period and (t + 1) % period == 0 else A

@@ -34,14 +34,16 @@ def make_tokens(batch: int = 2) -> Tensor:
 
 def naive_filter(m: Any, distance: int, options: dict[str, Any]) -> Tensor:
     """All filters at one distance."""
-    t = distance / options.get("max_length", 2048)
-    angle = 2 * torch.pi * t * torch.arange(options.get("filter_bands", 16), dtype=torch.float64)
-    h = torch.cat([torch.tensor([t], dtype=torch.float64), angle.cos(), angle.sin()])
+    longest, bands = options.get("max_length", 2048), options.get("filter_bands", 16)
+    t = distance / (longest - 1)
+    band = torch.tensor([1e-4 + i * (bands - 1 - 1e-4) / max(bands - 1, 1) for i in range(bands)], dtype=torch.float64)
+    angle = 2 * torch.pi * distance / longest * band
+    h = torch.cat([torch.tensor([t], dtype=torch.float64), angle.cos(), -angle.sin()])
     for layer in m.filter.layers[:-1]:
         h = torch.sin(m.filter.frequency * layer(h))
     channel = torch.linspace(0, 1, (m.order - 1) * D_MODEL, dtype=torch.float64)
     fast, slow = options.get("fast_decay", 0.3), options.get("slow_decay", 1.5)
-    rate = torch.lerp(torch.full_like(channel, 1 / fast), torch.full_like(channel, 1 / slow), channel)
+    rate = (1 - channel) / slow + channel / fast
     return m.filter.layers[-1](h) * (0.01 ** (t * rate) + options.get("window_bias", 0.05))
 
 
@@ -51,7 +53,7 @@ def naive(m: Any, u: Tensor, options: dict[str, Any]) -> Tensor:
     *gates, z = functional.conv1d(x, taps, m.convolution.bias, groups=len(taps)).mT.chunk(m.order + 1, dim=-1)
     filters = torch.stack([naive_filter(m, distance, options) for distance in range(TOKENS)])
     for n in range(m.order - 1):
-        own = slice(n * D_MODEL, (n + 1) * D_MODEL)
+        own = slice(n, None, m.order - 1)  # the filters of a channel are neighbours
         z = gates[m.order - 1 - n] * z
         past = [sum(filters[t - s, own] * z[:, s] for s in range(t + 1)) for t in range(TOKENS)]
         z = torch.stack(past, dim=1) + m.filter.skip[own] * z
@@ -108,7 +110,7 @@ def test_the_exported_convolution_is_the_same_for_any_length() -> None:
     ("options", "message"),
     [
         ({"order": 1}, "order=1: the first long convolution comes with order 2"),
-        ({"max_length": 0}, "max_length=0: distances are measured in it"),
+        ({"max_length": 1}, "max_length=1: distances are measured in it"),
         ({"filter_depth": 1}, "filter_depth=1: at least 1, 1 and 2"),
         ({"fast_decay": 0.0}, r"fast_decay=0\.0, slow_decay=1\.5: windows fall at positive distances"),
     ],

@@ -57,7 +57,7 @@ def test_options_change_the_layer_and_keep_the_contract(name: str, option: dict[
 @pytest.mark.parametrize("name", ["lattice", "ttt"])
 def test_the_first_slots_are_orthonormal_and_belong_to_the_checkpoint(name: str) -> None:
     mixer, other = make(name), make(name)
-    other.init_recurrence()
+    other.reset_parameters()
     memory = mixer.initial_state(2, dtype=torch.float64).memory
     gram = memory.mT @ memory
     torch.testing.assert_close(gram, torch.eye(32).double().expand(gram.shape), rtol=0, atol=1e-5)

@@ -19,6 +19,8 @@ def make(**options: Any) -> Any:
     torch.manual_seed(0)
     mixer = mixers.create("rg_lru", D_MODEL, **options).double()
     with torch.no_grad():
+        mixer.convolution.weight.normal_()
+        mixer.convolution.bias.normal_()
         mixer.gate_weight.mul_(3)
         mixer.gate_bias.normal_()
         mixer.decay.normal_()
@@ -43,7 +45,8 @@ def naive(m: Any, u: Tensor) -> Tensor:
         a = torch.sigmoid(-m.decay) ** (8 * r)
         h = a * h + (1 - a**2).sqrt() * i * token
         outputs.append(h)
-    return m.out_proj(torch.stack(outputs, dim=1) * functional.gelu(branch))
+    gate = branch / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (branch + 0.044715 * branch**3)))
+    return m.out_proj(torch.stack(outputs, dim=1) * gate)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,15 @@ def test_decays_start_in_their_range() -> None:
     decay = torch.exp(-8 * functional.softplus(mixer.decay))
     assert 0.9 <= decay.min() < 0.905
     assert 0.994 < decay.max() <= 0.9991
+
+
+def test_taps_and_gates_start_as_published() -> None:
+    torch.manual_seed(0)
+    mixer = mixers.create("rg_lru", 768)
+    assert mixer.convolution.weight.std().item() == pytest.approx(0.05, rel=0.05)
+    assert not mixer.convolution.bias.any()
+    assert mixer.gate_weight.std().item() == pytest.approx(1 / 8, rel=0.05)  # of blocks of 64 channels
+    assert not mixer.gate_bias.any()
 
 
 @pytest.mark.parametrize("level", [-200.0, 200.0], ids=["closed", "open"])

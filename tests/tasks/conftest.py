@@ -61,6 +61,11 @@ def compose_config() -> Compose:
 
 
 @pytest.fixture(scope="session")
+def longseq_program() -> Path:
+    return LONGSEQ
+
+
+@pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen[str]]:
     """Starts `longseq` as a user would, in a folder."""
 

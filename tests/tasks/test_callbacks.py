@@ -15,7 +15,7 @@ from longseq.tasks import assemble, train
 from longseq.tasks.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from longseq.tasks.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.callbacks.nonfinite import NonFiniteError, NonFiniteStop
-from longseq.tasks.callbacks.pictures import draw_confusion_matrix, draw_predictions
+from longseq.tasks.callbacks.pictures import SamplePredictions, draw_confusion_matrix, draw_predictions
 from longseq.tasks.callbacks.throughput import Throughput
 from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.datasets import TrainingBatches
@@ -159,6 +159,36 @@ def test_pictures_show_what_they_should():
     cell = (110 + 5, 110 + 5)
     assert int(perfect[0, cell[0], cell[1]]) < int(off[0, cell[0], cell[1]]) < 255
     assert draw_confusion_matrix(torch.eye(100, dtype=torch.long), [str(i) for i in range(100)]).shape[1] < 1200
+
+
+def test_pictures_of_a_run_are_bounded_in_size_and_number():
+    large = draw_predictions(torch.rand(16, 3, 1024, 1024), [0] * 16, [0] * 16, ["cat"])
+    assert large.numel() < 1e6
+    gradient = torch.linspace(0, 1, 1024).expand(1, 3, 1024, 1024)
+    shrunk = draw_predictions(gradient, [0], [0], ["cat"])[0, 64, 2:130].float()
+    assert (shrunk.diff() > 0).all()
+    samples = SamplePredictions()
+    for epochs in (1, 7, 20, 21, 300, 400):
+        due = [epoch for epoch in range(1, epochs + 1) if samples._is_due(epoch, epochs)]
+        assert min(epochs, 10) <= len(due) <= 20 or epochs == 21
+    assert [epoch for epoch in range(1, 100) if samples._is_due(epoch, -1)] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_the_rate_of_a_run_counts_what_came_before_a_resume(tiny, tmp_path):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 30:
+                raise KeyError
+
+    first, config = Throughput(), tiny("trainer.log_every_n_steps=5")
+    with pytest.raises(KeyError):
+        fit(config, first, LastCheckpoint(str(tmp_path), every_n_train_steps=25), Stop())
+    second = Throughput()
+    trainer = assemble.build_trainer(config, [second])
+    datamodule = assemble.build_datamodule(config)
+    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    trainer.fit(task, datamodule=datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert second._run.samples > first._run.samples
 
 
 def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path, tiny, capsys):

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
 import longseq.conf
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
-from longseq.tasks import assemble, train
+from longseq.tasks import assemble, targets, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeDataModule
@@ -75,10 +75,11 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
         bind(mixers.get(name), d_model=8, **options)
     bind_target(config["recipe"]["optimizer"], None, lr=0.1)
     bind_target(config["recipe"]["schedule"], None, num_epochs=1, updates_per_epoch=1)
-    assert isinstance(instantiate(config["logger"]), Logger)
+    targets.check(config)
+    assert isinstance(targets.build(config["logger"], targets.LOGGERS, "logger"), Logger)
     callbacks = assemble.build_callbacks(config)
     wanted = [options for options in config["callbacks"].values() if options is not None]
-    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"])
+    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"]) + 2
 
 
 MODELS = [option for option in OPTIONS if option[0] in ("mixer", "model", "scale")]

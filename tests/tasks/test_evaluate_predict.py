@@ -149,15 +149,16 @@ def test_predict_lists_every_picture_of_a_folder(suffix, checkpoint, pictures, c
     config = compose_config(
         "predict", f"checkpoint={checkpoint}", f"input={pictures}", f"output={output}", "top_k=3", "batch_size=2"
     )
-    assert predict.run(config) == {"classified": 5, "unreadable": 1}
+    assert predict.run(config) == {"classified": 5, "unreadable": 1, "passed_over": 1}
     if suffix == "csv":
         rows = list(csv.DictReader(output.open()))
-        assert [row["error"] for row in rows] == [""] * 5 + ["unreadable"]
+        assert [row["error"] for row in rows] == [""] * 5 + ["unreadable", "passed over: .txt"]
         guesses = [row["class_1"] for row in rows[:5]]
         shares = [float(rows[0][f"probability_{rank}"]) for rank in (1, 2, 3)]
     else:
         written = json.loads(output.read_text())
         assert [path.endswith("broken.png") for path in written["unreadable"]] == [True]
+        assert written["passed_over"] == [{"path": str(pictures / "deep" / "notes.txt"), "reason": ".txt"}]
         guesses = [row["classes"][0]["class"] for row in written["predictions"]]
         shares = [entry["probability"] for entry in written["predictions"][0]["classes"]]
     assert sum(guess == str(i) for i, guess in enumerate(guesses)) >= 2

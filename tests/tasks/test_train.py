@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def test_with_accumulation_the_rate_of_each_update_is_logged_once(tiny, tmp_path
     assert rates[0].value == pytest.approx(1e-6)
 
 
+def test_trainings_of_one_process_leave_no_writer_behind(tiny, tmp_path):
+    before = threading.active_count()
+    for number in range(3):
+        train.run(tiny("recipe.epochs=1", f"output={tmp_path / str(number)}"))
+    assert threading.active_count() == before
+
+
 def test_a_training_that_logs_to_csv(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1", "logger=csv"))
     header = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
@@ -163,19 +171,26 @@ def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
     while not list(tmp_path.glob("outputs/image/*/checkpoints/last.ckpt")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
+    run = only(tmp_path, "outputs/image/*")
     process.send_signal(getattr(signal, name))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == {"SIGKILL": -9, "SIGTERM": 143}[name], errors
     assert ("resume=true" in errors) == (name == "SIGTERM")
-    run = only(tmp_path, "outputs/image/*")
-    assert 0 < read(run / "checkpoints" / "last.ckpt")["global_step"] < 60
+    assert (run / "run.lock").exists() == (name == "SIGKILL")
+    saved = read(run / "checkpoints" / "last.ckpt")
+    assert 0 < saved["global_step"] < 60
+    saved["seconds"] += 1000  # as if its first leg had taken so long
+    torch.save(saved, run / "checkpoints" / "last.ckpt")
 
     resumed = command_here(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE, "resume=true")
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing from" in resumed.stdout
+    assert not (run / "run.lock").exists()
+    assert not (run / ".hydra").exists()
     assert_same_weights(*(read(folder / "checkpoints" / "last.ckpt") for folder in (uninterrupted, run)))
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (uninterrupted, run)]
     assert metrics[0]["test/top1"] == metrics[1]["test/top1"]
+    assert metrics[0]["seconds"] < 1000 < metrics[1]["seconds"] < 1300
 
 
 def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
@@ -183,6 +198,19 @@ def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     with pytest.raises(ValueError, match=r"recipe\.learning_rate: 0\.\d+ there, 0\.5 here"):
         train.run(tiny("recipe.epochs=1", "recipe.learning_rate=0.5", f"resume={path}"))
+
+
+def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp_path):
+    train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    contents = read(path)
+    contents["mixer_revisions"] = dict.fromkeys(contents["mixer_revisions"], 0)
+    torch.save(contents, path)
+    (tmp_path / "run" / "metrics.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"resume: the checkpoint cannot be continued: its .* are of revision 0, and this"
+    ):
+        train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
 
 
 def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):

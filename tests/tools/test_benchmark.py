@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -26,6 +27,7 @@ from longseq.kernels.delta_rule.chunk import delta_rule_chunk
 from longseq.kernels.launch_file import read_launches
 from longseq.kernels.testing import list_variants
 from longseq.kernels.triton_launch import Launch, fit_launches
+from longseq.tasks import circumstances
 from longseq.tools.benchmark import kernels, models, peers, tune
 from longseq.tools.benchmark import work as work_module
 from longseq.tools.benchmark.gate import Gate
@@ -530,7 +532,7 @@ def test_winners_are_written_beside_those_of_other_gpus_and_kernels(monkeypatch,
     assert found["rows"][: len(kept)] == kept
     assert [(row["kept"], row["run"]) for row in found["rows"][len(kept) :]] == [(True, 1), (False, 1), (True, 1)]
     assert [name for name in found["runs"] if "emulated" in name["gpu"]] == found["runs"][1:]
-    assert set(found["runs"][1]) == {"gpu", "command", "versions", "date"}
+    assert {"gpu", "processor", "commit", "command", "versions", "date"} <= set(found["runs"][1])
 
     file.write_text(json.dumps({"capability": [8, 0], "launches": [], "rows": []}))
     with pytest.raises(ValueError, match=f"^output={file} holds no runs: name another file, or delete this one$"):
@@ -737,6 +739,37 @@ def test_results_are_tables_and_rows(tmp_path: Path):
     assert "| a | 0.5 |  |" in table
     assert "| b\\|c |  | yes |" in table
     assert "- one note" in table
-    assert {"torch", "python"} <= set(result["versions"])
     file = write_result(result, str(tmp_path / "rows.json"))
-    assert json.loads(file.read_text())["rows"] == rows
+    kept = json.loads(file.read_text())["rows"]
+    assert [{key: value for key, value in row.items() if key != "measured"} for row in kept] == rows
+    for row in kept:
+        assert row["measured"]["processor"]
+        assert row["measured"]["commit"]
+        assert {"torch", "python"} <= set(row["measured"]["versions"])
+
+
+def test_a_cell_of_seeds_has_their_mean_their_spread_and_each_value():
+    result = make_result(
+        "Accuracy", [{"mixer": "a", "top1": {"0": 0.9, "1": 0.8}}, {"mixer": "b", "top1": {"0": 1.0}}], CPU
+    )
+    table = to_markdown(result)
+    assert "| a | 0.850 ± 0.071 (0.9, 0.8) |" in table
+    assert "| b | 1.0 |" in table
+
+
+def test_rows_of_several_machines_say_which_is_whose(monkeypatch):
+    result = make_result("Speed", [{"op": "a"}], CPU)
+    monkeypatch.setenv("GIT_COMMIT", "abcdef0 2026-01-01T00:00:00+00:00")
+    result["rows"] += make_result("Speed", [{"op": "b"}], CPU)["rows"]
+    table = to_markdown(result)
+    assert "| a | a |" in table
+    assert "| b | b |" in table
+    assert table.count("- Measured ") == 2
+    assert "commit abcdef0;" in table
+
+
+def test_the_commit_is_this_ones_and_never_that_of_a_project_around_an_installed_package(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(circumstances, "__file__", str(tmp_path / "circumstances.py"))
+    assert circumstances.find_commit() is None

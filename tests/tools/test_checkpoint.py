@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from longseq import mixers
 from longseq.mixers import Mixer
-from longseq.tools.checkpoint import load, sha256
+from longseq.tasks.checkpoint import load, sha256
 
 
 def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
@@ -64,6 +65,22 @@ def test_recompute_was_a_switch_once(checkpoint: Path, tmp_path: Path, switch: b
     x = torch.randn(3, 1, 8, 8)
     assert torch.equal(backbone(x), load(checkpoint).backbone(x))
     assert {module.recompute for module in backbone.modules() if isinstance(module, Mixer)} == {switch}
+
+
+def test_layers_that_compute_something_else_by_now_are_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch.load(checkpoint, weights_only=True)["mixer_revisions"] == {"attention": 1}
+    before = change(checkpoint, tmp_path / "before.ckpt", lambda contents: contents.pop("mixer_revisions"))
+    assert load(before).task_name == "image"  # attention is what it was
+    monkeypatch.setattr(mixers.get("attention"), "revision", 2)
+    for path in (before, checkpoint):
+        with pytest.raises(
+            ValueError, match=r"its attention layers are of revision 1, .* computes revision 2"
+        ) as raised:
+            load(path, key="init")
+        assert str(raised.value).startswith(f"init={path}: ")
+        assert "\n" not in str(raised.value)
 
 
 def test_pretrained_weights_are_not_fetched_again(
@@ -163,6 +180,15 @@ def test_configurations_that_name_no_model_of_ours(
         load(path, key="init")
     assert str(raised.value).startswith(f"init={path}")
     assert "\n" not in str(raised.value)
+
+
+def test_class_names_that_do_not_fit_the_head(checkpoint: Path, tmp_path: Path) -> None:
+    def shorten(contents: dict[str, Any]) -> None:
+        contents["hyper_parameters"]["data"]["class_names"].pop()
+
+    path = change(checkpoint, tmp_path / "other.ckpt", shorten)
+    with pytest.raises(ValueError, match="names 9 classes, and its model has 10"):
+        load(path)
 
 
 def test_the_callers_random_state_stays(checkpoint: Path) -> None:

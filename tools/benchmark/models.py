@@ -193,8 +193,8 @@ class _Llama(nn.Module):
             num_attention_heads=max(1, width // 64),
             max_position_embeddings=max(text["lengths"]) + text["new_tokens"],
             tie_word_embeddings=True,
-            attn_implementation="sdpa",
         )
+        config._attn_implementation = "sdpa"  # an argument of the constructor that its signature does not have
         self.model = LlamaForCausalLM(config)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -210,7 +210,9 @@ def _autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def _build(make: Callable[[], nn.Module], asked: Row, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
+def build_model(
+    make: Callable[[], nn.Module], asked: Row, device: torch.device
+) -> tuple[nn.Module, Callable[..., Any]]:
     """The model, and what is called: the model compiled if that is asked for."""
     with torch.device(device):
         torch.manual_seed(0)
@@ -221,7 +223,7 @@ def _build(make: Callable[[], nn.Module], asked: Row, device: torch.device) -> t
     return model.to(device), torch.compile(model, mode=asked["compile"])
 
 
-def _trainer(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Run:
+def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Run:
     """One training step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
@@ -261,11 +263,11 @@ def _allocated(device: torch.device) -> int:
 def measure_image(make: Callable[[], nn.Module], pixels: int, batch: int, asked: Row, device: torch.device) -> Row:
     """Training and inference of an image classifier."""
     before = _allocated(device)
-    model, called = _build(make, asked, device)
+    model, called = build_model(make, asked, device)
     images = torch.randn(batch, 3, pixels, pixels, device=device)
     labels = torch.randint(asked["image"]["classes"], (batch,), device=device)
     model.train()
-    step = _trainer(model, lambda: nn.functional.cross_entropy(called(images), labels), device)
+    step = training_step(model, lambda: nn.functional.cross_entropy(called(images), labels), device)
     row = {"parameters": count_parameters(model), **_measure_step(step, batch, "images", before, asked, device)}
     model.eval()
 
@@ -282,7 +284,7 @@ def measure_image(make: Callable[[], nn.Module], pixels: int, batch: int, asked:
 def measure_training(make: Callable[[], nn.Module], tokens: int, asked: Row, device: torch.device) -> Row:
     """Training of a language model, with as many sequences as a step's tokens hold."""
     before = _allocated(device)
-    model, called = _build(make, asked, device)
+    model, called = build_model(make, asked, device)
     text = asked["text"]
     batch = max(1, text["step_tokens"] // tokens)
     read = torch.randint(text["vocabulary"], (batch, tokens + 1), device=device)
@@ -292,7 +294,7 @@ def measure_training(make: Callable[[], nn.Module], tokens: int, asked: Row, dev
         logits, _ = called(read[:, :-1])
         return token_loss(logits, read[:, 1:]).mean()
 
-    step = _trainer(model, loss, device)
+    step = training_step(model, loss, device)
     head = {"parameters": count_parameters(model), "batch": batch}
     return head | _measure_step(step, batch * tokens, "tokens", before, asked, device)
 
@@ -301,7 +303,7 @@ def measure_training(make: Callable[[], nn.Module], tokens: int, asked: Row, dev
 def measure_decoding(make: Callable[[], nn.Module], batch: int, asked: Row, device: torch.device) -> Row:
     """Token by token after a prompt."""
     before = _allocated(device)
-    model, _ = _build(make, {**asked, "compile": None}, device)
+    model, _ = build_model(make, {**asked, "compile": None}, device)
     model.to(torch.bfloat16).eval()
     text, step = asked["text"], getattr(model, "step")  # noqa: B009  of modules, the checker knows tensors alone
     prompt = torch.randint(text["vocabulary"], (batch, text["prompt"]), device=device)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +13,9 @@ from typing import Any
 
 import torch
 
+from longseq.tasks.circumstances import describe, find_circumstances
+
 DTYPES = ("bfloat16", "float16", "float32")
-PACKAGES = ("torch", "triton", "timm", "flash-linear-attention", "mamba-ssm", "transformers")
 
 
 def find_device(name: str) -> torch.device:
@@ -62,33 +61,27 @@ def is_emulated() -> bool:
 def make_result(
     what: str, rows: Sequence[Mapping[str, Any]], device: torch.device, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Rows with what they were measured on, by which command, and how to read them."""
+    """Rows with what each was measured on, by which command, and how to read them."""
     return {
         "what": what,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "device": _name_device(device),
-        "versions": find_versions(),
-        "date": datetime.date.today().isoformat(),
-        "rows": list(rows),
+        "command": command_line(),
+        "kind": "speed",
+        "rows": add_circumstances(rows, device),
         "notes": list(notes),
     }
 
 
-def _name_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+def command_line() -> str:
+    """The command of this process, without the folder of its script."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-def find_versions() -> dict[str, str]:
-    """Versions of what decides a speed, where it is installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """The rows, each with the commit, the date, the hardware and the versions of this process as `measured`."""
+    measured = find_circumstances(device)
+    if device.type == "cpu":
+        measured["threads"] = torch.get_num_threads()
+    return [{**row, "measured": measured} for row in rows]
 
 
 def check_output(output: str) -> Path:
@@ -109,28 +102,56 @@ def write_result(result: Mapping[str, Any], output: str) -> Path:
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:
-    """One result as a heading, its circumstances, its table and its notes. Lists stay in the rows."""
-    columns = list(
-        dict.fromkeys(key for row in result["rows"] for key, value in row.items() if not isinstance(value, list))
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [
-        f"## {result['what']}\n",
-        f"`{result['command']}`\n",
-        f"{result['device']}, {versions}, {result['date']}.\n",
-        "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
-        "|" + "---|" * len(columns),
+    """One result as a heading, its command, its table, its circumstances and its notes. Lists stay in the rows.
+
+    A cell that is a mapping has the value of each seed; the table gives their mean and standard deviation too.
+    """
+    rows = result["rows"]
+    columns = [
+        column
+        for column in dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, list))
+        if column != "measured"
     ]
-    for row in result["rows"]:
-        lines.append("| " + " | ".join(_cell(row.get(column)) for column in columns) + " |")
+    surroundings = describe_circumstances(rows)
+    several = len(surroundings) > 1
+    heading = [*(column.replace("_", " ") for column in columns), *(["measured"] if several else [])]
+    lines = [f"## {result['what']}\n", f"`{result['command']}`\n"]
+    if surroundings and not several:
+        lines.append(f"Measured on {next(iter(surroundings))}.\n")
+    lines += ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    for row in rows:
+        cells = [format_cell(row.get(column)) for column in columns]
+        lines.append("| " + " | ".join([*cells, *([surroundings[_describe(row)]] if several else [])]) + " |")
     lines.append("")
+    if several:
+        lines += [f"- Measured {letter}: {text}." for text, letter in surroundings.items()]
     lines += [f"- {note}" for note in result.get("notes", [])]
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def describe_circumstances(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The different circumstances of the rows, each in words, with a letter."""
+    texts = dict.fromkeys(_describe(row) for row in rows if row.get("measured"))
+    return {text: chr(ord("a") + number) for number, text in enumerate(texts)}
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    return describe(row["measured"]) if row.get("measured") else ""
+
+
+def format_cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        each = ", ".join(str(one) for one in value.values())
+        return each if len(value) == 1 else f"{format_mean(value)} ({each})"
     return str(value).replace("|", "\\|")
+
+
+def format_mean(values: Mapping[str, float]) -> str:
+    """The mean over the seeds, with the standard deviation of several."""
+    numbers = list(values.values())
+    spread = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
+    return f"{statistics.fmean(numbers):.3f}{spread}"

@@ -26,16 +26,17 @@ from torch import Tensor
 from longseq import kernels
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE, find_misfit, read_launches
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
+from longseq.tasks.circumstances import find_circumstances
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
 from longseq.tools.benchmark.kernels import find_modules
 from longseq.tools.benchmark.measure import capture, environment, one_line, time_in_turn
 from longseq.tools.benchmark.report import (
     check_list,
     check_output,
+    command_line,
     find_device,
     find_dtypes,
     is_emulated,
-    make_result,
 )
 from longseq.tools.benchmark.work import TINY, Work, choose_work, list_measured
 
@@ -83,7 +84,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         known = {name for op in names for launches in tables[op].LAUNCHES.values() for name in launches}
         check_list("kernels", asked["kernels"], sorted(known))
     capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-    file = File(check_output(cfg.output), tables, capability, circumstances(cfg.op, device))
+    file = File(check_output(cfg.output), tables, capability, circumstances(device))
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
         for dtype in dtypes:
             trials = [Trial(tables, item, dtype, device, asked["seconds"], gradients) for item in work]
@@ -106,11 +107,11 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     return file.held
 
 
-def circumstances(op: str, device: torch.device) -> dict[str, Any]:
+def circumstances(device: torch.device) -> dict[str, Any]:
     """What a run of the file is remembered by."""
-    found = make_result(f"Launches of {op}", [], device)
-    gpu = found["device"] if device.type == "cuda" else f"{found['device']}, Triton emulated"
-    return {"gpu": gpu, **{name: found[name] for name in ("command", "versions", "date")}}
+    found = find_circumstances(device)
+    found.setdefault("gpu", f"{found['processor']}, Triton emulated")
+    return {"command": command_line(), **found}
 
 
 class File:

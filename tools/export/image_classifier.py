@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.mixers import Mixer
+from longseq.tasks.image_model import model_name, stated_data, takes_any_resolution
 from longseq.tools.export import onnx_file, pt2_file, torchscript_file
 from longseq.tools.export.metadata import classifier_metadata
 from longseq.tools.export.parity import Comparison, compare, expect, latency_ms, probe_images
 from longseq.tools.export.quiet import quiet
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import AXES, FileSpec
-from longseq.tools.image_model import model_name, stated_data, takes_any_resolution
 
 __all__ = ["FORMATS", "SUFFIXES", "ImageClassifierFile", "export_image_classifier"]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from longseq.tools.image_model import model_name
+from longseq.tasks.image.decoding import DECODING
+from longseq.tasks.image_model import model_name
 
 __all__ = ["EXTRA_FILE", "PREPROCESSING", "classifier_metadata", "encode"]
 
@@ -25,6 +26,7 @@ def classifier_metadata(
 ) -> dict[str, Any]:
     """Facts about an image classifier file: classes, preprocessing, input and output, and where it comes from."""
     metadata: dict[str, Any] = {key: data[key] for key in PREPROCESSING if data.get(key) is not None}
+    metadata["decoding"] = DECODING
     if data.get("class_names"):
         metadata["class_names"] = list(data["class_names"])
     metadata["input"] = (

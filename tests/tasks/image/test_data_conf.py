@@ -5,9 +5,9 @@ from importlib import resources
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from longseq.tasks import targets
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.mixing import BatchMixing
 
@@ -21,6 +21,11 @@ def load(*overrides):
     with initialize_config_module("longseq.conf", version_base=None):
         config = compose("train", overrides=list(overrides))
     return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("data", "recipe")}
+
+
+def built(recipe, name):
+    allowed = {"optimizer": targets.OPTIMIZERS, "schedule": targets.SCHEDULES}[name]
+    return targets.build(recipe[name], allowed, f"recipe.{name}")
 
 
 def image_data():
@@ -49,9 +54,9 @@ def test_every_recipe_trains_a_step(name):
         mixing = BatchMixing(10, seed=0, label_smoothing=smoothing, **recipe["augment"]["mixing"])
         _, soft_targets = mixing(images, targets, step=0)
         torch.testing.assert_close(soft_targets.sum(1), torch.ones(8))
-    optimizer = instantiate(recipe["optimizer"])(torch.nn.Linear(4, 2), lr=1e-3)
+    optimizer = built(recipe, "optimizer")(torch.nn.Linear(4, 2), lr=1e-3)
     assert optimizer.param_groups[-1]["weight_decay"] == recipe["optimizer"]["weight_decay"]
-    scheduler, epochs = instantiate(recipe["schedule"])(optimizer, num_epochs=recipe["epochs"], updates_per_epoch=10)
+    scheduler, epochs = built(recipe, "schedule")(optimizer, num_epochs=recipe["epochs"], updates_per_epoch=10)
     assert epochs == recipe["epochs"]
     scheduler.step_update(recipe["epochs"] * 5)
     assert 0 < optimizer.param_groups[0]["lr"] <= 1e-3
@@ -70,8 +75,8 @@ def test_vim_decays_by_scale(scale, weight_decay, drop_path):
 def test_stride8_finetuning_is_flat():
     recipe = load("recipe=stride8_finetune")["recipe"]
     assert recipe["model"]["stride"] == 8
-    optimizer = instantiate(recipe["optimizer"])(torch.nn.Linear(4, 2), lr=recipe["learning_rate"])
-    scheduler, _ = instantiate(recipe["schedule"])(optimizer, num_epochs=30, updates_per_epoch=10)
+    optimizer = built(recipe, "optimizer")(torch.nn.Linear(4, 2), lr=recipe["learning_rate"])
+    scheduler, _ = built(recipe, "schedule")(optimizer, num_epochs=30, updates_per_epoch=10)
     for update in (0, 5, 150, 299):
         scheduler.step_update(update)
         assert optimizer.param_groups[0]["lr"] == 1e-5

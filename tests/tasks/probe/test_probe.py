@@ -17,12 +17,12 @@ from hydra import compose, initialize_config_module
 
 import longseq.conf
 from longseq.tasks import assemble, evaluate, train
+from longseq.tasks.checkpoint import load
 from longseq.tasks.probe import comparison, sweep
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
 from longseq.tools import cli
-from longseq.tools.checkpoint import load
 
 TINY = (
     "task=probe",
@@ -300,7 +300,9 @@ def test_the_sweep_compares_mixers(tmp_path, monkeypatch, capsys):
     assert probe(monkeypatch, tmp_path, script, *sweep) == 0
     results = results_of(tmp_path)
     assert [entry["mixer"] for entry in results["summary"]] == ["linear_attention", "attention model.positions=learned"]
-    assert {"device", "versions", "seconds", "training_seconds", "command"} <= results.keys()
+    assert {"measured", "seconds", "training_seconds", "command"} <= results.keys()
+    assert results["measured"]["processor"]
+    assert results["measured"]["commit"]
     assert (tmp_path / "compared" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "| linear_attention | " in (tmp_path / "compared" / "table.md").read_text()
     assert len(list((tmp_path / "compared" / "samples").glob("mqar_*.npz"))) == 1
@@ -485,8 +487,7 @@ def test_slices_are_columns(tmp_path):
         "report": "test/accuracy",
         "selected_by": "val/accuracy",
         "command": "longseq probe",
-        "versions": {"torch": "2"},
-        "device": "cpu",
+        "measured": {"commit": None, "date": "2026-01-01", "processor": "one", "versions": {"torch": "2"}},
         "training_seconds": 1.0,
         "jobs": 1,
     }

@@ -14,8 +14,10 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
+from longseq.mixers import check_revisions
 from longseq.tasks.assemble import build_backbone, info_from_dict
-from longseq.tools.image_model import takes_any_resolution
+from longseq.tasks.image_model import takes_any_resolution
+from longseq.tasks.module import REVISIONS
 
 __all__ = ["Loaded", "load", "read", "sha256"]
 
@@ -23,6 +25,9 @@ WEIGHTS = ("auto", "ema", "model")
 
 # What this loader reads of a configuration.
 CONFIG_KEYS = ("model", "mixer", "scale", "recipe", "seed")
+
+# Options of timm's models that name files of weights.
+WEIGHT_OPTIONS = ("pretrained", "checkpoint_path", "cache_dir")
 
 # Where the task keeps its model, and Lightning's weight averaging the weights that it has averaged.
 BACKBONE_PREFIX = "backbone."
@@ -65,13 +70,15 @@ def load(
 
     `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average where the
     run kept one. Raises ValueError, in one line, where there is no such file, where it is none of our checkpoints or
-    damaged, where it is of another task, and where its weights do not fit the model that its configuration describes.
+    damaged, where it is of another task, where its weights do not fit the model that its configuration describes, and
+    where a layer has come to compute something else of its weights.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights={weights} is unknown: take one of {', '.join(WEIGHTS)}")
     checkpoint = read(path, key)
     config, data = checkpoint["hyper_parameters"]["config"], checkpoint["hyper_parameters"]["data"]
     task = _task(config, tasks, path, key)
+    _check_class_names(data, path, key)
     averaged = RAW_WEIGHTS in checkpoint
     if weights == "ema" and not averaged:
         raise ValueError(
@@ -80,6 +87,10 @@ def load(
     taken = "ema" if averaged and weights != "model" else "model"
     state = checkpoint[RAW_WEIGHTS if averaged and taken == "model" else "state_dict"]
     backbone = _build(config, data, model_options, path, key)
+    try:
+        check_revisions(backbone, checkpoint.get(REVISIONS))
+    except ValueError as error:
+        raise ValueError(f"{key}={path}: {error}") from error
     if any_resolution and not takes_any_resolution(backbone):
         try:
             backbone = _build(config, data, {**model_options, "dynamic_img_size": True}, path, key)
@@ -154,19 +165,30 @@ def _task(config: Mapping[str, Any], tasks: Collection[str], path: str | Path, k
     return task
 
 
+def _check_class_names(data: Mapping[str, Any], path: str | Path, key: str) -> None:
+    names, classes = data.get("class_names"), data.get("num_classes")
+    if names is not None and len(names) != classes:
+        raise ValueError(f"{key}={path} is damaged: it names {len(names)} classes, and its model has {classes}")
+
+
 def _build(
     config: Mapping[str, Any], data: Mapping[str, Any], options: Mapping[str, Any], path: str | Path, key: str
 ) -> nn.Module:
     config = _as_of_today(config)
-    fetched = {"pretrained": False} if "pretrained" in config["model"] else {}
-    model = {**config["model"], **fetched, **options}
+    model = {**_without_files(config["model"]), **options}
+    recipe = {**config["recipe"], "model": _without_files(config["recipe"].get("model") or {})}
     # The weights are replaced: what drawing them takes from the generators is given back.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         try:
-            return build_backbone({**config, "model": model}, info_from_dict(config, data))
+            return build_backbone({**config, "model": model, "recipe": recipe}, info_from_dict(config, data))
         except (KeyError, TypeError) as error:
             raise ValueError(_of_another_version(path, key, [str(error)])) from error
+
+
+def _without_files(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a model without those by which timm reads or fetches weights: the checkpoint's replace them."""
+    return {name: value for name, value in options.items() if name not in WEIGHT_OPTIONS}
 
 
 def _as_of_today(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,41 +1,11 @@
-"""A GPU that is not there, for processes of their own: kernels are compiled, and launches written down."""
+"""Triton's compiler cut short, for processes of their own."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from triton.runtime import driver
-
-launched: list[str] = []
-
-
-class Launcher:
-    def __init__(self, source: Any, metadata: Any) -> None:
-        self.name = metadata.name
-
-    def __call__(self, *args: Any) -> None:
-        launched.append(self.name)
-
-
-def activate() -> None:
-    """Let Triton take CPU tensors for those of an H200."""
-    utils = SimpleNamespace(
-        load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
-        get_device_properties=lambda device: {"max_shared_mem": 2**18},
-    )
-    driver.set_active(
-        SimpleNamespace(
-            launcher_cls=Launcher,
-            utils=utils,
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-    )
 
 
 def stop_after_front_end() -> None:

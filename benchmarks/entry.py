@@ -1,0 +1,120 @@
+"""`longseq train` with what only a measurement changes: python benchmarks/entry.py [KEY=VALUE ...] -- WORDS
+
+rounding=N      move every initial weight by one unit in the last place, up or down at random: draw N
+cifar10=FILE    read CIFAR-10 from the file that `cifar10_data.py unpack` wrote, in place of a folder
+augmented=PATH  read the augmented training images from the files that `augment` wrote, in place of making them
+
+WORDS are the overrides of `longseq train`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from longseq.tasks import assemble
+from longseq.tasks.image import data
+from longseq.tasks.image.datasets import Batch, TrainingBatches
+from longseq.tasks.image.sampler import Draw
+from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
+from longseq.tools import cli
+
+CHUNK = 1000  # images that are augmented at a time
+
+
+@torch.no_grad()
+def move_by_one_unit(model: nn.Module, draw: int) -> nn.Module:
+    """The model with every weight replaced by one of its two neighbours among the numbers of its type."""
+    generator = torch.Generator().manual_seed(draw)
+    for parameter in model.parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf)))
+    return model
+
+
+def round_initial_weights(draw: int) -> None:
+    build: Callable[..., nn.Module] = assemble.build_backbone
+    assemble.build_backbone = lambda *arguments: move_by_one_unit(build(*arguments), draw)
+
+
+def open_cifar10(file: str, val_fraction: float, split_seed: int) -> Splits:
+    """The splits that `data=cifar10` makes of the folder that was packed."""
+    with np.load(file) as arrays:
+        names = arrays["class_names"].tolist()
+        train, test = (ArraySource(arrays[part], arrays[f"{part}_labels"], names, file) for part in ("train", "test"))
+    return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
+
+
+def read_cifar10_from(file: str) -> None:
+    def source(_: str, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
+        return open_cifar10(file, val_fraction, split_seed)
+
+    data.cifar10 = source
+
+
+def file_of(folder: Path, seed: int, epoch: int) -> Path:
+    return folder / f"seed{seed}_epoch{epoch}.npy"
+
+
+def augment(batches: TrainingBatches, folder: Path, epoch: int) -> None:
+    """Write what training sees in an epoch: images are functions of seed, epoch and position, whatever the model."""
+    file = file_of(folder, batches.seed, epoch)
+    if file.exists():
+        return
+    draws = [Draw(position, 0, epoch) for position in range(len(batches))]
+    parts = [batches[draws[start : start + CHUNK]].images for start in range(0, len(draws), CHUNK)]
+    partial = file.with_suffix(".partial")
+    with open(partial, "wb") as written:
+        np.save(written, torch.cat(parts).numpy())
+    partial.rename(file)
+
+
+class AugmentedBatches(TrainingBatches):
+    """The batches of TrainingBatches, read from the files of `augment`."""
+
+    folder: Path
+
+    def __getitem__(self, draws: list[Draw]) -> Batch:
+        if any(draw.repeat for draw in draws):
+            raise ValueError(
+                "augmented=PATH holds one image for each position and epoch: take recipe.augment.repeats=1"
+            )
+        images = np.load(file_of(self.folder, self.seed, draws[0].epoch), mmap_mode="r")
+        positions = [draw.position for draw in draws]
+        targets = self.split.source.targets()[self.split.indices[positions]]
+        return Batch(torch.from_numpy(images[positions]), torch.from_numpy(targets), [])
+
+
+def read_augmented_from(folder: str) -> None:
+    AugmentedBatches.folder = Path(folder)
+    data.TrainingBatches = AugmentedBatches
+
+
+CHANGES: dict[str, Callable[[str], None]] = {
+    "rounding": lambda draw: round_initial_weights(int(draw)),
+    "cifar10": read_cifar10_from,
+    "augmented": read_augmented_from,
+}
+
+
+def main() -> Any:
+    if "--" not in sys.argv:
+        sys.exit(__doc__)
+    end = sys.argv.index("--")
+    for word in sys.argv[1:end]:
+        key, _, value = word.partition("=")
+        if key not in CHANGES:
+            sys.exit(__doc__)
+        CHANGES[key](value)
+    sys.argv = ["longseq", "train", *sys.argv[end + 1 :]]
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

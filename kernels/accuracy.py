@@ -1,0 +1,86 @@
+"""How far results may be from exact ones: by head and chunk, at most three times as far as a plain form's results.
+
+A share of a tensor's largest element is no bar for half precision: the largest of 10⁵ random elements is four to five
+times the usual one, and a kernel that is wrong by 6 % everywhere passes. Here a tensor is cut into blocks, and each has
+a relative error of its own, |actual - exact| / |exact| with lengths over the whole block. Roundings average out in it;
+a factor that is wrong, in a head or a chunk, does not.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST = 64  # tokens of a chunk, and numbers of a block, where there are as many
+FACTOR = 3.0  # of the plain form's own error
+# Relative errors that always pass. A plain form computes in float32 and rounds its results alone; kernels multiply in
+# half precision, or in three products of TF32, of which one alone is off by 3e-4. Emulated kernels are off by up to
+# 0.5 % in float16 and 0.9 % in bfloat16, in gradients of gates over 2,000 tokens. What is wrong by 2 % fails, unless
+# three times the plain form's error is more than that.
+FLOORS = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 1.2e-2}
+# Blocks that are smaller than this, relative to the middle one of the tensor, count as so large: sums that cancel keep
+# the roundings of what was summed. The second is a length: float32 holds nothing smaller in full.
+SMALLEST, TINY = 1 / 16, 1e-30
+
+
+class Block(NamedTuple):
+    """The block of a tensor that is worst for what it may be."""
+
+    error: float  # relative to the exact block
+    allowed: float
+
+    @property
+    def share(self) -> float:
+        """Of the allowed error; infinite for what is not a number."""
+        if self.error == 0:
+            return 0.0
+        share = self.error / self.allowed if self.allowed else float("inf")
+        return share if share == share else float("inf")
+
+
+class Bar(NamedTuple):
+    """What an exact result and that of a plain form allow others, in a tensor with time in dimension 1 or without."""
+
+    exact: Tensor
+    tokens: int
+    sizes: Tensor  # of blocks: lengths of the exact ones, or what counts instead
+    allowed: Tensor  # length of the error of each
+
+    @classmethod
+    def of(cls, exact: Tensor, plain: Tensor, tokens: int, dtype: torch.dtype, factor: float = FACTOR) -> "Bar":
+        """The bar for results of that precision, of `tokens` tokens. Integers must be equal."""
+        if not exact.is_floating_point() or exact.numel() == 0:  # such as the state of a convolution of one tap
+            return cls(exact, tokens, exact.new_zeros(0), exact.new_zeros(0))
+        lengths, counts = _lengths(exact, tokens), _lengths(torch.ones_like(exact), tokens)
+        usual = (lengths / counts).median()
+        sizes = torch.maximum(lengths, SMALLEST * usual * counts).clamp_min(TINY)
+        allowed = torch.maximum(factor * _lengths(plain.detach().double() - exact, tokens), FLOORS[dtype] * sizes)
+        return cls(exact, tokens, sizes, allowed)
+
+    def find_worst(self, actual: Tensor) -> Block:
+        """The worst block of a result."""
+        assert actual.shape == self.exact.shape, f"shape {tuple(actual.shape)}, expected {tuple(self.exact.shape)}"
+        if self.sizes.numel() == 0:
+            return Block(0.0 if torch.equal(actual, self.exact) else float("inf"), 0.0)
+        errors = _lengths(actual.detach().double() - self.exact, self.tokens)
+        worst = int((errors / self.allowed).nan_to_num(float("inf")).argmax())  # NaN is no error that is small enough
+        size = self.sizes[worst].item()
+        return Block(errors[worst].item() / size, self.allowed[worst].item() / size)
+
+
+def _lengths(x: Tensor, tokens: int) -> Tensor:
+    """L2 norms of the blocks of x: of [B, T, H, ...] by row, chunk and head, of [B, T, D] by row, chunk and channel, of
+    a state [B, H, ...] by row and head. Neighbours of few numbers share a block; a parameter has one row."""
+    squares = x.detach().double().square()
+    if x.ndim > 1 and x.shape[1] == tokens:
+        columns = squares if x.ndim > 2 else squares.unsqueeze(-1)
+        chunks = columns.tensor_split(max(1, tokens // LEAST), dim=1)
+        return torch.cat([_sum_blocks(chunk.movedim(1, -1)) for chunk in chunks]).sqrt()
+    return _sum_blocks(squares if x.ndim > 2 else squares[None]).sqrt()
+
+
+def _sum_blocks(squares: Tensor) -> Tensor:
+    """Sums over all but row and head of [B, H, ...], with as many heads together as make `LEAST` numbers."""
+    sums = squares.flatten(2).sum(-1) if squares.ndim > 2 else squares
+    together = -(-LEAST * sums.numel() // squares.numel())
+    return torch.cat([part.sum(1) for part in sums.split(together, dim=1)])

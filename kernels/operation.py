@@ -1,0 +1,364 @@
+"""What makes a public function an operation: the layouts of its tensors, its backends and its kernels, stated once.
+
+The decorated function is a signature and a docstring, without a body. A call of it is bound to the signature, judged
+(`judge` checks the arguments, and returns what backends may know of them), given to the first backend that is willing,
+and run. Calls that are alike are judged once.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from longseq.kernels import self_test
+from longseq.kernels.checks import check_chunk_size, check_counter, check_parts, check_tensors
+from longseq.kernels.custom_op import is_plain, is_watched
+from longseq.kernels.devices import is_emulated, triton_reasons, width_reasons
+from longseq.kernels.dispatch import (
+    Backend,
+    Call,
+    backends,
+    find_plain_form,
+    is_exporting,
+    is_recording,
+    loop_reasons,
+    no_reasons,
+    register,
+    register_local,
+    register_step,
+    select,
+    unpacking_reasons,
+)
+from longseq.kernels.empty import is_empty, run_empty
+from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
+from longseq.kernels.precision import call_dtype, is_mixed
+from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+COUNTER = "int64"  # in place of a layout: a whole number for each row of a state
+TRITON_STEP_WIDTH = 512  # of a dimension that one program of a step holds whole
+
+MOST_REMEMBERED = 4096  # calls of an operation
+
+
+@dataclass
+class Recurrence:
+    """What the tensors of an operation along time must be, and of its form for one token.
+
+    `layouts` has the dimensions of each tensor in the letters of `check_tensors`, a dictionary of them for a state of
+    several parts, and, where a tensor may have one dimension more, both, as in "B T H | B T H K". One token has the
+    same without T. A second layout with P is that of a parameter for each direction.
+
+    The output has the type of `values`. Those of `mixed` may be float32 beside values in half precision. `check` is
+    called with the operation's name and its arguments, and those of one token, before tensors are looked at; `kind`
+    with the arguments, for `Call.kind`. `power_of_two`: chunks are split in halves.
+    """
+
+    layouts: Mapping[str, str | Mapping[str, str]]
+    values: str
+    mixed: tuple[str, ...] = ()
+    check: Callable[..., None] | None = None
+    kind: Callable[..., str] | None = None
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        self.layouts_of_token = _of_one_token(self.layouts)
+
+    def judge(self, op: str, *, cu_seqlens: Tensor | None, reverse: Reverse, **arguments: Any) -> Call:
+        """Check a call, and return what backends may know of it."""
+        chunk_size = arguments.get("chunk_size")
+        if chunk_size is not None:
+            check_chunk_size(op, chunk_size, power_of_two=self.power_of_two)
+        if self.check is not None:
+            self.check(op, **arguments)
+        tensors, counters = _with_layouts(op, self.layouts, arguments)
+        sizes = check_tensors(op, tensors, cu_seqlens, mask=arguments.get("mask"))
+        _check_counters(op, counters, tensors)
+        check_reverse(op, reverse, sizes["B"], cu_seqlens)
+        for name, (tensor, layout) in tensors.items():
+            if tensor is not None and layout.startswith("P "):
+                check_own_parameters(op, name, tensor, reverse)
+        if chunk_size is not None:
+            sizes = {**sizes, "C": chunk_size}
+        values = arguments[self.values]
+        return Call(
+            values.device,
+            call_dtype(values, *[tensor for tensor, _ in tensors.values()]),
+            cu_seqlens is not None,
+            is_exporting(),
+            sizes,
+            reverse=reverse,
+            mixed=is_mixed(values, *[arguments[name] for name in self.mixed]),
+            kind="" if self.kind is None else self.kind(**arguments),
+        )
+
+    def judge_step(self, op: str, **arguments: Any) -> Call:
+        """Check a call of the form for one token, and return what backends may know of it."""
+        if self.check is not None:
+            self.check(op, **arguments)
+        tensors, counters = _with_layouts(op, self.layouts_of_token, arguments)
+        sizes = check_tensors(op, tensors, None)
+        _check_counters(op, counters, tensors)
+        present = {name: x for name, (x, _) in tensors.items() if x is not None}
+        states = [x for name, x in present.items() if name.startswith("state")]
+        dtype = next((x.dtype for x in states if x.dtype != torch.float32), torch.float32)
+        wanted = torch.is_grad_enabled() and any([x.requires_grad for x in present.values()])
+        return Call(states[0].device, dtype, exporting=is_exporting(), sizes=sizes, differentiated=wanted)
+
+
+Tensors = dict[str, tuple[Tensor | None, str]]
+
+
+def _with_layouts(
+    op: str, layouts: Mapping[str, str | Mapping[str, str]], arguments: Mapping[str, Any]
+) -> tuple[Tensors, dict[str, Tensor | None]]:
+    """The tensors of a call beside their layouts, and the counters of its state, by name."""
+    named: Tensors = {}
+    for name, layout in layouts.items():
+        if isinstance(layout, str):
+            named[name] = arguments[name], layout
+        else:
+            parts = check_parts(op, arguments[name], *layout, name=name)
+            for i, (part, own) in enumerate(zip(parts, layout.values(), strict=True)):
+                named[f"{name}[{i}]"] = part, own
+    tensors = {name: (x, _fitting(x, layout)) for name, (x, layout) in named.items() if layout != COUNTER}
+    return tensors, {name: x for name, (x, layout) in named.items() if layout == COUNTER}
+
+
+def _fitting(tensor: Tensor | None, layout: str) -> str:
+    """Of two layouts the one with the tensor's number of dimensions; the second, if there is none."""
+    first, _, second = layout.partition(" | ")
+    return first if not second or (tensor is not None and tensor.dim() == len(first.split())) else second
+
+
+def _check_counters(op: str, counters: Mapping[str, Tensor | None], tensors: Tensors) -> None:
+    for name, counter in counters.items():
+        check_counter(op, name, counter, tensors[f"{name.partition('[')[0]}[0]"][0])
+
+
+def _of_one_token(layouts: Mapping[str, str | Mapping[str, str]]) -> dict[str, str | Mapping[str, str]]:
+    def cut(layout: Any) -> Any:
+        if not isinstance(layout, str):
+            return {part: cut(own) for part, own in layout.items()}
+        both = [one for one in layout.split(" | ") if not one.startswith("P ")]
+        return " | ".join([one.replace("B T", "B").replace("S ", "B ") for one in both])
+
+    return {"state" if name == "initial_state" else name: cut(layout) for name, layout in layouts.items()}
+
+
+def operation(
+    judge: Callable[..., Call],
+    *,
+    torch: Callable[..., Any],
+    triton: str | None = None,
+    limits: Mapping[str, int] | None = None,
+    reasons: Callable[[Call], list[str]] = no_reasons,
+    reference: Callable[..., Any] | None = None,
+    prepare: Callable[..., Mapping[str, Any]] | None = None,
+) -> Callable[[Function], Function]:
+    """Make an operation of a function without a body: what it does is what its backends do.
+
+    `judge` is called with the operation's name and its arguments by keyword; it checks them, and returns what backends
+    may know. `triton` names the module, in the package of the function, of the function `<operation>_triton`, which is
+    imported when it is first called; `limits` has the largest sizes that its kernels take, as in {"K V": 256}, and
+    `reasons` finds others against them. Without a `reference` it is an operation on each token alone. Backends are
+    called with the operation's arguments by keyword, or with what `prepare` makes of them.
+    """
+
+    def decorate(function: Function) -> Function:
+        op = function.__name__
+        forms = []
+        if triton is not None:
+            kernels = Later(f"{function.__module__}.{triton}", f"{op}_triton")
+
+            def find_reasons(call: Call) -> list[str]:
+                return triton_reasons(call) + _limit_reasons(call, limits) + reasons(call)
+
+            forms.append(Backend("triton", kernels, find_reasons))
+        if reference is None:
+            register_local(op, *forms, Backend("torch", torch))
+        else:
+            plain = Backend("torch", torch, unpacking_reasons)
+            register(op, *forms, plain, Backend("reference", reference, loop_reasons))
+        return dispatched(op, function, judge, prepare)
+
+    return decorate
+
+
+def step(
+    recurrence: Recurrence,
+    *,
+    torch: Callable[..., Any],
+    held: tuple[str, ...] = (),
+    prepare: Callable[..., Mapping[str, Any]] | None = None,
+) -> Callable[[Function], Function]:
+    """Make the one-token form of an operation, which is called `<operation>_step`, of a function without a body.
+
+    One Triton kernel, `<operation>_step_triton` of the package's `triton_step`, reads the state once, writes the next
+    one once, and keeps all that lies between on the chip; it has no gradient. `held` names what one program holds
+    whole.
+    """
+
+    def reasons(call: Call) -> list[str]:
+        return _step_reasons(call, held)
+
+    def decorate(function: Function) -> Function:
+        name = function.__name__
+        kernel = Later(f"{function.__module__}.triton_step", f"{name}_triton")
+        register_step(name.removesuffix("_step"), Backend("triton", kernel, reasons), Backend("torch", torch))
+        return dispatched(name, function, recurrence.judge_step, prepare)
+
+    return decorate
+
+
+def _limit_reasons(call: Call, limits: Mapping[str, int] | None) -> list[str]:
+    return [reason for names, limit in (limits or {}).items() for reason in width_reasons(call, limit, *names.split())]
+
+
+def _step_reasons(call: Call, held: tuple[str, ...]) -> list[str]:
+    reasons = triton_reasons(call)
+    if call.dtype in (torch.float16, torch.bfloat16):
+        reasons.append(f"it keeps states in float32, and this one is {call.dtype} (cast it, or use backend='torch')")
+    if call.differentiated:
+        reasons.append("it has no gradient, and an input requires one (use backend='torch', or torch.no_grad())")
+    return reasons + width_reasons(call, TRITON_STEP_WIDTH, *held)
+
+
+_LATER: dict[tuple[str, str], "Later"] = {}
+
+
+class Later:
+    """A function of a module that is imported at its first call: importing this package must not import Triton."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__name__ = name
+        self.module = module
+        self.function: Callable[..., Any] | None = None
+        _LATER[module, name] = self
+
+    def load(self) -> Callable[..., Any]:
+        longseq_import_kernels(self.module, self.__name__)
+        assert self.function is not None
+        return self.function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.load()(*args, **kwargs)
+
+
+def longseq_import_kernels(module: str, name: str) -> bool:
+    """Import the function that a `Later` stands for."""
+    later = _LATER[module, name]
+    if later.function is None:
+        later.function = getattr(importlib.import_module(module), name)
+    return True
+
+
+# torch.compile, which does not follow `import_module`, calls it as it is (see `longseq_self_test_verdict`).
+longseq_import_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_REMEMBERED: dict[str, dict[Any, tuple[Callable[..., Any], tuple[Backend, ...]]]] = {}
+
+
+def forget() -> None:
+    """Choose a backend anew for every call: after a change of what decides."""
+    for remembered in _REMEMBERED.values():
+        remembered.clear()
+
+
+def dispatched(
+    op: str,
+    function: Function,
+    judge: Callable[..., Call],
+    prepare: Callable[..., Mapping[str, Any]] | None,
+) -> Function:
+    """The public function of an operation: it judges a call, chooses a backend, and runs that.
+
+    The choice is remembered for calls that are alike and written alike: types, shapes and devices of tensors decide it,
+    and the other arguments. Where kernels must prove themselves, that of the preferred backend alone is remembered:
+    others may have been made for want of a verdict. A small model waits for its host, which takes longer to check a
+    call than a GPU to run it.
+    """
+    parameters = inspect.signature(function).parameters
+    names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
+    remembered, is_step = _REMEMBERED.setdefault(op, {}), op.endswith("_step")
+    is_recurrent = "cu_seqlens" in names
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = {**dict(zip(names, args)), **kwargs} if args else kwargs  # noqa: B905
+        return {**defaults, **given}
+
+    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        function(*args, **kwargs)  # Python's own errors for arguments that the signature does not have
+        arguments = bind(args, kwargs)
+        run, first = select(op, arguments.pop("backend"), judge(op, **arguments)), arguments[names[0]]
+        if is_exporting() or first.numel():
+            return run
+        plain = find_plain_form(op, run)  # of no numbers there is nothing to launch
+        return partial(run_empty, plain, first.shape) if is_recurrent and is_empty(first.shape) else plain
+
+    def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        first: Any = args[0] if args else kwargs.get(names[0])
+        # Sizes of fake tensors may be symbols.
+        if not is_plain(first) or is_watched() or is_exporting() or is_recording():
+            return choose(args, kwargs)
+        parts = [
+            (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else _look(x) if isinstance(x, tuple) else x
+            for x in (*args, *kwargs.values())
+        ]
+        key = (first.is_cpu and is_emulated(), is_step and _has_gradient(args, kwargs), *kwargs, *parts)
+        try:
+            run, among = remembered.get(key, (None, None))
+        except TypeError:  # an argument without a hash, which is none of ours
+            return choose(args, kwargs)
+        if run is not None and among is backends(op):
+            return run
+        run, among = choose(args, kwargs), backends(op)
+        is_final = run is among[0].function or not self_test.is_tested(first.device.type)
+        if is_final and not self_test.is_testing():
+            if len(remembered) >= MOST_REMEMBERED:
+                remembered.clear()
+            remembered[key] = run.load() if isinstance(run, Later) else run, among
+        return run
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        packing = kwargs.get("cu_seqlens")
+        if isinstance(packing, Packing):
+            # What was found for the borders goes with them.
+            check_tokens(packing, args[0] if args else kwargs[names[0]])
+            kwargs["cu_seqlens"] = packing.cu_seqlens
+        # The first condition alone is traced by torch.compile.
+        run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
+        arguments = bind(args, kwargs)
+        del arguments["backend"]
+        if is_recurrent and arguments["cu_seqlens"] is not None and not torch.compiler.is_compiling():
+            _check_values(arguments["cu_seqlens"], arguments[names[0]])
+        return run(**(arguments if prepare is None else prepare(**arguments)))
+
+    return call  # type: ignore[return-value]
+
+
+def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
+    if is_checked() and not is_exporting():
+        segment_bounds(cu_seqlens, first.shape[1])
+
+
+def _look(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a choice may depend on of a state of several parts."""
+    return tuple([(x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x for x in parts])
+
+
+def _has_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether gradients are kept, and an input requires one."""
+    if not torch.is_grad_enabled():
+        return False
+    given = (*args, *kwargs.values())
+    parts = [part for x in given if isinstance(x, tuple) for part in x]
+    return any([x.requires_grad for x in (*given, *parts) if isinstance(x, Tensor)])

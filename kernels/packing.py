@@ -1,0 +1,262 @@
+"""Sequences packed into one row: their borders, and what follows from these, found once for a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# With "1", the values of cu_seqlens are checked in every call, whichever backend runs: they must begin with 0, never
+# fall, and end with T. The call then waits for the GPU once. Without, the triton backend takes them as they are, and
+# returns whatever lay in memory where they leave tokens out.
+SEGMENTS_VARIABLE = "LONGSEQ_CHECK_CU_SEQLENS"
+
+Found = TypeVar("Found")
+
+
+class Packing:
+    """N sequences one behind the other in a row of T tokens; operations and layers take it in place of `cu_seqlens`.
+
+    What they derive from the borders (positions, the sequence of each chunk, groups of similar lengths) is kept here,
+    for all layers and both passes of a batch. With a plain `cu_seqlens` every operation finds all of it again.
+
+    Nothing waits for a GPU, with two exceptions: borders that lie on one, without `tokens`; and forms that must know
+    the lengths on the host (the torch backends of recurrences). These ask once, and not at all if `cu_seqlens` is given
+    on the CPU with the tokens' `device`.
+
+    Args:
+        cu_seqlens: `[N + 1]` integers, the borders: from 0 to T, not decreasing. They are copied.
+        tokens: T, if it is known; by default the last border.
+        max_seqlen: no sequence is longer; by default the longest length where the borders are on the CPU, and T else.
+        device: of the tokens; by default that of the borders.
+
+    Attributes:
+        cu_seqlens: the borders on the tokens' device.
+        count: N.
+        sequence: `[T]`, the number of the sequence of each token.
+        positions: `[T]`, the place of each token in its sequence.
+
+    Raises:
+        ValueError: borders on the CPU do not cut T tokens into segments. Others are looked at with
+            LONGSEQ_CHECK_CU_SEQLENS=1 alone, because that waits for the GPU.
+    """
+
+    cu_seqlens: Tensor
+    tokens: int
+    max_seqlen: int
+    count: int
+    sequence: Tensor
+    positions: Tensor
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        tokens: int | None = None,
+        *,
+        max_seqlen: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_borders("Packing", cu_seqlens)
+        found: dict[Any, Any] = {}
+        if tokens is None:
+            tokens = int(cu_seqlens[-1])
+        has_values = not (torch.compiler.is_compiling() or is_faked(cu_seqlens) or cu_seqlens.is_meta)
+        if has_values and (cu_seqlens.device.type == "cpu" or is_checked()):
+            bounds = segment_bounds(cu_seqlens, tokens)
+            found["bounds"] = bounds
+            longest = max(end - start for start, end in pairwise(bounds))
+            if max_seqlen is not None and max_seqlen < longest:
+                raise ValueError(f"max_seqlen={max_seqlen}, but cu_seqlens holds a sequence of {longest} tokens")
+            max_seqlen = longest if max_seqlen is None else max_seqlen
+        most, count = tokens if max_seqlen is None else max_seqlen, cu_seqlens.shape[0] - 1
+        borders = cu_seqlens.to(cu_seqlens.device if device is None else device, copy=True)
+        sequence = _number_tokens(borders, tokens)
+        positions = torch.arange(tokens, device=borders.device) - borders[sequence]
+        self._set(borders, found, tokens, most, count, sequence, positions)
+
+    def _set(self, borders: Tensor, found: dict[Any, Any], *parts: Any) -> Packing:
+        self.cu_seqlens, self._found = borders, found
+        self.tokens, self.max_seqlen, self.count, self.sequence, self.positions = parts
+        if not torch.compiler.is_compiling():
+            # Operations pass the borders alone from one part to another, and to their backward passes.
+            found["packing"] = parts
+            borders._longseq_found = found  # type: ignore[attr-defined]
+        return self
+
+    def once(self, key: Any, find: Callable[[], Found]) -> Found:
+        """What `find` returns, found at the first call with this key; callers keep theirs apart by a name in it.
+
+        Compiled graphs find it in every call: their compiler joins calls that are alike, and nothing is left behind.
+        """
+        return find() if torch.compiler.is_compiling() else _once(self._found, key, find)
+
+    @property
+    def bounds(self) -> list[int]:
+        """The borders on the host, checked. If they are on a GPU, the first call waits for it."""
+        return self.once("bounds", lambda: segment_bounds(self.cu_seqlens, self.tokens))
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[N]`, of each sequence."""
+        return self.once("lengths", lambda: self.cu_seqlens.long().diff())
+
+    @property
+    def borders(self) -> Tensor:
+        """The borders as int32, as fused attention takes them."""
+        if self.cu_seqlens.dtype == torch.int32:
+            return self.cu_seqlens
+        return self.once("borders", lambda: self.cu_seqlens.to(torch.int32))
+
+    @property
+    def longest(self) -> int:
+        """The longest length, or the one that was stated. If neither is known on the host, the first call waits."""
+        if self.max_seqlen < self.tokens:
+            return self.max_seqlen
+        return self.once("longest", lambda: max(end - start for start, end in pairwise(self.bounds)))
+
+    def turned(self) -> Packing:
+        """The same row read from its end: the last sequence comes first."""
+        return self.once("turned", self._turn)
+
+    def _turn(self) -> Packing:
+        bounds, found = self._found.get("bounds"), {}
+        if bounds is not None:
+            found["bounds"] = [self.tokens - bound for bound in reversed(bounds)]
+        sequence = self.count - 1 - self.sequence.flip(0)
+        positions = (self.lengths[self.sequence] - 1 - self.positions).flip(0)
+        parts = self.tokens, self.max_seqlen, self.count, sequence, positions
+        return Packing.__new__(Packing)._set(self.tokens - self.cu_seqlens.flip(0), found, *parts)
+
+    def __repr__(self) -> str:
+        return f"Packing({self.count} sequences, {self.tokens} tokens, max_seqlen={self.max_seqlen})"
+
+
+def _flatten(packing: Packing) -> tuple[list[Any], tuple[int, int, int]]:
+    tensors = [packing.cu_seqlens, packing.sequence, packing.positions]
+    return tensors, (packing.tokens, packing.max_seqlen, packing.count)
+
+
+def _flatten_with_keys(packing: Packing) -> tuple[list[Any], tuple[int, int, int]]:
+    tensors, numbers = _flatten(packing)
+    names = ("cu_seqlens", "sequence", "positions")
+    return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(names, tensors, strict=True)], numbers
+
+
+def _unflatten(tensors: Any, numbers: Any) -> Packing:
+    borders, *places = tensors
+    packing = Packing.__new__(Packing)
+    packing.cu_seqlens, packing._found = borders, {}
+    packing.tokens, packing.max_seqlen, packing.count = numbers
+    packing.sequence, packing.positions = places
+    return packing
+
+
+# So that torch.export takes one as an argument.
+pytree.register_pytree_node(
+    Packing,
+    _flatten,
+    _unflatten,
+    serialized_type_name="longseq.kernels.packing.Packing",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+
+
+def pack_like(cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:
+    """The packing of tokens `x [1, T, ...]` on their device; one that was made before is handed on.
+
+    Raises:
+        ValueError: x has more than one row, or another number of tokens than the packing.
+    """
+    if cu_seqlens is None:
+        return None
+    if x.shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens needs a batch of 1, but there are {x.shape[0]} rows; concatenate the sequences along time"
+        )
+    if isinstance(cu_seqlens, Packing):
+        check_tokens(cu_seqlens, x)
+        return cu_seqlens
+    found = None if torch.compiler.is_compiling() else getattr(cu_seqlens, "_longseq_found", None)
+    if found is not None and cu_seqlens.device == x.device:
+        return Packing.__new__(Packing)._set(cu_seqlens, found, *found["packing"])
+    return Packing(cu_seqlens, x.shape[1], device=x.device)
+
+
+def check_tokens(packing: Packing, x: Tensor) -> None:
+    """Refuse a packing of another number of tokens than `x [1, T, ...]` has."""
+    if packing.tokens != x.shape[1]:
+        raise ValueError(
+            f"cu_seqlens ends with {packing.tokens}, but must end with T = {x.shape[1]}, the number of packed tokens"
+        )
+
+
+def find_once(cu_seqlens: Tensor, key: Any, find: Callable[[], Found]) -> Found:
+    """What `find` returns, found once for the borders of a `Packing`, and in each call for others."""
+    found = getattr(cu_seqlens, "_longseq_found", None)
+    return find() if found is None else _once(found, key, find)
+
+
+def sequence_of_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """`[T]`, the number of the sequence of each token; borders that are wrong still give numbers of sequences."""
+    found = getattr(cu_seqlens, "_longseq_found", None)
+    return _number_tokens(cu_seqlens, tokens) if found is None else found["packing"][3]
+
+
+def _number_tokens(borders: Tensor, tokens: int) -> Tensor:
+    place = torch.arange(tokens, device=borders.device)
+    # A GPU stops for good at an index that does not exist.
+    return torch.bucketize(place, borders[1:], right=True).clamp_max(borders.shape[0] - 2)
+
+
+def _once(found: dict[Any, Any], key: Any, find: Callable[[], Found]) -> Found:
+    if key in found:
+        return found[key]
+    value = find()
+    # What a CUDA graph that is being recorded has found is there while the graph runs, and not before.
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        found[key] = value
+    return value
+
+
+def is_checked() -> bool:
+    """Whether the values of `cu_seqlens` are checked wherever they lie."""
+    return os.environ.get(SEGMENTS_VARIABLE) == "1"
+
+
+def is_faked(x: Tensor) -> bool:
+    """Whether a tensor has no values: those of torch.export and of its kind."""
+    return isinstance(x, torch._subclasses.FakeTensor)
+
+
+def check_borders(caller: str, cu_seqlens: Tensor) -> int:
+    """Check dtype and shape of `cu_seqlens`; return the number of segments."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{caller}: cu_seqlens is {cu_seqlens.dtype}, but must be int32 or int64; cast it first")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{caller}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be [N + 1] with N >= 1 segments: "
+            "0, the end of each segment"
+        )
+    return cu_seqlens.shape[0] - 1
+
+
+def segment_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """The values of cu_seqlens on the host, checked. Waits for the device that holds them."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts with {bounds[0]}, but must start with 0")
+    if bounds[-1] != tokens:
+        raise ValueError(
+            f"cu_seqlens ends with {bounds[-1]}, but must end with T = {tokens}, the number of packed tokens"
+        )
+    for start, end in pairwise(bounds):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens falls from {start} to {end}, but must not decrease; sort the ends of the segments"
+            )
+    return bounds

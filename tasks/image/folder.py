@@ -1,0 +1,197 @@
+"""Folders and tar files of images: what they hold, and what of it is passed over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+from timm.data.readers.img_extensions import get_img_extensions, set_img_extensions
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.utils.misc import natural_key
+
+from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
+
+_log = logging.getLogger(__name__)
+
+_NAMED = 5
+
+# timm keeps what it found in tar files beyond this size, because looking through them takes minutes.
+_LARGE_TAR = 10 * 2**30
+
+
+class PassedOver(NamedTuple):
+    """A file that was not read (or a hidden folder, with a slash at its end), and why."""
+
+    path: str
+    reason: str
+
+
+class Found(NamedTuple):
+    """The image files below a folder, and the other ones."""
+
+    images: list[str]
+    passed_over: list[PassedOver]
+
+
+def find_images(root: str) -> Found:
+    """Look through a folder, all levels, symbolic links too; files are images by their endings.
+
+    Hidden files and folders are passed over: those of version control, of notebooks, and the second file that macOS
+    writes beside each image.
+    """
+    images, others = [], []
+    for folder, folders, files in os.walk(root, followlinks=True):
+        for name in folders:
+            if is_hidden(name):
+                others.append(PassedOver(os.path.join(folder, name, ""), "hidden"))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for name in sorted(files):
+            path = os.path.join(folder, name)
+            if is_image(name):
+                images.append(path)
+            else:
+                others.append(PassedOver(path, _why_no_image(name)))
+    return Found(images, others)
+
+
+def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
+    """How many, of which kinds, and the first of them, in one line."""
+    kinds = Counter(reason for _, reason in passed_over)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_NAMED))
+    rest = sum(count for _, count in kinds.most_common()[_NAMED:])
+    names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:_NAMED]]
+    more = ", ..." if len(passed_over) > _NAMED else ""
+    return f"{counts}{f', {rest} others' if rest else ''}: {', '.join(names)}{more}"
+
+
+def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
+    """Say in one line of the log what of `root` is not read, where there is something."""
+    if passed_over:
+        _log.warning("%s: %d passed over (%s)", root, len(passed_over), describe_passed_over(passed_over, root))
+
+
+class ClassFolders:
+    """Images by class: the class of an image is the innermost folder that holds it.
+
+    Classes are numbered in their natural order, or by `class_to_idx`, and images of others are then passed over.
+    ValueError where images lie outside class folders, or in a folder below that of a class.
+    """
+
+    def __init__(self, root: str, class_to_idx: Mapping[str, int] | None = None) -> None:
+        self.root = root
+        found = find_images(root)
+        self.passed_over = found.passed_over
+        folders = defaultdict(list)
+        for path in found.images:
+            folders[os.path.dirname(path)].append(path)
+        if class_to_idx is None:
+            self._check(set(folders))
+            names = sorted({os.path.basename(folder) for folder in folders}, key=natural_key)
+            class_to_idx = {name: index for index, name in enumerate(names)}
+        self.class_to_idx = dict(class_to_idx)
+        samples = []
+        for folder, paths in folders.items():
+            name = "" if folder == root.rstrip(os.sep) else os.path.basename(folder)
+            if name in self.class_to_idx:
+                samples += [(path, self.class_to_idx[name]) for path in paths]
+            else:
+                self.passed_over += [PassedOver(path, "of no class") for path in paths]
+        samples.sort(key=lambda sample: natural_key(sample[0]))
+        self.paths = [path for path, _ in samples]
+        self.targets = np.array([target for _, target in samples], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def _check(self, folders: set[str]) -> None:
+        root = self.root.rstrip(os.sep)
+        if root in folders:
+            raise ValueError(f"{self.root} has images outside class folders: move each into the folder of its class")
+        for folder in sorted(folders):
+            above = os.path.dirname(folder)
+            while above not in folders and len(above) > len(root):
+                above = os.path.dirname(above)
+            if above in folders:
+                raise ValueError(
+                    f"{folder} lies below {above}, which holds images too, and would be a class of its own: "
+                    f"move its images to {above}, or out of {self.root}"
+                )
+        parents = defaultdict(list)
+        for folder in sorted(folders):
+            parents[os.path.basename(folder)].append(os.path.relpath(folder, root))
+        for several in parents.values():
+            if len(several) > 1:
+                _log.warning(
+                    "%s: %s are one class, because the innermost folder names it", self.root, " and ".join(several[:3])
+                )
+
+
+class TarImages(ReaderImageInTar):
+    """timm's reader of a .tar of class folders, or of a folder of .tar files, with all endings and no hidden files.
+
+    `passed_over` tells the other files, but not those of tar files in tar files, nor of more than 10 GiB.
+    """
+
+    def __init__(self, root: str, class_map: Mapping[str, int] | str | None = None) -> None:
+        with _all_endings():
+            super().__init__(root, class_map=class_map or "")
+            shown = np.array([not _is_below_hidden(sample[0].path) for sample in self.samples])
+            if class_map is None and len(names := np.unique(self.targets[shown])) < len(self.class_name_to_idx):
+                kept = [self.class_idx_to_name[int(index)] for index in names]
+                super().__init__(root, class_map={name: index for index, name in enumerate(kept)})
+                shown = np.array([not _is_below_hidden(sample[0].path) for sample in self.samples])
+        self.samples, self.targets = self.samples[shown], self.targets[shown]
+        self.passed_over = self._others()
+        self._opened_by: int | None = None
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        # A forked process shares the position in the files that the one before it has opened.
+        if self._opened_by != os.getpid():
+            for state in [self.tar_state] if self.root_is_tar else self.tar_state.values():
+                state.reset()
+                for child in state.children.values():
+                    child.reset()
+            self._opened_by = os.getpid()
+        return super().__getitem__(index)
+
+    def _others(self) -> list[PassedOver]:
+        archives = [Path(self.root)] if Path(self.root).is_file() else sorted(Path(self.root).glob("*.tar"))
+        if sum(archive.stat().st_size for archive in archives) > _LARGE_TAR:
+            return []
+        others = []
+        for archive in archives:
+            with tarfile.open(archive) as content:
+                for member in content:
+                    name = PurePosixPath(member.path).name
+                    if not member.isfile() or name.endswith(".tar"):
+                        continue
+                    if _is_below_hidden(member.path) or not is_image(name):
+                        reason = "hidden" if _is_below_hidden(member.path) else _why_no_image(name)
+                        others.append(PassedOver(str(archive / PurePosixPath(member.path)), reason))
+        return others
+
+
+def _is_below_hidden(path: str) -> bool:
+    return any(is_hidden(part) for part in PurePosixPath(path).parts if part != "..")
+
+
+def _why_no_image(name: str) -> str:
+    return "hidden" if is_hidden(name) else PurePosixPath(name).suffix.lower() or "without an ending"
+
+
+@contextmanager
+def _all_endings() -> Iterator[None]:
+    """Let timm's readers take every ending of Pillow, which they ask of a table for the whole process."""
+    before = get_img_extensions()
+    set_img_extensions(sorted(image_endings()))
+    try:
+        yield
+    finally:
+        set_img_extensions(before)

@@ -1,0 +1,64 @@
+"""The processes of a run: they end with the one that started them, and data workers leave signals to it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+# Set by the process of a run that starts the others, for them to know it.
+PARENT_VARIABLE = "LONGSEQ_PARENT"
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_POLL_SECONDS = 1.0
+
+
+def follow_parent() -> None:
+    """Have a process that a run or torchrun started end when its parent does, also by SIGKILL; others become parents.
+
+    A rank whose parent is gone would wait in a collective, and hold its GPU, for ever.
+    """
+    if is_started_by_run():
+        _die_with(int(os.environ[PARENT_VARIABLE]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        _die_with(os.getppid())
+    else:
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+
+def is_started_by_run() -> bool:
+    """Whether Lightning started this process, from the first one of the run."""
+    return int(os.environ.get("LOCAL_RANK") or 0) > 0 and PARENT_VARIABLE in os.environ
+
+
+def prepare_data_worker(index: int) -> None:
+    """Let a data worker outlive the first SIGTERM: one to the whole group is for the trainer, which ends its workers.
+
+    The second one is obeyed, as torch and the end of the interpreter send it to a worker that hangs.
+    """
+
+    def obey_next(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, obey_next)
+
+
+def _die_with(parent: int) -> None:
+    try:
+        asked = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
+    except (AttributeError, OSError):
+        asked = False
+    # It may have ended before it was asked for, and systems other than Linux do not tell.
+    if os.getppid() != parent:
+        os._exit(1)
+    if not asked:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os._exit(1)

@@ -1,0 +1,101 @@
+"""What a configuration may name to be built: optimizers, schedules, callbacks and loggers of these lists, nothing else.
+
+A configuration is text, of the command line or of a file. So it cannot have a function called that is not listed here:
+the names are whole ones, never modules or prefixes of names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+OPTIMIZERS = ("timm.optim.create_optimizer_v2",)
+SCHEDULES = ("timm.scheduler.create_scheduler_v2",)
+CALLBACKS = (
+    "longseq.tasks.callbacks.checkpoint.BestCheckpoint",
+    "longseq.tasks.callbacks.checkpoint.LastCheckpoint",
+    "longseq.tasks.callbacks.nonfinite.NonFiniteStop",
+    "longseq.tasks.callbacks.pictures.ConfusionMatrix",
+    "longseq.tasks.callbacks.pictures.SamplePredictions",
+    "longseq.tasks.callbacks.progress.TrainingProgress",
+    "longseq.tasks.callbacks.telemetry.Telemetry",
+    "longseq.tasks.callbacks.throughput.Throughput",
+    "longseq.tasks.callbacks.unreadable.UnreadableImages",
+    "lightning.pytorch.callbacks.DeviceStatsMonitor",
+    "lightning.pytorch.callbacks.EarlyStopping",
+    "lightning.pytorch.callbacks.LearningRateMonitor",
+    "lightning.pytorch.callbacks.ModelSummary",
+    "lightning.pytorch.callbacks.Timer",
+)
+LOGGERS = (
+    "longseq.tasks.logger.RunLogger",
+    "lightning.pytorch.loggers.CSVLogger",
+    "lightning.pytorch.loggers.MLFlowLogger",
+    "lightning.pytorch.loggers.TensorBoardLogger",
+    "lightning.pytorch.loggers.WandbLogger",
+)
+
+TARGET, PARTIAL = "_target_", "_partial_"
+
+
+def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
+    """Call what `node` names, one of `allowed`, whole or by its last word, with the other keys of `node`.
+
+    With `_partial_: true` the call is left to the caller. ValueError for another name, and for a name further inside.
+    """
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
+    options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
+    for place, _ in find_targets(options, key):
+        raise ValueError(f"{place}.{TARGET}: nothing is built from a name here; give a plain value")
+    function = _named(node[TARGET], allowed, key)
+    if node.get(PARTIAL, False):
+        return functools.partial(function, **options)
+    try:
+        return function(**options)
+    except TypeError as error:
+        raise ValueError(f"{key}: {_short(node[TARGET])} does not take these options: {error}") from error
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """ValueError, in one line, if a configuration names anything to build where nothing is, or what is not listed."""
+    for place, target in find_targets(config):
+        allowed = _allowed_at(place)
+        if allowed is None:
+            raise ValueError(f"{place}.{TARGET}={target}: nothing is built from a name here; give a plain value")
+        _named(target, allowed, place)
+
+
+def find_targets(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every place of a configuration that names something to build, and the name."""
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            yield place, value[TARGET]
+        for key, inner in value.items():
+            yield from find_targets(inner, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from find_targets(inner, f"{place}[{index}]")
+
+
+def _allowed_at(place: str) -> Sequence[str] | None:
+    group, _, rest = place.partition(".")
+    if group == "callbacks" and rest and not set(rest) & set(".["):
+        return CALLBACKS
+    return {"recipe.optimizer": OPTIMIZERS, "recipe.schedule": SCHEDULES, "logger": LOGGERS}.get(place)
+
+
+def _named(target: Any, allowed: Sequence[str], place: str) -> Any:
+    whole = next((name for name in allowed if target in (name, _short(name))), None)
+    if whole is None:
+        raise ValueError(
+            f"{place}.{TARGET}={target} is not called: it must be one of {', '.join(map(_short, allowed))}"
+        )
+    module, _, name = whole.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _short(name: Any) -> str:
+    return str(name).rpartition(".")[2]

@@ -1,0 +1,130 @@
+"""Inputs that require no gradient: the other gradients stay, and kernels and memory for theirs are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longseq.kernels import short_convolution
+from longseq.kernels.testing import make_inputs, results
+
+CASES = [
+    ("linear_attention", "plain", "q"),
+    ("linear_attention", "plain", "k"),
+    ("linear_attention", "plain", "v"),
+    ("linear_attention", "plain", "q k"),
+    ("linear_attention", "head_gated", "q g"),
+    ("linear_attention", "head_gated", "v"),
+    ("linear_attention", "channel_gated", "q"),
+    ("linear_attention", "channel_gated", "k g"),
+    ("linear_attention", "value_gated", "q k"),
+    ("short_convolution", "plain", "weight bias"),
+    ("short_convolution", "plain", "initial_state"),
+    ("short_convolution", "silu", "weight bias"),
+    ("convolved_features", "plain", "weight"),
+    ("add_norm", "bias", "weight bias"),
+    ("add_norm", "branch", "weight"),
+    ("add_norm", "pair", "weight"),
+    ("silu_product", "skip", "skip_weight"),
+    ("silu_product", "pair", "skip_weight"),
+]
+
+
+def differentiate(op: str, variant: str, frozen: tuple[str, ...]) -> dict[str, Tensor]:
+    inputs = make_inputs(op, variant, tokens=11, dtype=torch.float32)
+    inputs = inputs.replace({name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.tensors.items()})
+    returned = results(*inputs.run(backend="triton"))
+    torch.manual_seed(0)
+    loss = torch.stack([(x * torch.randn_like(x)).sum() for x in returned.values() if x.requires_grad]).sum()
+    loss.backward()
+    assert all(inputs.tensors[name].grad is None for name in frozen)
+    return {name: x.grad for name, x in inputs.tensors.items() if name not in frozen}
+
+
+@pytest.mark.parametrize(("op", "variant", "names"), CASES)
+def test_a_frozen_input_changes_no_other_gradient(interpreted, op, variant, names) -> None:
+    frozen = tuple(names.split())
+    whole, rest = differentiate(op, variant, ()), differentiate(op, variant, frozen)
+    assert rest.keys() == whole.keys() - set(frozen)
+    assert all(torch.equal(rest[name], whole[name]) for name in rest)
+
+
+@pytest.fixture
+def allocated(monkeypatch) -> Callable[[], int]:
+    """Numbers that kernels' launches have asked for since the last call of it."""
+    total = 0
+
+    def count(make: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal total
+            x = make(*args, **kwargs)
+            total += x.numel()
+            return x
+
+        return call
+
+    def take() -> int:
+        nonlocal total
+        taken, total = total, 0
+        return taken
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", count(torch.Tensor.new_empty))
+    return take
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "names"),
+    [
+        # Partial sums of each program for each tap and channel, or for each channel.
+        ("short_convolution", "silu", "weight bias"),
+        ("convolved_features", "plain", "weight"),
+        ("add_norm", "plain", "weight"),
+        ("silu_product", "skip", "skip_weight"),
+        ("linear_attention", "plain", "q k"),
+        ("linear_attention", "plain", "v"),
+        ("linear_attention", "value_gated", "q k"),
+    ],
+)
+def test_a_frozen_input_takes_no_memory(interpreted, allocated, op, variant, names) -> None:
+    frozen = tuple(names.split())
+    sizes = {name: x.numel() for name, x in make_inputs(op, variant, tokens=11, dtype=torch.float32).tensors.items()}
+    counts = []
+    for without in ((), frozen):
+        allocated()
+        differentiate(op, variant, without)
+        counts.append(allocated())
+    assert counts[0] - counts[1] >= sum(sizes[name] for name in frozen)
+
+
+def test_a_frozen_gradient_launches_no_kernel(interpreted, monkeypatch) -> None:
+    from longseq.kernels.linear_attention import triton_linear
+
+    launched = []
+
+    def watch(name: str, run: Any) -> Any:
+        return lambda *args, **kwargs: launched.append(name) or run(*args, **kwargs)
+
+    for name in ("score", "read", "differentiate"):
+        monkeypatch.setattr(triton_linear._Passes, name, watch(name, getattr(triton_linear._Passes, name)))
+    forward = ["score", "read"]
+    for frozen, backward in ((("v",), ["score", "differentiate"]), (("q", "k"), ["read"])):
+        differentiate("linear_attention", "plain", frozen)
+        assert launched == forward + backward
+        launched.clear()
+
+
+def test_a_frozen_convolution_keeps_no_inputs(interpreted) -> None:
+    """Without an activation the gradient of x is that of y, convolved."""
+    x, weight = torch.randn(2, 64, 8, requires_grad=True), torch.randn(8, 4)
+    kept: list[Tensor] = []
+    for frozen in (False, True):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            short_convolution(x, weight.requires_grad_(not frozen), backend="triton")
+        assert any(tensor.numel() == x.numel() for tensor in kept) is not frozen

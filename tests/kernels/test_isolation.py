@@ -1,0 +1,137 @@
+"""What one row of a batch, one head or one packed sequence holds changes no bit of the others, nor an earlier chunk."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from longseq.kernels import list_ops
+from longseq.kernels.dispatch import backends, list_local_ops
+from longseq.kernels.testing import gradients, make_inputs, takes, takes_chunk_size
+
+LOCAL = list_local_ops()
+FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]
+# What parts 1 to 4 are multiplied by, or filled with; part 0 must not see it.
+SIZES = (1e-8, 1e8, math.inf, math.nan)
+PARTS = 1 + len(SIZES)
+# Of operations along channels, which share keys, queries and weights; features are those of all heads of a token.
+WITHOUT_HEADS = ("longhorn_scan", "selective_scan", "short_convolution", "convolved_features")
+HEADED = [form for form in FORMS if form[0] not in (*LOCAL, *WITHOUT_HEADS)]
+PACKED = [form for form in FORMS if takes(form[0], "cu_seqlens")]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def in_each_dtype(forms):
+    """Emulated kernels take their time: they are tried in bfloat16."""
+    return [(*form, dtype) for form in forms for dtype in DTYPES if form[1] != "triton" or dtype == torch.bfloat16]
+
+
+def spoil(x, dim, parts):
+    """x with each part but the first multiplied, or replaced by what is no number."""
+    x = x.clone()
+    for part, size in zip(parts[1:], SIZES, strict=True):
+        piece = x.narrow(dim, part.start, part.stop - part.start)
+        piece.copy_(piece * size if math.isfinite(size) else torch.full_like(piece, size))
+    return x
+
+
+def assert_first_part_is_same(inputs, dims, parts, **options):
+    """Compare part 0 of all results of a call with those of the call whose other parts are spoiled.
+
+    `dims` and `parts` say where parts lie: those of sequences, and those of states.
+    """
+    of_sequence, of_state = zip(dims, parts, strict=True)
+    place = {name: of_state if name.startswith("initial_state") else of_sequence for name in inputs.tensors}
+    place = {name: where for name, where in place.items() if name not in inputs.parameters}
+    spoiled = inputs.replace({name: spoil(inputs.tensors[name], *where) for name, where in place.items()})
+    place = {f"gradient of {name}": where for name, where in place.items()}
+    expected, actual = gradients(inputs, **options), gradients(spoiled, **options)
+    for name, x in expected.items():
+        if not name.startswith("gradient of ") or name in place:
+            is_state = name.startswith("final_state") and inputs.initial_state != ()
+            dim, slices = place.get(name, of_state if is_state else of_sequence)
+            if x.dim() > dim:  # counters have no heads
+                assert torch.equal(actual[name].movedim(dim, 0)[slices[0]], x.movedim(dim, 0)[slices[0]]), name
+
+
+def one_each(count):
+    return [slice(n, n + 1) for n in range(count)]
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(FORMS))
+def test_rows_are_apart(interpreted, op, backend, dtype):
+    tokens = 5 if backend == "triton" else 20
+    inputs = make_inputs(op, batch=PARTS, tokens=tokens, dtype=dtype, sizes={"H": 1})
+    rows = one_each(PARTS)
+    assert_first_part_is_same(inputs, (0, 0), (rows, rows), backend=backend)
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(HEADED))
+def test_heads_are_apart(interpreted, op, backend, dtype):
+    tokens = 5 if backend == "triton" else 20
+    inputs = make_inputs(op, batch=1, tokens=tokens, dtype=dtype, sizes={"H": PARTS})
+    heads = one_each(PARTS)
+    assert_first_part_is_same(inputs, (2, 1), (heads, heads), backend=backend)
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(PACKED))
+def test_packed_sequences_are_apart(interpreted, op, backend, dtype):
+    length = 2 if backend == "triton" else 6
+    bounds = [length * n for n in range(PARTS + 1)]
+    inputs = make_inputs(op, tokens=bounds[-1], segments=PARTS, dtype=dtype, sizes={"H": 1})
+    tokens = [slice(*pair) for pair in pairwise(bounds)]
+    assert_first_part_is_same(
+        inputs, (1, 0), (tokens, one_each(PARTS)), backend=backend, cu_seqlens=torch.tensor(bounds)
+    )
+
+
+def test_rows_of_long_delta_rules_are_apart(interpreted, monkeypatch):
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)
+    inputs = make_inputs("delta_rule", batch=PARTS, tokens=5, dtype=torch.bfloat16, sizes={"H": 1})
+    rows = one_each(PARTS)
+    assert_first_part_is_same(inputs, (0, 0), (rows, rows), backend="triton")
+
+
+@pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
+def test_no_token_reaches_an_earlier_chunk(op):
+    inputs, chunk, token = make_inputs(op, batch=1, tokens=64, dtype=torch.float32), 16, 40
+    expected, _ = inputs.run(backend="torch", chunk_size=chunk)
+    for size in SIZES:
+        spoiled = {name: spoil_token(x, token, size) for name, x in inputs.sequences.items()}
+        output, _ = inputs.replace(spoiled).run(backend="torch", chunk_size=chunk)
+        before = token if math.isfinite(size) else token // chunk * chunk
+        assert torch.equal(output[:, :before], expected[:, :before]), size
+
+
+def spoil_token(x, token, size):
+    x = x.clone()
+    x[:, token] = x[:, token] * size if math.isfinite(size) else size
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [100, 2100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", [op for op, backend in PACKED if backend == "triton"])
+def test_parts_are_apart_on_a_gpu(op, dtype, tokens):
+    sizes = {"H": 2, "K": 64, "V": 64, "M": 64, "N": 16}
+    if op == "orthogonal_recurrence":
+        sizes["D"] = 64
+    options = {"dtype": dtype, "device": "cuda", "tokens": tokens}
+    rows = one_each(PARTS)
+    assert_first_part_is_same(
+        make_inputs(op, batch=PARTS, sizes=sizes, **options), (0, 0), (rows, rows), backend="triton"
+    )
+    if (op, "triton") in HEADED:
+        heads = make_inputs(op, batch=1, sizes={**sizes, "H": PARTS}, **options)
+        assert_first_part_is_same(heads, (2, 1), (rows, rows), backend="triton")
+    bounds = [tokens * n // PARTS for n in range(PARTS + 1)]
+    packed = make_inputs(op, segments=PARTS, sizes=sizes, **options)
+    pieces = [slice(*pair) for pair in pairwise(bounds)]
+    cu_seqlens = torch.tensor(bounds, device="cuda")
+    assert_first_part_is_same(packed, (1, 0), (pieces, rows), backend="triton", cu_seqlens=cu_seqlens)

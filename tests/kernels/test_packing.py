@@ -1,0 +1,227 @@
+"""Packings of sequences, and attention over them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils import _pytree as pytree
+
+from longseq.kernels import packing, recurrence
+from longseq.kernels.dispatch import explain, list_ops
+from longseq.kernels.packed_attention import packed_attention, varlen
+from longseq.kernels.packing import Packing, pack_like
+from longseq.kernels.testing import gradients, list_variants, make_inputs, takes
+
+BORDERS = torch.tensor([0, 3, 3, 4, 11])
+
+
+def test_a_packing_knows_where_tokens_stand() -> None:
+    found = Packing(BORDERS)
+    assert (found.count, found.tokens, found.max_seqlen) == (4, 11, 7)
+    assert found.sequence.tolist() == [0, 0, 0, 2, 3, 3, 3, 3, 3, 3, 3]
+    assert found.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6]
+    turned = found.turned()
+    assert turned.bounds == [0, 7, 8, 8, 11]
+    assert turned.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2]
+    assert turned.sequence.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 3, 3, 3]
+
+
+def test_borders_are_copied() -> None:
+    borders = BORDERS.clone()
+    found = Packing(borders)
+    borders.zero_()
+    assert found.cu_seqlens.tolist() == BORDERS.tolist()
+
+
+def test_nothing_waits_for_a_device() -> None:
+    """The meta device has no values: whoever reads one raises."""
+    found = Packing(BORDERS.to("meta"), 11, max_seqlen=7)
+    assert found.positions.shape == (11,)
+    assert found.longest == 7
+    assert found.borders.dtype == torch.int32
+    assert found.turned().lengths.shape == (4,)
+    assert pack_like(BORDERS.to("meta"), torch.empty(1, 11, device="meta")).max_seqlen == 11
+
+
+@pytest.mark.parametrize(
+    ("borders", "options", "message"),
+    [
+        ([0, 4, 3, 11], {}, "cu_seqlens falls from 4 to 3"),
+        ([1, 11], {}, "cu_seqlens starts with 1"),
+        ([0, 11], {"tokens": 12}, "must end with T = 12"),
+        ([0, 4, 11], {"max_seqlen": 5}, "max_seqlen=5, but cu_seqlens holds a sequence of 7 tokens"),
+        ([0], {}, "N >= 1 segments"),
+        ([0.0, 11.0], {}, "must be int32 or int64"),
+    ],
+)
+def test_what_makes_no_packing_is_refused(borders: list[float], options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Packing(torch.tensor(borders), **options)
+
+
+def test_a_packing_of_other_tokens_is_refused() -> None:
+    x = torch.zeros(1, 12, 2, 4)
+    with pytest.raises(ValueError, match="cu_seqlens ends with 11, but must end with T = 12"):
+        packed_attention(x, x, x, Packing(BORDERS))
+    op = make_inputs("linear_attention", tokens=12, segments=4)
+    with pytest.raises(ValueError, match="cu_seqlens ends with 11, but must end with T = 12"):
+        op.run(cu_seqlens=Packing(BORDERS))
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_operations_take_a_packing(op: str) -> None:
+    inputs = make_inputs(op, list_variants(op)[0], segments=4, tokens=11)
+    for options in ({}, {"reverse": True}) if takes(op, "reverse") else ({},):
+        expected = gradients(inputs, backend="torch", cu_seqlens=BORDERS, **options)
+        actual = gradients(inputs, backend="torch", cu_seqlens=Packing(BORDERS), **options)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_index_tensors_are_found_once(interpreted, monkeypatch, backend) -> None:
+    """For all calls and both passes; Triton's chunks in one size here, `torch`'s groups of similar lengths."""
+    calls = []
+    module, name = (recurrence, "_find_groups") if backend == "torch" else (torch, "searchsorted")
+    find = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or find(*args, **kwargs))
+    inputs = make_inputs("linear_attention", segments=4, tokens=11, dtype=torch.float32)
+    found = Packing(BORDERS)
+    for _ in range(2):
+        gradients(inputs, backend=backend, cu_seqlens=found)
+    assert len(calls) == 1
+    gradients(inputs, backend=backend, cu_seqlens=BORDERS)
+    assert len(calls) > 1
+
+
+def test_a_packing_passes_through_compilers_and_exports() -> None:
+    def shift(x: torch.Tensor, found: Packing) -> torch.Tensor:
+        return x + found.positions + found.lengths[found.sequence] + found.turned().positions
+
+    x, found = torch.zeros(11), Packing(BORDERS)
+    expected = shift(x, found)
+    compiled = torch.compile(shift, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, found), expected)
+    made = torch.compile(lambda x, borders: shift(x, Packing(borders, 11)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(made(x, BORDERS), expected)
+
+    class Shift(torch.nn.Module):
+        def forward(self, x: torch.Tensor, found: Packing) -> torch.Tensor:
+            return shift(x, found)
+
+    program = torch.export.export(Shift(), (x, found)).module()
+    assert torch.equal(program(x, found), expected)
+    other = torch.tensor([0, 5, 6, 6, 11])
+    again = pytree.tree_map(lambda part: part, Packing(other, max_seqlen=7))
+    assert torch.equal(program(x, again), shift(x, Packing(other)))
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """Attention with a mask of all pairs."""
+    found = Packing(BORDERS)
+    distance = found.positions[:, None] - found.positions
+    allowed = found.sequence[:, None] == found.sequence
+    allowed &= (distance >= 0) | (not causal)
+    if window is not None:
+        allowed &= distance.abs() < window
+    share = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)))
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 20])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_packed_attention_is_attention_within_each_sequence(causal: bool, window: int | None, groups: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 11, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    k, v = (
+        torch.randn(1, 11, groups, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2)
+    )
+    weights = torch.randn(1, 11, 4, 8, dtype=torch.float64, generator=generator)
+    expected = dense(q, k, v, causal, window)
+    actual = packed_attention(q, k, v, BORDERS, causal=causal, window=window)
+    torch.testing.assert_close(actual, expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    given = torch.autograd.grad((actual * weights).sum(), (q, k, v))
+    torch.testing.assert_close(given, wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_attention_keeps_no_scores_of_padding(causal: bool) -> None:
+    """One long sequence and 63 short ones: rows of one length would be 32 times the tokens, their masks 2,000 times."""
+    borders = torch.tensor([0, 512, *range(520, 1025, 8)])
+    q, k, v = (torch.randn(1, 1024, 2, 16, requires_grad=True) for _ in range(3))
+    kept = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        packed_attention(q, k, v, borders, causal=causal)
+    assert kept < 20 * q.numel()
+
+
+def test_what_one_sequence_holds_reaches_no_other() -> None:
+    q, k, v = (torch.randn(1, 11, 2, 8) for _ in range(3))
+    expected = packed_attention(q, k, v, BORDERS)
+    spoiled = [x.clone() for x in (q, k, v)]
+    for x in spoiled:
+        x[:, 4:] = float("nan")
+    assert torch.equal(packed_attention(*spoiled, BORDERS)[:, :4], expected[:, :4])
+
+
+def test_a_form_asked_for_by_name_runs_or_is_refused() -> None:
+    x = torch.zeros(1, 11, 2, 12)
+    with pytest.raises(ValueError, match=r"varlen.*runs on CUDA, not on cpu; it takes float16.*a multiple of 8, not"):
+        packed_attention(x, x, x, BORDERS, backend="varlen")
+    with pytest.raises(ValueError, match="choose one of auto, varlen, torch"):
+        packed_attention(x, x, x, BORDERS, backend="flash")
+    reasons = explain("packed_attention", device="cuda", dtype=torch.bfloat16, packed=True, sizes={"D": 64})
+    assert reasons["torch"] == []
+    if "window_size" in varlen._options() and not torch.cuda.is_available():
+        assert reasons["varlen"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_fused_packed_attention_on_a_gpu(causal: bool, window: int | None, groups: int) -> None:
+    """As accurate as the padded form, without waiting for the GPU, and in the memory of its inputs."""
+    torch.manual_seed(0)
+    lengths = [4000, *[96] * 40, 0, 1, 255]
+    borders = torch.tensor([0, *lengths]).cumsum(0).cuda()
+    tokens = sum(lengths)
+    inputs = [torch.randn(1, tokens, heads, 64, device="cuda") for heads in (8, groups, groups)]
+    d_o = torch.randn(1, tokens, 8, 64, device="cuda")
+
+    def run(dtype: torch.dtype, **options: str) -> list[torch.Tensor]:
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs)
+        o = packed_attention(q, k, v, found, causal=causal, window=window, **options)
+        return [o, *torch.autograd.grad(o, (q, k, v), d_o.to(dtype))]
+
+    found = Packing(borders, tokens)
+    assert explain("packed_attention", device="cuda", dtype=torch.bfloat16, sizes={"D": 64})["varlen"] == []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = run(torch.bfloat16, backend="varlen")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(torch.bfloat16)
+        peak = torch.cuda.max_memory_allocated() - before
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert peak < 40 * inputs[0].numel() * 2
+    exact, plain = run(torch.float32, backend="torch"), run(torch.bfloat16, backend="torch")
+    for given, other, wanted in zip(actual, plain, exact, strict=True):
+        assert (given - wanted).norm() <= 2 * (other - wanted).norm() + 1e-3 * wanted.norm()
+
+
+def test_what_is_found_for_borders_stays_with_those_of_a_packing() -> None:
+    found = Packing(BORDERS)
+    assert found.bounds is found.bounds
+    assert packing.find_once(found.cu_seqlens, "x", list) is packing.find_once(found.cu_seqlens, "x", list)
+    assert packing.find_once(BORDERS, "x", list) is not packing.find_once(BORDERS, "x", list)

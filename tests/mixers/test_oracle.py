@@ -1,0 +1,592 @@
+"""Layers against independent ones with the same weights: those of transformers and of flash-linear-attention (fla).
+
+`pytest -m oracle`; the extra `oracle` installs both. fla's layers run on Triton, which a CPU does not have: here their
+recurrences, norms and shifts are fla's own plain references, and what is left has none and is written out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq import mixers
+from longseq.state import state_tensors
+
+pytestmark = pytest.mark.oracle
+
+D_MODEL, TOKENS, SPLIT = 32, 23, 9
+Weights = dict[str, Tensor]
+
+
+@dataclass
+class Oracle:
+    """A layer of ours and its peer.
+
+    convert: from the peer's weights, or their gradients, to ours by name; what it leaves out is zero and not compared.
+    run: from the peer and tokens `[B, T, D]` to its output.
+    state: the recurrent memory of the peer's last run as ours has it, if it can be had.
+    """
+
+    ours: mixers.Mixer
+    peer: nn.Module
+    convert: Callable[[Weights], Weights]
+    run: Callable[[nn.Module, Tensor], Tensor]
+    state: Callable[[], Tensor] | None = None
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 2e-6
+
+
+ORACLES: dict[str, Callable[[pytest.MonkeyPatch], Oracle]] = {}
+
+
+def oracle(make: Callable[[pytest.MonkeyPatch], Oracle]) -> Callable[[pytest.MonkeyPatch], Oracle]:
+    ORACLES[make.__name__] = make
+    return make
+
+
+def load(module: str) -> Any:
+    """A module of a peer; the test is skipped where the peer is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            # The suite has imported Triton so (see tests/conftest.py), and fla makes kernels while it is imported.
+            patch.setenv("TRITON_INTERPRET", "1")
+        pytest.importorskip(module.partition(".")[0])
+        return importlib.import_module(module)
+
+
+def transformers_layer(
+    patch: pytest.MonkeyPatch, family: str, layer: str, **options: Any
+) -> tuple[ModuleType, Any, nn.Module]:
+    """The module of a family of models, its configuration and one of its layers, which runs in torch alone."""
+    name = "".join(part.capitalize() for part in family.split("_"))
+    module = load(f"transformers.models.{family}.modeling_{family}")
+    for function in [value for value in vars(module).values() if inspect.isfunction(value)]:
+        # Where other packages have a kernel for it, transformers' own form is behind a choice between them.
+        if function.__module__ == module.__name__ and hasattr(function, "__wrapped__"):
+            patch.setattr(module, function.__name__, inspect.unwrap(function))
+    config = getattr(load("transformers"), f"{name}Config")(hidden_size=D_MODEL, **options)
+    return module, config, getattr(module, name + layer)(config, layer_idx=0)
+
+
+def causal(window: int) -> Tensor:
+    """What is added to scores, `[1, 1, T, T]`: nothing for a token and the `window` - 1 before it."""
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    return torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)[None, None].double()
+
+
+def attention_weights(p: Weights) -> Weights:
+    converted = {"in_proj.weight": torch.cat([p[f"{part}_proj.weight"] for part in "qkv"])}
+    converted["out_proj.weight"] = p["o_proj.weight"]
+    if "q_proj.bias" in p:
+        converted["in_proj.bias"] = torch.cat([p[f"{part}_proj.bias"] for part in "qkv"])
+        converted["out_proj.bias"] = p["o_proj.bias"]
+    return converted
+
+
+def rotary_attention(monkeypatch: pytest.MonkeyPatch, family: str, window: int, **options: Any) -> Oracle:
+    module, config, peer = transformers_layer(
+        monkeypatch,
+        family,
+        "Attention",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+        **options,
+    )
+    rotary = getattr(module, family.capitalize() + "RotaryEmbedding")(config)
+
+    def run(peer: nn.Module, x: Tensor) -> Tensor:
+        # In the type of the layer: transformers rounds its angles to float32 first.
+        angles = torch.outer(torch.arange(TOKENS, dtype=x.dtype), config_frequencies(rotary)).repeat(1, 2)[None]
+        return peer(x, position_embeddings=(angles.cos(), angles.sin()), attention_mask=causal(window))[0]
+
+    chosen = {"num_heads": 4, "num_kv_heads": 2, "rotary": True}
+    if family == "llama":
+        ours = mixers.create("attention", D_MODEL, **chosen)
+    else:
+        ours = mixers.create("window_attention", D_MODEL, window=window, **chosen)
+    return Oracle(ours, peer, attention_weights, run, dtype=torch.float64, tolerance=1e-12)
+
+
+def config_frequencies(rotary: Any) -> Tensor:
+    """The frequencies of a rotary embedding, checked against its own, in float64."""
+    exact = 10000.0 ** (-torch.arange(len(rotary.inv_freq), dtype=torch.float64) / len(rotary.inv_freq))
+    torch.testing.assert_close(rotary.inv_freq.double(), exact, rtol=1e-6, atol=0)
+    return exact
+
+
+@oracle
+def llama(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    return rotary_attention(monkeypatch, "llama", TOKENS, attention_bias=True)
+
+
+@oracle
+def mistral(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    return rotary_attention(monkeypatch, "mistral", 7)
+
+
+@oracle
+def mamba(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    _, _, peer = transformers_layer(monkeypatch, "mamba", "Mixer", state_size=5, time_step_rank=3, num_hidden_layers=1)
+
+    def convert(p: Weights) -> Weights:
+        return {
+            "in_proj.weight": p["in_proj.weight"],
+            "convolution.weight": p["conv1d.weight"].squeeze(1),
+            "convolution.bias": p["conv1d.bias"],
+            "x_proj.weight": p["x_proj.weight"],
+            "rate_proj.weight": p["dt_proj.weight"],
+            "rate_bias": p["dt_proj.bias"],
+            "A_log": p["A_log"],
+            "D": p["D"],
+            "out_proj.weight": p["out_proj.weight"],
+        }
+
+    ours = mixers.create("mamba", D_MODEL, state_size=5, rate_rank=3)
+    return Oracle(ours, peer, convert, lambda peer, x: peer(x))
+
+
+@oracle
+def mamba2(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    _, _, peer = transformers_layer(
+        monkeypatch, "mamba2", "Mixer", num_heads=4, head_dim=16, state_size=6, n_groups=2, expand=2,
+        num_hidden_layers=1, chunk_size=8,
+    )  # fmt: skip
+
+    def convert(p: Weights) -> Weights:
+        same = ("in_proj.weight", "A_log", "dt_bias", "D", "norm.weight", "out_proj.weight")
+        return {
+            **{name: p[name] for name in same},
+            "convolution.weight": p["conv1d.weight"].squeeze(1),
+            "convolution.bias": p["conv1d.bias"],
+        }
+
+    ours = mixers.create("mamba2", D_MODEL, head_dim=16, state_size=6, n_groups=2)
+    return Oracle(ours, peer, convert, lambda peer, x: peer(x), tolerance=5e-6)
+
+
+@oracle
+def recurrent_gemma(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    _, _, peer = transformers_layer(
+        monkeypatch, "recurrent_gemma", "RecurrentBlock", lru_width=48, num_attention_heads=4
+    )
+
+    def convert(p: Weights) -> Weights:
+        gates = [f"rg_lru.{gate}_gate" for gate in ("recurrent", "input")]
+        return {
+            "in_proj.weight": torch.cat([p["linear_x.weight"], p["linear_y.weight"]]),
+            "in_proj.bias": torch.cat([p["linear_x.bias"], p["linear_y.bias"]]),
+            "convolution.weight": p["conv_1d.weight"].squeeze(1),
+            "convolution.bias": p["conv_1d.bias"],
+            "decay": p["rg_lru.recurrent_param"],
+            "gate_weight": torch.cat([p[f"{gate}_weight"] for gate in gates], -1),
+            "gate_bias": torch.cat([p[f"{gate}_bias"] for gate in gates], -1),
+            "out_proj.weight": p["linear_out.weight"],
+            "out_proj.bias": p["linear_out.bias"],
+        }
+
+    def run(peer: nn.Module, x: Tensor) -> Tensor:
+        # From position 1 on: at 0 the published code leaves out the root, as our docstring says.
+        return peer(x, torch.arange(1, TOKENS + 1).expand(len(x), -1), None, use_cache=False)[0]
+
+    ours = mixers.create("rg_lru", D_MODEL, width=48, num_heads=4)
+    return Oracle(ours, peer, convert, run)
+
+
+@oracle
+def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """Gated DeltaNet, whose projections are sorted by heads here."""
+    _, _, peer = transformers_layer(
+        monkeypatch, "qwen3_next", "GatedDeltaNet", linear_num_value_heads=2, linear_num_key_heads=2,
+        linear_key_head_dim=12, linear_value_head_dim=24, rms_norm_eps=1e-6, num_hidden_layers=1,
+        layer_types=["linear_attention"],
+    )  # fmt: skip
+
+    def convert(p: Weights) -> Weights:
+        q, k, v, gate = p["in_proj_qkvz.weight"].unflatten(0, (2, 72)).split([12, 12, 24, 24], 1)
+        beta, rate = p["in_proj_ba.weight"].unflatten(0, (2, 2)).unbind(1)
+        return {
+            "in_proj.weight": torch.cat([*(x.flatten(0, 1) for x in (q, k, v)), beta, rate, gate.flatten(0, 1)]),
+            "convolution.weight": p["conv1d.weight"].squeeze(1),
+            **{name: p[name] for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight")},
+        }
+
+    ours = mixers.create("gated_deltanet", D_MODEL, num_heads=2, norm_eps=1e-6)
+    return Oracle(ours, peer, convert, lambda peer, x: peer(x), tolerance=5e-6)
+
+
+class Fla:
+    """fla with plain references in the place of its kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+        self.final: Tensor | None = None
+        norms = load("fla.modules.norm.layernorm")
+        modules = load("fla.modules")
+        monkeypatch.setattr(modules.RMSNorm, "forward", lambda m, x: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps))
+        monkeypatch.setattr(
+            modules.FusedRMSNormGated,
+            "forward",
+            lambda m, x, g: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps) * functional.silu(g),
+        )
+        monkeypatch.setattr(
+            modules.GroupNorm,
+            "forward",
+            lambda m, x: norms.group_norm_ref(x, m.weight, m.bias, num_groups=m.num_groups, eps=m.eps),
+        )
+        monkeypatch.setattr(modules.ShortConvolution, "forward", _convolve)
+
+    def layer(self, module: str, name: str, **options: Any) -> nn.Module:
+        return getattr(load(f"fla.layers.{module}"), name)(hidden_size=D_MODEL, layer_idx=0, **options)
+
+    def recur_by(self, module: str, names: tuple[str, ...], recurrence: Callable[..., tuple[Tensor, Any]]) -> None:
+        """Put a recurrence in the place of a layer's kernels, and keep its last state."""
+
+        def run(**arguments: Any) -> tuple[Tensor, Any]:
+            given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name == "scale"}
+            o, self.final = recurrence(**given)
+            return o, None
+
+        for name in names:
+            self.patch.setattr(load(f"fla.layers.{module}"), name, run)
+
+    def norm_and_project(self, module: str) -> None:
+        """The fused norm and output projection of a layer."""
+        norms = load("fla.modules.norm.layernorm")
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor, project: Tensor, offset: Tensor) -> Tensor:
+            return functional.linear(norms.rms_norm_ref(x, weight, bias, eps=1e-5), project, offset)
+
+        self.patch.setattr(load(f"fla.layers.{module}"), "rms_norm_linear", run)
+
+    def memory(self) -> Tensor:
+        assert self.final is not None
+        return self.final
+
+
+def _convolve(m: Any, x: Tensor, **options: Any) -> tuple[Tensor, None]:
+    y = functional.conv1d(functional.pad(x.mT, (m.weight.shape[-1] - 1, 0)), m.weight, m.bias, groups=len(m.weight)).mT
+    return (functional.silu(y) if m.activation else y), None
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _heads_first(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """Call a reference that wants `[B, H, T, D]`."""
+    o, state = function(*(x.transpose(1, 2) for x in tensors), **options)
+    return o.transpose(1, 2), state
+
+
+def _run_fla(peer: nn.Module, x: Tensor) -> Tensor:
+    y = peer(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _projections(p: Weights, *names: str) -> Weights:
+    return {
+        "in_proj.weight": torch.cat([p[f"{name}.weight"] for name in names]),
+        "out_proj.weight": p["o_proj.weight"],
+    }
+
+
+def _taps(p: Weights) -> Tensor:
+    return torch.cat([p[f"{part}_conv1d.weight"] for part in "qkv"]).squeeze(1)
+
+
+@oracle
+def fla_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.delta_rule.naive").delta_rule_recurrence
+
+    def recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        return _heads_first(reference, _unit(q), _unit(k), v, beta)
+
+    fla.recur_by("delta_net", ("fused_recurrent_delta_rule", "chunk_delta_rule"), recurrence)
+
+    def convert(p: Weights) -> Weights:
+        weights = _projections(p, "q_proj", "k_proj", "v_proj", "b_proj")
+        return {**weights, "convolution.weight": _taps(p), "norm.weight": p["o_norm.weight"]}
+
+    peer = fla.layer("delta_net", "DeltaNet", num_heads=2)
+    return Oracle(mixers.create("deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+
+
+@oracle
+def fla_gated_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
+    gate = load("fla.ops.gated_delta_rule.gate").naive_gdn_gate
+
+    def recurrence(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        g = gate(g, A_log, dt_bias)
+        return reference(_unit(q), _unit(k), v, beta.sigmoid(), g, output_final_state=True)
+
+    kernels = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")
+    fla.recur_by("gated_deltanet", kernels, recurrence)
+    monkeypatch.setattr(load("fla.layers.gated_deltanet").GatedDeltaNet, "_use_fused_qkv_conv", lambda *_, **__: False)
+
+    def convert(p: Weights) -> Weights:
+        return {
+            **_projections(p, "q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),
+            **{"convolution.weight": _taps(p), "norm.weight": p["o_norm.weight"]},
+            **{name: p[name] for name in ("A_log", "dt_bias")},
+        }
+
+    peer = fla.layer("gated_deltanet", "GatedDeltaNet", num_heads=2, head_dim=12)
+    return Oracle(mixers.create("gated_deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+
+
+@oracle
+def fla_gla(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.gla.naive").naive_recurrent_gla
+    kernels = ("fused_recurrent_gla", "chunk_gla")
+    fla.recur_by("gla", kernels, lambda **all: reference(**all, output_final_state=True))
+
+    def convert(p: Weights) -> Weights:
+        return {
+            **_projections(p, "q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0"),
+            "decay_proj.weight": p["gk_proj.1.weight"],
+            "decay_proj.bias": p["gk_proj.1.bias"],
+            "norm.weight": p["g_norm_swish_gate.weight"],
+        }
+
+    peer = fla.layer("gla", "GatedLinearAttention", num_heads=2)
+    return Oracle(mixers.create("gla", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+
+
+@oracle
+def fla_hgrn2(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.gla.naive").naive_recurrent_gla
+    kernels = ("fused_recurrent_gla", "chunk_gla")
+    fla.recur_by("hgrn2", kernels, lambda **all: reference(**all, output_final_state=True))
+    fla.norm_and_project("hgrn2")
+    monkeypatch.setattr(load("fla.layers.hgrn2"), "swish", functional.silu)
+
+    def convert(p: Weights) -> Weights:
+        return {**_projections(p, "q_proj", "f_proj", "i_proj"), "norm.weight": p["g_norm.weight"]}
+
+    peer = fla.layer("hgrn2", "HGRN2Attention", num_heads=2, expand_ratio=16)
+    return Oracle(mixers.create("hgrn2", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
+
+
+def _slots(p: Weights) -> Weights:
+    return {**_projections(p, "q_proj", "k_proj", "v_proj", "f_proj"), "norm.weight": p["g_norm.weight"]}
+
+
+@oracle
+def fla_gsa(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.gsa.naive").naive_recurrent_gsa
+    kernels = ("fused_recurrent_gsa", "chunk_gsa")
+    fla.recur_by("gsa", kernels, lambda **all: reference(**all, output_final_state=True))
+    fla.norm_and_project("gsa")
+    peer = fla.layer("gsa", "GatedSlotAttention", num_heads=2, num_slots=6, feature_map="relu")
+    ours = mixers.create("gsa", D_MODEL, num_heads=2, num_slots=6, feature_map="relu")
+    # The keys of slots are [K, M] there.
+    return Oracle(ours, peer, _slots, _run_fla, lambda: torch.cat((fla.memory()[0].mT, fla.memory()[1]), -1))
+
+
+class AbcLayer(nn.Module):
+    """ABC's recurrence in the layer of GSA: fla has it in another layer, with an output gate and rotary positions."""
+
+    def __init__(self, heads: int, slots: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D_MODEL, D_MODEL, bias=False) for _ in range(4))
+        self.f_proj = nn.Linear(D_MODEL, heads * slots, bias=False)
+        self.g_norm = nn.RMSNorm(D_MODEL, eps=1e-5)
+        self.final: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = [functional.silu(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        tensors = [part.unflatten(-1, (self.heads, -1)) for part in (*projected, self.f_proj(x))]
+        reference = load("fla.ops.abc.naive").naive_recurrent_abc
+        o, self.final = _heads_first(lambda *tensors: reference(*tensors, scale=1.0, output_final_state=True), *tensors)
+        return self.o_proj(self.g_norm(functional.silu(o.flatten(-2))))
+
+
+@oracle
+def fla_abc(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    load("fla.ops.abc.naive")
+    peer = AbcLayer(2, 6)
+
+    def state() -> Tensor:
+        assert peer.final is not None
+        return torch.cat((peer.final[0].mT, peer.final[1]), -1)
+
+    return Oracle(mixers.create("abc", D_MODEL, num_heads=2, num_slots=6), peer, _slots, _run_fla, state)
+
+
+@oracle
+def fla_retnet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.retention.naive").naive_retention
+    rotary = load("fla.modules.rotary.ops")
+
+    def turn(m: Any, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        angle = torch.outer(torch.arange(TOKENS), m._compute_inv_freq())
+        return tuple(rotary.rotary_embedding_ref(x, angle.cos(), angle.sin()) for x in tensors)
+
+    monkeypatch.setattr(rotary.RotaryEmbedding, "forward", turn)
+    kernels = ("fused_recurrent_retention", "chunk_retention")
+    fla.recur_by(
+        "multiscale_retention", kernels, lambda q, k, v: _heads_first(lambda *x: (reference(*x), None), q, k, v)
+    )
+
+    def convert(p: Weights) -> Weights:
+        weights = _projections(p, "q_proj", "k_proj", "v_proj", "g_proj")
+        return {**weights, "norm.weight": p["g_norm_swish_gate.weight"]}
+
+    peer = fla.layer("multiscale_retention", "MultiScaleRetention", num_heads=2)
+    return Oracle(mixers.create("retnet", D_MODEL, num_heads=2), peer, convert, _run_fla)
+
+
+@oracle
+def fla_linear_attention(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.linear_attn.naive").naive_recurrent_linear_attn
+    kernels = ("fused_recurrent_linear_attn", "chunk_linear_attn")
+    fla.recur_by("linear_attn", kernels, lambda **all: (reference(**all, normalize=True)[0], None))
+    peer = fla.layer(
+        "linear_attn", "LinearAttention", num_heads=2, feature_map="elu", output_norm="identity",
+        do_feature_map_norm=True,
+    )  # fmt: skip
+    ours = mixers.create("linear_attention", D_MODEL, num_heads=2)
+    return Oracle(ours, peer, lambda p: _projections(p, "q_proj", "k_proj", "v_proj"), _run_fla)
+
+
+@oracle
+def fla_based(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    layer = load("fla.layers.based").BasedLinearAttention
+    peer = layer(D_MODEL, feature_dim=5, num_key_value_heads=2, num_heads=2)
+    ours = mixers.create("based", D_MODEL, feature_dim=5, num_heads=2)
+
+    def convert(p: Weights) -> Weights:
+        return _projections(p, "q_proj", "k_proj", "v_proj")
+
+    return Oracle(ours, peer, convert, lambda peer, x: peer.forward_reference(x))
+
+
+@oracle
+def fla_rwkv6(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    reference = load("fla.ops.rwkv6.recurrent_naive").naive_recurrent_rwkv6
+    monkeypatch.setattr(load("fla.layers.rwkv6"), "token_shift", load("fla.modules.token_shift").token_shift_ref)
+
+    def recurrence(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return _heads_first(lambda *tensors: reference(*tensors, u, scale=scale, output_final_state=True), r, k, v, w)
+
+    fla.recur_by("rwkv6", ("fused_recurrent_rwkv6", "chunk_rwkv6"), recurrence)
+
+    def convert(p: Weights) -> Weights:
+        order = torch.tensor([1, 2, 3, 0, 4])  # r, w, k, v, g there; w, k, v, r, g here
+        rank = p["x_proj.0.linear.weight"].unflatten(0, (5, -1))[order]
+        return {
+            "shift_base": p["x_proj.0.mu"],
+            "shift_bases": p["x_bias"][order],
+            "shift_down.weight": rank.flatten(0, 1),
+            "shift_up": p["x_proj.2.weight"].view(D_MODEL, 5, -1).permute(1, 2, 0)[order],
+            "decay_base": p["w_proj.linear.lora.2.bias"],
+            "decay_down.weight": p["w_proj.linear.lora.0.weight"],
+            "decay_up.weight": p["w_proj.linear.lora.2.weight"],
+            **{
+                f"{ours}.weight": p[f"{theirs}_proj.linear.weight"]
+                for ours, theirs in (("key", "k"), ("value", "v"), ("receptance", "r"), ("gate", "g"))
+            },
+            "bonus": p["bonus"],
+            "norm.weight": p["g_norm.weight"],
+            "norm.bias": p["g_norm.bias"],
+            "out_proj.weight": p["o_proj.weight"],
+        }
+
+    sizes = {"proj_low_rank_dim": 3, "gate_low_rank_dim": 4}
+    with pytest.warns(UserWarning, match="RWKV"):
+        peer: Any = fla.layer("rwkv6", "RWKV6Attention", num_heads=2, expand_k=1.0, norm_eps=64e-5, **sizes)
+    peer.gate_fn = functional.silu
+    ours = mixers.create("rwkv6", D_MODEL, num_heads=2, shift_rank=3, decay_rank=4)
+    return Oracle(ours, peer, convert, _run_fla, fla.memory)
+
+
+@pytest.fixture(params=ORACLES)
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """An oracle whose peer has random weights, norms and biases too, and whose layer of ours has the same."""
+    torch.manual_seed(0)
+    made = ORACLES[request.param](monkeypatch)
+    made.ours.to(made.dtype).eval()
+    made.peer.to(made.dtype).eval()
+    with torch.no_grad():
+        for parameter in made.peer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    converted = made.convert(dict(made.peer.named_parameters()))
+    wanted = made.ours.state_dict()
+    assert converted.keys() <= wanted.keys()
+    made.ours.load_state_dict({name: converted.get(name, torch.zeros_like(value)) for name, value in wanted.items()})
+    return made
+
+
+def tokens(dtype: torch.dtype) -> Tensor:
+    return torch.randn(2, TOKENS, D_MODEL, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None:
+    assert actual.shape == expected.shape, name
+    error = ((actual - expected).norm() / expected.norm()).item()
+    assert math.isfinite(error), name
+    assert error <= tolerance, f"{name}: {error:.1e} of the peer's"
+
+
+def test_output_and_gradients_are_the_peers(pair: Oracle) -> None:
+    x, its_x = (tokens(pair.dtype).requires_grad_() for _ in range(2))
+    y, expected = pair.ours(x)[0], pair.run(pair.peer, its_x)
+    assert_near(y, expected, pair.tolerance, "output")
+    weights = torch.randn_like(y)
+    (y * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert x.grad is not None
+    assert its_x.grad is not None
+    assert_near(x.grad, its_x.grad, 5 * pair.tolerance, "gradient of x")
+    gradients = {name: value.grad for name, value in pair.peer.named_parameters() if value.grad is not None}
+    ours = dict(pair.ours.named_parameters())
+    for name, gradient in pair.convert(gradients).items():
+        own = ours[name].grad
+        assert own is not None, name
+        assert_near(own, gradient, 5 * pair.tolerance, f"gradient of {name}")
+
+
+@torch.no_grad()
+def test_parts_and_steps_are_the_peers_whole(pair: Oracle) -> None:
+    x = tokens(pair.dtype)
+    expected = pair.run(pair.peer, x)
+    first, state = pair.ours(x[:, :SPLIT])
+    second, last = pair.ours(x[:, SPLIT:], state)
+    assert_near(torch.cat((first, second), 1), expected, pair.tolerance, "parts")
+    outputs = [first]
+    for token in x[:, SPLIT:].unbind(1):
+        y, state = pair.ours.step(token, state)
+        outputs.append(y[:, None])
+    assert_near(torch.cat(outputs, 1), expected, pair.tolerance, "steps")
+    if pair.state is not None:
+        for name, final in (("state", last), ("state of steps", state)):
+            assert_near(_memory(final), pair.state(), pair.tolerance, name)
+
+
+def _memory(state: Any) -> Tensor:
+    """The recurrent memory; of slots the keys beside the values."""
+    tensors = dict(state_tensors(state))
+    return tensors["memory"] if "memory" in tensors else torch.cat((tensors["keys"], tensors["values"]), -1)

@@ -1,0 +1,336 @@
+"""Images of every mode, depth, ending and orientation: the same picture gives the same pixels, and nothing is lost."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from longseq.tasks import predict, train
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.datasets import ImageFiles
+from longseq.tasks.image.decoding import decode, image_endings, in_eight_bits
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.transforms import Augmentation, evaluation_transform, training_transform
+
+GREY = np.arange(0, 256, 2, dtype=np.uint8).reshape(8, 16)
+COLOUR = np.stack([GREY, GREY[::-1], np.roll(GREY, 3, axis=1)], axis=-1)
+ALPHA = np.full_like(GREY, 200)
+
+
+def info(in_chans=3, img_size=8):
+    return DataInfo(["a", "b"], 2, img_size, in_chans, [0.5] * in_chans, [0.5] * in_chans, "bicubic", 1.0)
+
+
+def write(path, image, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    return path
+
+
+def wide(values):
+    """Grey of 8 bits in 16."""
+    return Image.fromarray(values.astype(np.uint16) * 257)
+
+
+def big_endian_tiff():
+    """A 16-bit TIFF of the other byte order, which Pillow does not write."""
+    stream = io.BytesIO()
+    entries = [(256, 16), (257, 8), (258, 16), (259, 1), (262, 1), (273, 8), (277, 1), (278, 8), (279, 256)]
+    stream.write(b"MM\x00\x2a" + (8 + 256).to_bytes(4, "big") + (GREY.astype(">u2") * 257).tobytes())
+    stream.write(len(entries).to_bytes(2, "big"))
+    for tag, value in entries:
+        stream.write(struct.pack(">HHII", tag, 4, 1, value))
+    stream.write(bytes(4))
+    return stream.getvalue()
+
+
+def write_grey(folder):
+    """One grey picture in every form that keeps it."""
+    folder.mkdir()
+    eight, floats = Image.fromarray(GREY), Image.fromarray((GREY / 255).astype(np.float32))
+    for name in ("png", "PNG", "tif", "TIFF", "bmp", "gif", "pgm", "jp2", "tga", "qoi"):
+        image = eight.convert("RGB") if name == "qoi" else eight
+        write(folder / f"eight.{name}", image)
+    write(folder / "eight.webp", eight, lossless=True)
+    write(folder / "palette.png", eight.convert("P"))
+    write(folder / "alpha.png", Image.merge("LA", [eight, Image.fromarray(ALPHA)]))
+    write(folder / "rgba.png", Image.merge("RGBA", [eight] * 3 + [Image.fromarray(ALPHA)]))
+    write(folder / "transparent.png", eight.convert("P"), transparency=bytes(range(256)))
+    for name in ("png", "tif", "pgm", "jp2"):
+        write(folder / f"sixteen.{name}", wide(GREY))
+    (folder / "big.tif").write_bytes(big_endian_tiff())
+    write(folder / "floats.tif", floats)
+    write(folder / "floats.pfm", floats)
+    return folder
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_one_picture_has_the_same_pixels_in_every_file(in_chans, tmp_path):
+    files = sorted(write_grey(tmp_path / "files").iterdir())
+    assert len(files) == 22
+    expected = torch.from_numpy(GREY).expand(in_chans, 8, 16)[:, :, 4:12]
+    predicting = ImageFiles(str(tmp_path / "files"), info(in_chans))
+    assert len(predicting) == len(files)
+    for index, file in enumerate(files):
+        for transform in (evaluation_transform(info(in_chans)), training_transform(info(in_chans), Augmentation())):
+            torch.testing.assert_close(transform(decode(file)), expected, msg=file.name)
+        pixels, path = predicting[index]
+        assert path == str(file)
+        torch.testing.assert_close(pixels, expected, msg=file.name)
+
+
+@pytest.mark.parametrize("mode", ["1", "CMYK", "PA", "La", "RGBa", "YCbCr", "LAB", "HSV", "RGBX"])
+def test_rare_modes_are_taken(mode, tmp_path, recwarn):
+    image = Image.new(mode, (8, 8))
+    image.format = "PNG"
+    for in_chans in (1, 3):
+        assert evaluation_transform(info(in_chans))(in_eight_bits(image)).shape == (in_chans, 8, 8)
+    assert not recwarn.list
+
+
+def test_sixteen_bits_in_which_white_is_zero(tmp_path):
+    path = write(tmp_path / "inverted.tif", wide(GREY), tiffinfo={262: 0})
+    assert np.array_equal(np.asarray(decode(path)), 255 - GREY)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (Image.fromarray(GREY.astype(np.int32)), "32-bit integers do not tell"),
+        (Image.fromarray(GREY.astype(np.float32)), "from 0 to 254, and must lie in 0..1"),
+        (Image.fromarray(GREY.astype(np.float32) - 3), "from -3 to 251"),
+        (Image.fromarray(np.full((8, 8), np.nan, np.float32)), "nan"),
+    ],
+)
+def test_numbers_without_a_range_are_refused_by_name_and_not_clipped(image, message, tmp_path, caplog):
+    path = write(tmp_path / "picture.tif", image)
+    with pytest.raises(ValueError, match=message):
+        decode(path)
+    pixels, _ = ImageFiles(str(path), info())[0]
+    assert pixels is None
+    assert f"{path} (" in caplog.text
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "photo.png", "photo.tif", "photo.webp"])
+def test_orientation_is_honoured_everywhere(name, tmp_path):
+    upright = Image.fromarray(np.repeat(np.repeat(GREY, 4, 0), 4, 1))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the top of the scene is at the left of the file
+    options = {"quality": 100} if name != "photo.webp" else {"lossless": True}
+    write(tmp_path / "train" / "a" / name, upright.transpose(Image.Transpose.ROTATE_90), exif=exif, **options)
+    expected = evaluation_transform(info(1, 16))(upright).int()
+    path = tmp_path / "train" / "a" / name
+    shutil.copytree(tmp_path / "train" / "a", tmp_path / "train" / "b")
+    for source in ("folder", "torch/image_folder"):
+        options = {"img_size": 16, "in_chans": 1, "batch_size": 1, "num_workers": 0, "val_fraction": 0.5}
+        shutil.copytree(tmp_path / "train", tmp_path / "val", dirs_exist_ok=True)
+        module = ImageDataModule(name="t", source=source, root=str(tmp_path), **options)
+        module.setup()
+        for loader in (module.val_dataloader(), module.train_dataloader()):
+            assert (next(iter(loader))[0][0].int() - expected).abs().max() <= 3, source
+    assert (ImageFiles(str(path), info(1, 16))[0][0].int() - expected).abs().max() <= 3
+
+
+def test_damaged_exif_data_turns_nothing(tmp_path):
+    path = write(tmp_path / "a.jpg", Image.fromarray(GREY), exif=b"Exif\x00\x00MM\x00\x2a\xff\xff\xff\xff\x00")
+    assert decode(path).size == (16, 8)
+
+
+def test_what_pillow_only_recognises_is_no_image():
+    assert {".tif", ".webp", ".avif", ".bmp", ".jp2", ".mpo", ".jpg"} <= image_endings()
+    assert not {".eps", ".ps", ".h5", ".mpg", ".pdf"} & image_endings()
+
+
+def write_mixed(root, *, val=True):
+    """Two classes of 16-bit TIFF, WebP and PNG files among others."""
+    for split in ("train", "val") if val else ("train",):
+        for label, shade in (("dark", 40), ("light", 200)):
+            for index in range(2):
+                values = np.full((16, 16), shade + index, dtype=np.uint8)
+                write(root / split / label / f"{index}.tif", wide(values))
+                write(root / split / label / f"{index}.WEBP", Image.fromarray(values), lossless=True)
+                write(root / split / label / f"{index}.png", Image.fromarray(values))
+    (root / "train" / "dark" / "notes.txt").write_text("no image")
+    (root / "train" / "dark" / "._0.png").write_bytes(b"of macOS")
+    (root / "train" / "dark" / "README").write_text("no image")
+    write(root / "train" / ".ipynb_checkpoints" / "0.png", Image.fromarray(GREY))
+    return root
+
+
+def open_folder(root, source="folder", **options):
+    options = {"img_size": 8, "in_chans": 1, "batch_size": 4, "num_workers": 0} | options
+    module = ImageDataModule(name="mixed", source=source, root=str(root), **options)
+    module.setup()
+    return module
+
+
+def check_shades(module, count):
+    images, targets = (torch.cat(parts) for parts in zip(*module.train_dataloader(), strict=True))
+    assert module.info.sizes["train"] == count
+    assert torch.equal((images[:, 0, 4, 4] > 100).long(), targets)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "tars", "torch/image_folder"])
+def test_every_ending_is_trained_on_and_the_rest_is_counted_and_named(kind, tmp_path, caplog):
+    root = write_mixed(tmp_path / "images")
+    if kind == "tar":
+        for split in ("train", "val"):
+            with tarfile.open(tmp_path / f"{split}.tar", "w") as archive:
+                archive.add(root / split, arcname=".")
+        module = open_folder(tmp_path)
+    elif kind == "tars":
+        (tmp_path / "tars").mkdir()
+        for label in ("dark", "light"):
+            with tarfile.open(tmp_path / "tars" / f"{label}.tar", "w") as archive:
+                for file in (root / "train" / label).iterdir():
+                    archive.add(file, arcname=file.name)
+        module = open_folder(tmp_path / "tars", val_fraction=0.34)
+        assert "3 passed over" in caplog.text
+        return check_shades(module, 8)
+    else:
+        if kind != "folder":  # torchvision takes every folder for a class
+            with pytest.raises(ValueError, match=r"class .ipynb_checkpoints is a hidden folder: remove it"):
+                open_folder(root, source=kind)
+            shutil.rmtree(root / "train" / ".ipynb_checkpoints")
+            write(root / "train" / "light" / ".hidden.png", Image.fromarray(GREY))
+            caplog.clear()
+        module = open_folder(root, source=kind)
+    assert module.info.class_names == ["dark", "light"]
+    (line,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert "4 passed over" in line
+    assert "2 hidden" in line
+    assert "1 .txt" in line
+    assert "1 without an ending" in line
+    assert "dark/notes.txt" in line
+    return check_shades(module, 12)
+
+
+def test_tar_files_that_were_read_before_workers_start(tmp_path):
+    root = write_mixed(tmp_path / "images")
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(root / "train", arcname=".")
+    source = open_folder(tmp_path / "all.tar", val_fraction=0.34)._splits.train.source
+    source.read(0)
+    file = source.reader.tar_state.tf.fileobj.fileno()
+    position = os.lseek(file, 0, os.SEEK_CUR)
+    child = os.fork()
+    if child == 0:
+        for index in range(len(source)):
+            source.read(index)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.lseek(file, 0, os.SEEK_CUR) == position
+
+
+def test_images_without_a_class_are_passed_over_by_name(tmp_path, caplog):
+    root = write_mixed(tmp_path)
+    open_folder(root, class_map={"dark": 0, "light": 1})
+    write(root / "train" / "grey" / "0.png", Image.fromarray(GREY))
+    caplog.clear()
+    open_folder(root, class_map={"dark": 0, "light": 1})
+    assert "1 of no class" in caplog.text
+    assert "grey/0.png" in caplog.text
+
+
+def test_webdataset_keeps_sixteen_bits_and_takes_every_ending(tmp_path):
+    pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"data-{shard}.tar", "w") as archive:
+            for index in range(4):
+                stream = io.BytesIO()
+                wide(np.full((8, 8), 40 + 160 * (index % 2), dtype=np.uint8)).save(stream, "TIFF")
+                for ending, content in (("tif", stream.getvalue()), ("cls", str(index % 2).encode())):
+                    member = tarfile.TarInfo(f"{shard}{index}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    names = {"train_split": "data-{0..1}.tar|8", "val_split": "data-1.tar|4", "num_classes": 2}
+    module = open_folder(tmp_path, source="wds/data", **names)
+    images, targets = next(iter(module.val_dataloader()))
+    assert images[:, 0, 4, 4].tolist() == [40 + 160 * label for label in targets.tolist()]
+
+
+def test_a_stream_without_a_readable_image_measures_nothing(tmp_path, tiny):
+    pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
+    stream = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 7, np.uint8)).save(stream, "PNG")
+    for name, picture in (("train", stream.getvalue()), ("val", b"no image")):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
+            for index in range(8):
+                for ending, content in (("png", picture), ("cls", str(index % 2).encode())):
+                    member = tarfile.TarInfo(f"{index}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    data = ["data=image_folder", "recipe=digits", "data.source=wds/data", f"data.root={tmp_path}", "data.img_size=8"]
+    data += ["data.train_split='train.tar|8'", "data.val_split='val.tar|8'", "data.test_split=null"]
+    data += ["data.num_classes=2", "data.num_workers=0", "recipe.batch_size=4", "recipe.epochs=1"]
+    with pytest.raises(ValueError, match="not one validation image could be read"):
+        train.run(tiny(*data, "recipe.batch_size=4"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: [path.write_bytes(b"") for path in (root / "val").rglob("*.*")], "none of the 12 validation"),
+        (lambda root: [shutil.rmtree(root / split / "dark") for split in ("train", "val")], "one class alone, light"),
+        (
+            lambda root: (root / "train" / "dark" / "0.png").rename(root / "train" / "stray.png"),
+            "outside class folders",
+        ),
+        (lambda root: write(root / "train" / "dark" / "more" / "0.png", Image.fromarray(GREY)), "dark/more lies below"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused_in_one_line(spoil, message, tmp_path):
+    root = write_mixed(tmp_path)
+    spoil(root)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_folder(root)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("class_map", [{"dark": -1, "light": 0}, {"dark": "first", "light": 1}, {}, "absent.txt"])
+def test_class_maps_without_numbers_are_refused(class_map, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.class_map=.*"):
+        open_folder(write_mixed(tmp_path), class_map=class_map)
+
+
+def test_one_class_by_a_class_map_is_refused(tmp_path):
+    root = write_mixed(tmp_path)
+    shutil.rmtree(root / "train" / "dark")
+    with pytest.raises(ValueError, match="of one class alone, light"):
+        open_folder(root, class_map={"dark": 0, "light": 1})
+
+
+def test_folders_of_one_name_are_said_to_be_one_class(tmp_path, caplog):
+    for part in ("one", "two"):
+        for label in ("dark", "light"):
+            for index in range(3):
+                write(tmp_path / part / label / f"{index}.png", Image.fromarray(GREY))
+    module = open_folder(tmp_path, val_fraction=0.3)
+    assert module.info.class_names == ["dark", "light"]
+    assert "one/dark and two/dark are one class" in caplog.text
+
+
+def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_path, tiny, compose_config, capsys):
+    root = write_mixed(tmp_path / "images")
+    data = ("data=image_folder", "recipe=digits", f"data.root={root}", "data.img_size=8", "data.in_chans=1")
+    train.run(tiny(*data, "data.num_workers=0", "recipe.batch_size=4", "recipe.epochs=1"))
+    output, checkpoint = tmp_path / "p.csv", tmp_path / "run" / "checkpoints" / "best.ckpt"
+    pictures = write_grey(tmp_path / "pictures")
+    (pictures / "notes.txt").write_text("no image")
+    capsys.readouterr()
+    config = compose_config("predict", f"checkpoint={checkpoint}", f"input={pictures}", f"output={output}")
+    assert predict.run(config) == {"classified": 22, "unreadable": 0, "passed_over": 1}
+    assert "22 image(s) classified, 0 unreadable, 1 passed over (1 .txt: notes.txt)" in capsys.readouterr().out
+    rows = list(csv.DictReader(output.open()))
+    assert len({(row["class_1"], row["probability_1"]) for row in rows if not row["error"]}) == 1
+    assert [row["error"] for row in rows if row["error"]] == ["passed over: .txt"]

@@ -1,0 +1,122 @@
+"""How runs of several processes end: told by SIGTERM, alone or with their whole group, or by the death of the first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from longseq.tasks import processes
+from longseq.tasks.lock import is_locked
+
+LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
+
+
+def launch(folder: Path, longseq: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`longseq train` in a group of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    command = [longseq, "train", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> Path:
+    end = time.monotonic() + 200
+    while not (found := list(folder.glob("outputs/image/*/checkpoints/last.ckpt"))):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found[0]
+
+
+def family(process: subprocess.Popen[str]) -> set[int]:
+    """The processes of a group that have not ended."""
+    alive = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == process.pid and fields[0] != "Z":
+            alive.add(int(stat.parent.name))
+    return alive
+
+
+def ended_within(seconds: float, process: subprocess.Popen[str]) -> bool:
+    end = time.monotonic() + seconds
+    while family(process) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not family(process)
+
+
+@pytest.fixture
+def leave_nothing():
+    """Ends what a failed test has left."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        for left in family(process):
+            os.kill(left, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("whole_group", "options"),
+    [
+        (False, ("trainer=ddp_sim",)),
+        (True, ("data.num_workers=2",)),
+        pytest.param(True, ("trainer=ddp_sim", "data.num_workers=1"), marks=pytest.mark.soak),
+    ],
+    ids=["first-of-two", "group-with-workers", "group-of-two-with-workers"],
+)
+def test_sigterm_saves_says_one_line_and_leaves_with_143(
+    whole_group, options, tmp_path, longseq_program, tiny_overrides, leave_nothing
+):
+    process = launch(tmp_path, longseq_program, *tiny_overrides, *LONG, *options)
+    leave_nothing.append(process)
+    last = wait_for_checkpoint(tmp_path, process)
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    told = [line for line in errors.splitlines() if line.strip() and not line.startswith("epoch ")]
+    assert len(told) == 1, errors
+    saved = torch.load(last, weights_only=True)["global_step"]
+    assert f"saved as of update {saved}:" in told[0]
+    assert "resume=true" in told[0]
+    assert ended_within(10, process)
+    assert not (last.parent.parent / "run.lock").exists()
+
+
+def test_the_others_end_within_seconds_when_the_first_process_is_killed(
+    tmp_path, longseq_program, tiny_overrides, leave_nothing, command_here
+):
+    process = launch(tmp_path, longseq_program, *tiny_overrides, *LONG, "trainer=ddp_sim", "data.num_workers=1")
+    leave_nothing.append(process)
+    run = wait_for_checkpoint(tmp_path, process).parents[1]
+    second = command_here(tmp_path, "train", *tiny_overrides, f"hydra.run.dir={run}")
+    assert second.returncode == 2
+    assert f"written by process {process.pid} on" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert len(family(process)) >= 4
+    process.send_signal(signal.SIGKILL)
+    assert ended_within(10, process), family(process)
+    assert (run / "run.lock").exists()
+    assert not is_locked(run)
+
+
+def test_a_process_whose_parent_is_gone_does_not_begin():
+    """It may have ended before the other one could ask to be told."""
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])['follow_parent'](); print('begun')"
+    for parent, code in ((os.getpid(), 0), (1, 1)):
+        environment = {**os.environ, "LOCAL_RANK": "1", "LONGSEQ_PARENT": str(parent)}
+        command = [sys.executable, "-c", program, processes.__file__]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stdout.strip()) == (code, "begun" if code == 0 else "")

@@ -1,0 +1,247 @@
+"""The scripts of benchmarks/: runs that continue, images that are those of the command, tables that are their rows'."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from longseq.tasks import assemble
+from longseq.tasks.image import data
+from longseq.tasks.image.datasets import TrainingBatches
+from longseq.tools.benchmark.work import TINY
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+    def find(name: str) -> ModuleType:
+        return __import__(name)
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """CIFAR-10 with noise for images: three of each of two classes for training, one for the test."""
+    root = tmp_path_factory.mktemp("cifar10")
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 3), ("val", 1)):
+        for name in ("cat", "dog"):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256, (32, 32, 3), np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+def training_batches(script, root: Path) -> TrainingBatches:
+    words = ("experiment=image/cifar10", f"data.root={root}", "data.val_fraction=0.34", "recipe.batch_size=2")
+    config = script("cifar10").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
+    return assemble.build_datamodule(config).train_dataloader().dataset
+
+
+def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(script, folder, tmp_path, monkeypatch):
+    cifar10_data = script("cifar10_data")
+    monkeypatch.setattr(cifar10_data, "ACROSS", 2)
+    cifar10_data.pack(str(folder), tmp_path / "pictures")
+    cifar10_data.unpack([tmp_path / "pictures"], tmp_path / "file.npz")
+    from_folder = training_batches(script, folder)
+    monkeypatch.setattr(data, "cifar10", data.cifar10)
+    script("entry").read_cifar10_from(str(tmp_path / "file.npz"))
+    from_file = training_batches(script, tmp_path / "file.npz")
+    assert from_file.split.source.class_names == ["cat", "dog"]
+    assert np.array_equal(from_file.split.indices, from_folder.split.indices)
+    draws = [script("entry").Draw(position, 0, 1) for position in range(len(from_file))]
+    for of_file, of_folder in zip(from_file[draws][:2], from_folder[draws][:2], strict=True):
+        assert torch.equal(of_file, of_folder)
+    picture = tmp_path / "pictures" / "cifar10_0.webp"
+    changed = np.array(Image.open(picture))
+    changed[0, 0, 0] ^= 1
+    Image.fromarray(changed).save(picture, lossless=True)
+    with pytest.raises(ValueError, match="not those that were packed"):
+        cifar10_data.unpack([tmp_path / "pictures"], tmp_path / "file.npz")
+
+
+def test_augmented_images_of_the_files_are_those_of_the_command(script, folder, tmp_path, monkeypatch):
+    entry = script("entry")
+    batches = training_batches(script, folder)
+    for epoch in (0, 1):
+        entry.augment(batches, tmp_path, epoch)
+    monkeypatch.setattr(data, "TrainingBatches", TrainingBatches)
+    entry.read_augmented_from(str(tmp_path))
+    read = training_batches(script, folder)
+    assert isinstance(read, entry.AugmentedBatches)
+    seen = []
+    for epoch in (0, 1):
+        draws = [entry.Draw(position, 0, epoch) for position in (2, 0)]
+        seen.append(read[draws].images)
+        assert torch.equal(read[draws].images, batches[draws].images)
+        assert torch.equal(read[draws].targets, batches[draws].targets)
+    assert not torch.equal(*seen)
+
+
+def test_weights_move_by_one_unit_in_the_last_place_and_each_draw_is_another(script):
+    entry = script("entry")
+    models = [entry.move_by_one_unit(torch.nn.Linear(50, 50), draw) for draw in (0, 1) if torch.manual_seed(0)]
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(50, 50).weight
+    for model in models:
+        assert torch.equal((model.weight.view(torch.int32) - plain.view(torch.int32)).abs(), torch.ones(50, 50).int())
+    assert not torch.equal(models[0].weight, models[1].weight)
+
+
+# Stands for `longseq train`: a run that is stopped once, where its words ask for that, and continues.
+STAND_IN = """
+import json, pathlib, sys, time
+words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+folder = pathlib.Path(words["hydra.run.dir"])
+if "fails" in words:
+    sys.exit("longseq: error: no such thing")
+if "waits" in words and not (folder / "checkpoint").exists():
+    (folder / "checkpoint").touch()
+    time.sleep(60)
+metrics = {"parameters": 5, "epochs": 1, "seconds": 2.0, "val/top1": 0.5, "test/top1": int(words["seed"]) / 10}
+(folder / "metrics.json").write_text(json.dumps(metrics))
+"""
+
+
+def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_path, monkeypatch, capsys):
+    trainings = script("trainings")
+    (tmp_path / "entry.py").write_text(STAND_IN)
+    monkeypatch.setattr(trainings, "ENTRY", tmp_path / "entry.py")
+    monkeypatch.setenv("GIT_COMMIT", "abcdef0 2026-01-01T00:00:00+00:00")
+    rows = [trainings.Row("a", ("mixer=a",)), trainings.Row("b", ("waits=1",)), trainings.Row("c", ("fails=1",))]
+
+    def run(*words: str) -> tuple[int, str]:
+        given = [f"output={tmp_path / 'table.json'}", f"work={tmp_path / 'runs'}", *words]
+        options = trainings.read_options(given, "table", ["a", "b", "c"], seeds=2, jobs=2)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            code = trainings.run_table(rows, {"what": "runs"}, options, gpus=[])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return code, capsys.readouterr().out
+
+    monkeypatch.setattr(trainings, "GRACE", 0.5)
+    code, told = run("rows=a,b", "seconds=3", "seeds=3,1")
+    assert code == 0
+    assert "2 runs are left: the same command continues" in told
+    assert "4 runs, 2 of them in" in run("rows=a,b", "seeds=3,1")[1]
+    first, second = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert (first["model"], first["test_top1"]) == ("a", {"1": 0.1, "3": 0.3})
+    assert (second["model"], second["test_top1"]) == ("b", {"1": 0.1, "3": 0.3})
+    assert first["measured"]["commit"].startswith("abcdef0")
+    assert "4 runs, 4 of them in" in run("rows=a,b", "seeds=3,1")[1]
+    code, told = run("rows=c", "seeds=1")
+    assert code == 1
+    assert "c, seed 1, ended with exit code 1: longseq: error: no such thing" in told
+    with pytest.raises(ValueError, match=r"^rows=d: choose from a, b, c$"):
+        run("rows=d")
+    monkeypatch.setenv("GIT_COMMIT", "1234567 2026-01-02T00:00:00+00:00")
+    (tmp_path / "table.json").rename(tmp_path / "first.json")
+    assert "2 runs are left" in run("rows=a,b", "seconds=0.1", "seeds=1")[1]  # none is the other commit's
+    (tmp_path / "first.json").rename(tmp_path / "table.json")
+    with pytest.raises(ValueError, match=r"has runs of another commit: name another file$"):
+        run("rows=a")
+
+
+def test_first_calls_are_timed_of_operations_and_of_models(script, monkeypatch):
+    first_calls = script("first_calls")
+    assert first_calls.time_call(TINY[0], torch.device("cpu")) >= 0.0
+    language = [*first_calls.LANGUAGE, "text.mixers=[linear_attention]", "text.d_model=16", "text.depth=1"]
+    language += ["text.vocabulary=50", "text.lengths=[8]", "text.step_tokens=8", "seconds=0.01", "device=cpu"]
+    assert first_calls.time_call(language, torch.device("cpu")) >= 0.0
+    assert len(first_calls.CALLS) == 10
+
+
+def test_a_step_is_taken_apart(script, monkeypatch):
+    image_steps = script("image_steps")
+    x = torch.randn(4, 4)
+    row = image_steps.take_apart(lambda: x @ x, torch.device("cpu"))
+    assert min(row["step_ms"], row["host_ms"]) >= 0
+    assert row["kernels_ms"] == row["launches"] == 0  # the kernels of a GPU alone
+    monkeypatch.setattr(image_steps, "take_apart", lambda step, _: {"found": step()})
+    words = ["image.models=[longseq_vit_tiny_patch16_224]", "image.mixers=[linear_attention]", "image.peers=[]"]
+    (row,) = image_steps.measure([*words, "image.sizes=[[16,1]]", "image.classes=2"], torch.device("cpu"))
+    assert row == {"model": words[0][14:-1], "mixer": "linear_attention", "pixels": 16, "batch": 1, "found": None}
+
+
+def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
+    keep = script("keep")
+    old = [{"mixer": "a", "tokens": 8, "speed": 1}, {"mixer": "b", "tokens": 8, "speed": 1}]
+    kept = {"what": "models", "command": "first", "notes": ["by hand"], "rows": old}
+    result = {
+        "what": "Whole models",
+        "command": "second",
+        "notes": [],
+        "rows": [{"mixer": "b", "tokens": 8, "speed": 2}],
+    }
+    merged = keep.merge(kept, result, {})
+    assert merged["rows"] == [old[0], *result["rows"]]
+    assert (merged["what"], merged["notes"], merged["command"]) == ("models", ["by hand"], "first; second")
+    assert keep.merge(merged, result, {})["command"] == "first; second"
+    recomputed = keep.merge(kept, result, {"recompute": "mixer"})
+    assert recomputed["rows"] == [*old, {**result["rows"][0], "recompute": "mixer"}]
+    all_new = {**result, "rows": [*result["rows"], {"mixer": "a", "tokens": 8, "speed": 3}]}
+    assert keep.merge(kept, all_new, {})["command"] == "second"
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize("page", ["benchmarks/README.md", "README.md"])
+def test_tables_are_those_of_the_rows(script, page):
+    table = script("table")
+    assert (ROOT / page).read_text() == table.PAGES[ROOT / page](), "run python benchmarks/table.py"
+
+
+def test_every_row_says_what_it_was_measured_on(script):
+    for file in sorted((ROOT / "benchmarks").glob("*.json")):
+        if file.stem == "changes":
+            continue
+        result = json.loads(file.read_text())
+        assert "..." not in result["command"], f"{file.name}: a command that cannot be run"
+        for row in result["rows"]:
+            measured = row["measured"]
+            assert ("commit" in measured) != ("recorded" in measured), f"{file.name}: {row}"
+            assert measured["date"], f"{file.name}: {row}"
+            assert "torch" in measured["versions"], f"{file.name}: {row}"
+            # Rows from before commits were kept tell the GPU or the processor; those since, the processor always.
+            assert measured.get("processor") or ("recorded" in measured and measured["gpu"]), f"{file.name}: {row}"
+
+
+def test_a_row_is_older_than_a_later_change_of_its_mixer_alone(script, monkeypatch):
+    table = script("table")
+    change = {"what": "a mend", "commit": "b", "date": "2026-01-02T00:00:00+00:00", "moves": ["accuracy"]}
+    of_a_table = {**change, "names": [], "tables": ["recall"]}
+    monkeypatch.setattr(table, "changes", lambda: [{**change, "names": ["deltanet"]}, of_a_table])
+
+    def later(kind: str = "accuracy", day: str = "2026-01-01", name: str = "", **row: str) -> list[int]:
+        return table.find_later_changes({**row, "measured": {"commit": f"a {day}T00:00:00+00:00"}}, kind, name)
+
+    assert later(mixer="deltanet convolution_width=0") == [1]
+    assert later(model="deltanet with a wide MLP", kind="accuracy and speed") == [1]
+    assert later(model="longseq_vit_tiny_patch16_224", mixer="deltanet") == [1]
+    assert later(mixer="deltanet", kind="speed") == []
+    assert later(mixer="deltanet", day="2026-01-03") == []
+    assert later(mixer="gated_deltanet") == []
+    assert later(mixer="gated_deltanet", name="recall") == [2]
+    assert later(op="deltanet", implementation="fla") == []
+
+
+def test_parameters_say_when_they_are_not_those_of_attention(script):
+    table = script("table")
+    assert table.millions(3_582_922, 3_582_922) == "3.58M"
+    assert table.millions(3_650_000, 3_582_922) == "3.65M"
+    assert table.millions(394_920_960, 336_479_232) == "395M (+17 %)"

@@ -1,0 +1,60 @@
+"""A GPU that is not there: Triton compiles kernels for it, on any machine, and their launches are written down."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from longseq.kernels import devices
+
+# Bytes of shared memory that a program may have, by compute capability: CUDA C++ Programming Guide, table of technical
+# specifications.
+SHARED_MEMORY = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (12, 0): 99 * 1024,
+}
+HOPPER = (9, 0)
+
+launched: list[str] = []
+
+
+class Launcher:
+    """Stands for the launcher that Triton would build with a C compiler."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.name = metadata.name
+
+    def __call__(self, *args: Any) -> None:
+        launched.append(self.name)
+
+
+def activate(capability: tuple[int, int] = HOPPER) -> None:
+    """Let Triton take the tensors of any device for those of such a GPU.
+
+    Tables of launches are fitted to it as the operations' Triton modules are imported, which must come after this.
+    """
+    number = 10 * capability[0] + capability[1]
+    utils = SimpleNamespace(
+        load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[capability]},
+    )
+    driver.set_active(
+        SimpleNamespace(
+            launcher_cls=Launcher,
+            utils=utils,
+            get_current_target=lambda: GPUTarget("cuda", number, 32),
+            get_current_device=lambda: number,  # kernels are kept by device
+            get_current_stream=lambda device: 0,
+        )
+    )
+    # One that is there is not asked for what it has.
+    torch.cuda.is_available = lambda: False  # type: ignore[assignment]
+    devices.SHARED_MEMORY = SHARED_MEMORY[capability]
