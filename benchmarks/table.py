@@ -19,6 +19,7 @@ from longseq.tools.benchmark.report import format_mean, to_markdown
 
 HERE = Path(__file__).parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can move
+NO_TABLES = ("changes", "compilations")  # files of what changed, and of kernels compiled for GPUs that were not there
 SUBJECTS = ("mixer", "model", "op", "call")
 HEAD = """# Measured results
 
@@ -37,6 +38,10 @@ Row = Mapping[str, Any]
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((HERE / f"{name}.json").read_text())
+
+
+def list_tables() -> list[str]:
+    return sorted(path.stem for path in HERE.glob("*.json") if path.stem not in NO_TABLES)
 
 
 def changes() -> list[dict[str, Any]]:
@@ -73,7 +78,7 @@ def mark(name: str) -> dict[str, Any]:
 
 
 def results_page() -> str:
-    results = [mark(path.stem) for path in sorted(HERE.glob("*.json")) if path.stem != "changes"]
+    results = [mark(name) for name in list_tables()]
     listed = [f"{n}. {one['what']} ({one['commit']}, {one['date'][:10]})" for n, one in enumerate(changes(), 1)]
     return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(result) + "\n" for result in results)])
 
@@ -112,11 +117,10 @@ def surroundings(rows: Sequence[Row], seeds: int | None = None) -> str:
         ]
         device = ", ".join([measured.get("gpu") or measured["processor"], *versions])
         commit = (measured.get("commit") or measured.get("recorded") or "unknown").split()[0]
+        commit = f"recorded in {commit}" if "recorded" in measured else f"commit {commit}"
         commits = places.setdefault(device, [])
         commits += [] if commit in commits else [commit]
-    told = [
-        f"{device} (commit{'s' if len(commits) > 1 else ''} {', '.join(commits)})" for device, commits in places.items()
-    ]
+    told = [f"{device} ({', '.join(commits)})" for device, commits in places.items()]
     count = {None: "", 1: "One seed. "}.get(seeds, f"{seeds} seeds. ")
     return f"\n{count}Measured on {'; '.join(told)}."
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from typing import Any
 
 # Set by the process of a run that starts the others, for them to know it.
 PARENT_VARIABLE = "LONGSEQ_PARENT"
@@ -35,15 +34,11 @@ def is_started_by_run() -> bool:
 
 
 def prepare_data_worker(index: int) -> None:
-    """Let a data worker outlive the first SIGTERM: one to the whole group is for the trainer, which ends its workers.
+    """Give a data worker a process group of its own: a signal to that of the run is for the trainer.
 
-    The second one is obeyed, as torch and the end of the interpreter send it to a worker that hangs.
+    The trainer ends its workers, as torch has it, and a worker whose trainer is gone ends by itself within seconds.
     """
-
-    def obey_next(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, obey_next)
+    os.setpgid(0, 0)
 
 
 def _die_with(parent: int) -> None:

@@ -38,6 +38,7 @@ from longseq.kernels.triton_launch import (
     Launch,
     Prepared,
     block_width,
+    capability_here,
     cdiv,
     count_sequences,
     count_slots,
@@ -109,6 +110,9 @@ LAUNCHES |= {
     }
     for width in (64, 128, 256)
 }
+if (capability_here() or [0])[0] == 10:
+    # 128 columns take 576 columns of tensor memory, and GPUs of capability 10 have 512.
+    LAUNCHES[2, 256]["advance"] = LAUNCHES[2, 256]["advance"]._replace(block=64)
 fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Half precision sequences up to here are read through by one launch, and scored as the state retreats.

@@ -38,14 +38,14 @@ def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> Path:
 
 
 def family(process: subprocess.Popen[str]) -> set[int]:
-    """The processes of a group that have not ended."""
+    """The processes of a session that have not ended."""
     alive = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[2]) == process.pid and fields[0] != "Z":
+        if int(fields[3]) == process.pid and fields[0] != "Z":
             alive.add(int(stat.parent.name))
     return alive
 

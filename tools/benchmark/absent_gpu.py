@@ -9,7 +9,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longseq.kernels import devices
+from longseq.kernels import devices, triton_launch
 
 # Bytes of shared memory that a program may have, by compute capability: CUDA C++ Programming Guide, table of technical
 # specifications.
@@ -58,3 +58,4 @@ def activate(capability: tuple[int, int] = HOPPER) -> None:
     # One that is there is not asked for what it has.
     torch.cuda.is_available = lambda: False  # type: ignore[assignment]
     devices.SHARED_MEMORY = SHARED_MEMORY[capability]
+    triton_launch.capability_here = lambda: list(capability)  # type: ignore[assignment]

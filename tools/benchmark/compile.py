@@ -149,7 +149,9 @@ def list_widths(op: str) -> Iterator[dict[str, int]]:
         for states in STATES if "N" in own else (0,):
             for chunk in CHUNKS if "C" in own else (0,):
                 found.append(widths | {name: x for name, x in (("N", states), ("C", chunk)) if name in own})
-    yield from {tuple(widths.values()): widths for widths in found}.values()
+    for widths in {tuple(widths.values()): widths for widths in found}.values():
+        if not explain(op, device="cuda", sizes=widths)["triton"]:  # which may refuse them together
+            yield widths
 
 
 def record(
