@@ -347,9 +347,13 @@ def differentiate_inputs(
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
     K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    READS: tl.constexpr, REST: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's."""
+    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's.
+
+    READS leaves that of q, REST the others.
+    """
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     block = tl.program_id(0) % blocks
@@ -408,9 +412,11 @@ def differentiate_inputs(
                 dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
                 u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
                 kept *= state_share * after_share
-        dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
-        dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
-        dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
+        if READS or GATED:
+            dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
+        if REST:
+            dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
+            dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
         if GATED:
             d_whole += tl.sum(kept, 0)
     dq *= scale
@@ -471,28 +477,31 @@ def differentiate_inputs(
         d_end = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
         d_end += end_walk(tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0), w_exponent, SCALED)
 
-    weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
-    dq = end_walk(tl.dot(weighed, write_tile, dq, input_precision=PRECISION), q_exponent, SCALED)
-    dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
-    store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     later = strength
+    if READS or GATED:
+        weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
+        dq = end_walk(tl.dot(weighed, write_tile, dq, input_precision=PRECISION), q_exponent, SCALED)
+    if READS:
+        store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     if GATED:
         later = tl.sum(dq * query.to(tl.float32), 1)
-    weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
-    dr = end_walk(tl.dot(weighed, write_tile, dr, input_precision=PRECISION), r_exponent, SCALED)
-    dw = end_walk(tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION), w_exponent, SCALED)
-    d_strength = tl.sum(dw * write.to(tl.float32), 1)
-    part = block.to(tl.int64) * tokens * H + token
-    tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
-    if GATED:
-        # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
-        # one side of it are in both sums, with opposite signs.
-        later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
-        dg = tl.cumsum(later, 0, reverse=True) + d_end
-        tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
-    dw *= strength[:, None]
-    if OWN_WRITE_KEY:
-        store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
-    else:
-        dr += dw
-    store_tokens(d_k + token * K, H * K * NEXT, live, column, dr, K, CHUNK, BLOCK)
+    if REST:
+        dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
+        weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
+        dr = end_walk(tl.dot(weighed, write_tile, dr, input_precision=PRECISION), r_exponent, SCALED)
+        dw = end_walk(tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION), w_exponent, SCALED)
+        d_strength = tl.sum(dw * write.to(tl.float32), 1)
+        part = block.to(tl.int64) * tokens * H + token
+        tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
+        if GATED:
+            # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie
+            # on one side of it are in both sums, with opposite signs.
+            later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
+            dg = tl.cumsum(later, 0, reverse=True) + d_end
+            tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
+        dw *= strength[:, None]
+        if OWN_WRITE_KEY:
+            store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
+        else:
+            dr += dw
+        store_tokens(d_k + token * K, H * K * NEXT, live, column, dr, K, CHUNK, BLOCK)

@@ -461,8 +461,13 @@ def delta_rule_backward(
     scale: float,
     reverse: int,
     half: bool,
+    reads: bool,
+    rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
+    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32).
+
+    Without `reads` that of q is empty, without `rest` those of k, beta, write_key and g are.
+    """
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     write = k if write_key is None else channels_adjacent(write_key)
     d_final = None if d_final is None else d_final.contiguous()
@@ -480,11 +485,11 @@ def delta_rule_backward(
     lengths = [len(ours.states), len(ours.written), len(ours.squares) // 2, len(ours.squares) // 2]
     d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    d_q, d_k, d_v = _gradient(q, d_output), _gradient(k, d_output), d_output.new_empty(d_output.shape)
-    d_write_key = k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output)
+    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
+    d_v = d_output.new_empty(d_output.shape)
     differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
     parts = cdiv(key_dim, plan.block(differentiate, key_dim))
-    d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
+    d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
     walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
@@ -520,15 +525,18 @@ def delta_rule_backward(
                 **{name: value for name, value in constants.items() if name != "K"},
                 **plan.options("differentiate_scores"),
             )  # fmt: skip
-        launch = _prepare_inputs(
-            plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options, write_key is not None,
-            (*strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
-        )  # fmt: skip
-        launch(
-            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.written, ours.states,
-            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
-        )  # fmt: skip
-    return d_q, d_k, d_v, _add_up(d_beta, beta), d_write_key, _add_up(d_g, g), d_initial
+        if reads or rest:
+            launch = _prepare_inputs(
+                plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options,
+                write_key is not None, reads, rest,
+                (*strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
+            )  # fmt: skip
+            launch(
+                q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.written, ours.states,
+                d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
+            )  # fmt: skip
+    d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
+    return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
 
 
 @lru_cache(PREPARED)
@@ -553,29 +561,41 @@ def _prepare_retreat(
 def _prepare_inputs(
     plan: _Plan, name: str, entry: Launch, device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
     value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, own_write_key: bool,
-    strides: tuple[int, ...],
+    reads: bool, rest: bool, strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     block = plan.block(name, key_dim)
     return Prepared(
         differentiate_inputs, device, plan.slots * heads * cdiv(key_dim, block),
         (scale, tokens, heads, batch * tokens, *strides),
-        GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, D_UNITS=count_gradient_units(value_dim),
-        BLOCK=block, STEP=plan.tile(name, value_dim),
+        GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest,
+        D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.tile(name, value_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
 
 
 @delta_rule_backward.register_fake
-def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
+def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half, reads, rest):
     sequences = count_sequences(k.shape[0], cu_seqlens)
+    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     return (
-        _gradient(q, d_output),
-        _gradient(k, d_output),
+        d_q,
+        d_k,
         d_output.new_empty(d_output.shape),
-        beta.new_empty(beta.shape),
-        k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output),
-        beta.new_empty((0,)) if g is None else g.new_empty(g.shape),
+        beta.new_empty(beta.shape if rest else (0,)),
+        d_write_key,
+        beta.new_empty((0,)) if g is None or not rest else g.new_empty(g.shape),
         q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32),
+    )
+
+
+def _allocate_gradients(
+    q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor, reads: bool, rest: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and write_key; empty where they are not asked for."""
+    return (
+        _gradient(q, d_output) if reads else q.new_empty((0,)),
+        _gradient(k, d_output) if rest else k.new_empty((0,)),
+        _gradient(write_key, d_output) if rest and write_key is not None else k.new_empty((0,)),
     )
 
 
@@ -615,16 +635,20 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         shape, dtype = ctx.output_like
         d_output = q.new_zeros(shape, dtype=dtype)
+    needed = ctx.needs_input_grad
+    reads, rest = needed[0], needed[1] or any(needed[3:6])
     d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half
+        *(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half),
+        reads,
+        rest,
     )
     return (
-        d_q,
-        d_k,
+        d_q if reads else None,
+        d_k if rest else None,
         d_v,
-        d_beta,
-        None if write_key is None else d_write_key,
-        None if g is None else d_g,
+        d_beta if rest else None,
+        d_write_key if rest and write_key is not None else None,
+        d_g if rest and g is not None else None,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
         None,
         None,
