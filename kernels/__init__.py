@@ -10,10 +10,10 @@ A `Packing`, made once from `cu_seqlens`, is taken wherever that is: what operat
 found once for a batch. `packed_attention` is softmax attention over such rows.
 
 Rows of a batch, heads and packed sequences are apart: whatever one holds, inf and NaN included, changes no bit of the
-results of another, nor of its gradients, but for those of parameters. Along time inf and NaN reach all that follows, and
-what came before them in their chunk of `chunk_size` tokens (64 or 32 in the Triton kernels): a chunk's products multiply
-later tokens by zero, which leaves NaN of them. A finite token reaches no earlier one in the torch forms. Gradients of a
-sequence that holds inf or NaN can be NaN at all of its tokens.
+results of another, nor of its gradients, but for those of parameters. Along time inf and NaN reach all that follows,
+and what came before them in their chunk of `chunk_size` tokens (64 or 32 in the Triton kernels): a chunk's products
+multiply later tokens by zero, which leaves NaN of them. A finite token reaches no earlier one in the torch forms.
+Gradients of a sequence that holds inf or NaN can be NaN at all of its tokens.
 
 LONGSEQ_CHECK_CU_SEQLENS=1 checks the values of `cu_seqlens` in every call, for which it waits for the GPU. Without it
 the Triton kernels take them as they are: what lies outside of all segments is then never written.
