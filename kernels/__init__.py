@@ -10,9 +10,8 @@ A `Packing`, made once from `cu_seqlens`, is taken wherever that is: what operat
 found once for a batch. `packed_attention` is softmax attention over such rows.
 
 Rows of a batch, heads and packed sequences are apart: whatever one holds, inf and NaN included, changes no bit of the
-results of another, nor of its gradients, but for those of parameters. The exception are the Triton kernels of the delta
-rule in half precision over more than 1,024 tokens or at widths over 64, which share one unit of values. Along time inf
-and NaN reach all that follows, and what came before them in their chunk of `chunk_size` tokens: a chunk's products
+results of another, nor of its gradients, but for those of parameters. Along time inf and NaN reach all that follows,
+and what came before them in their chunk of `chunk_size` tokens (64 or 32 in the Triton kernels): a chunk's products
 multiply later tokens by zero, which leaves NaN of them. A finite token reaches no earlier one in the torch forms.
 Gradients of a sequence that holds inf or NaN can be NaN at all of its tokens.
 

@@ -130,48 +130,6 @@ def store_block(
         tl.store(place, x, mask=(i < HEIGHT)[:, None] & (e < WIDTH)[None, :])
 
 
-# The largest of many numbers is found, and kept, in so many parts.
-LARGEST_PARTS = tl.constexpr(512)
-
-
-@triton.jit
-def unit_of(greatest):
-    """The power of two that brings numbers up to `greatest` into float16's range."""
-    return tl.exp2(-tl.ceil(tl.log2(tl.maximum(greatest, 1e-30))))
-
-
-@triton.jit
-def unit_scale(largest, SCALED: tl.constexpr):
-    """The unit of all numbers up to the greatest in `largest`, or 1 for float32."""
-    if SCALED:
-        return unit_of(tl.max(tl.load(largest + tl.arange(0, LARGEST_PARTS)), 0))
-    return 1.0
-
-
-@triton.jit
-def own_unit(
-    base, stride, tokens, state, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """The unit of so many rows from `base` on, looked at ROWS at a time, and of a state."""
-    found = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, tokens, ROWS):
-        numbers = load_tokens(base, stride, tokens - first, 0, WIDTH, ROWS, COLUMNS)
-        found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
-        base += ROWS * stride
-    greatest = tl.max(tl.max(found, 1), 0)
-    if HAS_STATE:
-        greatest = tl.maximum(greatest, tl.max(tl.max(tl.abs(state.to(tl.float32)), 1), 0))
-    return unit_of(greatest)
-
-
-@triton.jit
-def unit_of_chunk(largest, place, OWN: tl.constexpr, SCALED: tl.constexpr):
-    """The unit of what belongs to one chunk of one head: its OWN, which is kept by place, or that of all."""
-    if OWN:
-        return tl.load(largest + place)
-    return unit_scale(largest, SCALED)
-
-
 @triton.jit
 def decay_since(gate):
     """Decays from the start of the chunk to each token, for log gates [CHUNK]."""
@@ -221,7 +179,8 @@ def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
     Blocks of 4, then of 16, then all: each step is of four blocks and ends with the square of what couples them, which
     is small for repeated keys, where higher powers of L are not. Of HALVES, operands are float16 numbers, and one step
     of Newton's method, X + (I - X (I + L)) X with L in 22 bits, makes good what they lose: an error of some 1e-6 is
-    left. Nothing leaves the chip: what one product leaves in registers is the next one's left side as it lies there.
+    left, while `inverse_size` is at most MILD. Nothing leaves the chip: what one product leaves in registers is the
+    next one's left side as it lies there.
     """
     DTYPE: tl.constexpr = tl.float16 if HALVES else tl.float32
     i = tl.arange(0, CHUNK)
@@ -240,4 +199,34 @@ def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
         x = known.to(tl.float32)
         rest = tl.dot(known, low, tl.dot(known, minus, one - x))
         x = tl.dot(rest.to(DTYPE), known, x)
+    return x
+
+
+# See `inverse_size`.
+MILD = tl.constexpr(256.0)
+
+
+@triton.jit
+def inverse_size(steepest, x):
+    """No less than any sum of magnitudes along a row of the inverse X; not finite if X is not.
+
+    For `steepest`, the largest magnitudes in the rows of L: above MILD, either L or X is so large that Newton's method
+    does not make good what float16 operands have lost.
+    """
+    rows = tl.maximum(tl.sum(tl.abs(x), 1), 32 * steepest)
+    return tl.max(tl.where(rows < float("inf"), rows, float("inf")), 0)
+
+
+@triton.jit
+def eliminate(lower, CHUNK: tl.constexpr):
+    """`unit_lower_inverse` column by column, in float32 alone: for numbers that float16 does not hold.
+
+    Slow. What is infinite or NaN does not reach the rows before it.
+    """
+    i = tl.arange(0, CHUNK)
+    x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for j in range(0, CHUNK - 1):
+        column = tl.sum(tl.where(i[None, :] == j, lower, 0.0), 1)
+        row = tl.sum(tl.where(i[:, None] == j, x, 0.0), 0)
+        x -= tl.where(i[:, None] > j, column[:, None] * row[None, :], 0.0)
     return x

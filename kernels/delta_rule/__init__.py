@@ -66,7 +66,7 @@ def delta_rule(
     final state that at the first. With reverse="second_half" the second half of the rows of the batch is read so, and
     the first half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
     `chunk_size`, a power of two, changes speed and memory but not the result. `recompute` lets the triton backend keep
-    its inputs alone for the gradient, and run forward again before it: 193 MiB for 641 at (8, 2048, 16, 128) in
+    its inputs alone for the gradient, and run forward again before it: 193 MiB for 513 at (8, 2048, 16, 128) in
     bfloat16. The other backends keep little in any case.
     Returns (o, final state or None).
 

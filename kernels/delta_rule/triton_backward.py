@@ -1,20 +1,36 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-`retreat` walks from the last chunk to the first, in the segments of time that forward had (see triton_segments.py), and
-leaves the gradients of the states after each chunk. The rest runs over chunks in parallel: `differentiate_scores`
-(gradients of V, of tril(Q Wᵀ ⊙ D) and of L; of short sequences, `retreat` does that too) and `differentiate_inputs`
-(gradients of queries, keys, strengths and gates).
+Where there is no gate, `weigh_rows` makes e^b Q and e^{b_C - b} W again. `retreat` walks from the last chunk to the
+first, in the segments of time that forward had (see triton_segments.py), and leaves the gradients of the states after
+each chunk. The rest runs over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L;
+of short sequences, `retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and
+gates).
 
 A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
-product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on is in
-units of the largest gradient, `d_largest`, and what they find from U and the states in units of `largest` as well.
-Gradients of states, of U and of V are handed on transposed, as those are themselves (see triton_forward.py).
+product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on are
+tiles with units, which stand in a row of memory of their own (see triton_kept.py). Gradients of states, of U and of V
+are handed on transposed, as those are themselves (see triton_forward.py).
 """
 
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import find_segment
+from longseq.kernels.delta_rule.triton_kept import (
+    AMONG,
+    D_ATTENTION,
+    D_LOWER,
+    D_OUTPUT,
+    ERASED,
+    INVERSE,
+    KEY,
+    QUERIES,
+    QUERY,
+    TILE,
+    WRITE_KEY,
+    WRITES,
+    WRITTEN,
+)
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, turn_to_tiles
 from longseq.kernels.triton_tiles import (
     PLAIN,
     chunk,
@@ -25,30 +41,45 @@ from longseq.kernels.triton_tiles import (
     load_block,
     load_numbers,
     load_tokens,
-    own_unit,
     sequence,
     store_block,
     store_tokens,
     token_after,
-    unit_of_chunk,
-    unit_scale,
+)
+from longseq.kernels.triton_units import (
+    LEAD,
+    LIMIT,
+    as_tile,
+    exponent_of,
+    in_units,
+    inverse_of,
+    load_largest_unit,
+    load_share,
+    load_unit,
+    power_of_two,
+    store_column_units,
+    store_unit,
+    two_to,
 )
 
 
 @triton.jit
 def _store_scores(
-    d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED: tl.constexpr, CHUNK: tl.constexpr
-):
+    d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place,
+    GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Gradients of scale tril(Q Wᵀ ⊙ D) and of L, as those of Q Wᵀ and R Wᵀ."""
     i = tl.arange(0, CHUNK)
     if GATED:
         between = decay_between(gate, CHUNK)
         d_reading *= between
         d_erasing *= between
-    d_reading = tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0)
-    d_erasing = tl.where(i[:, None] > i[None, :], -d_erasing, 0.0)
+    d_reading, unit = in_units(tl.where(i[:, None] >= i[None, :], d_reading * scale, 0.0), SCALED)
     store_block(d_attention + place * CHUNK * CHUNK, 0, 0, d_reading, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_unit(d_units, D_ATTENTION, unit, SCALED)
+    d_erasing, unit = in_units(tl.where(i[:, None] > i[None, :], -d_erasing, 0.0), SCALED)
     store_block(d_lower + place * CHUNK * CHUNK, 0, 0, d_erasing, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_unit(d_units, D_LOWER, unit, SCALED)
 
 
 @triton.jit
@@ -61,23 +92,51 @@ def _load_gradients(
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
 
+@triton.jit(do_not_specialize=PLAIN)
+def weigh_rows(
+    q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
+    scale, T, H, q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
+    K: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: queries times scale and write keys times their strengths, the tiles that forward had."""
+    head = (tl.program_id(0) % H).to(tl.int64)
+    slot = (tl.program_id(0) // H).to(tl.int64)
+    place = slot * H + head
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    NEXT = direction(REVERSE)
+    q += row * q_row + start * q_token + head * q_head
+    write_key += row * write_row + start * write_token + head * write_head
+    beta += row * beta_row + start * beta_token + head * beta_head
+    strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
+    if SCALED:
+        scale *= inverse_of(tl.load(units + place * UNITS + QUERIES))
+        strength *= inverse_of(tl.load(units + place * UNITS + WRITES))
+    for e in tl.static_range(0, K, BLOCK):
+        query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
+        store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
+        write = load_tokens(write_key, write_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * strength[:, None]
+        store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
+
+
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def retreat(
-    g, d_largest, cu_seqlens, squares, queries, writes, erased, written, decays, d_output, d_final,
-    d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+    g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
+    d_output, d_final, d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
     scale, sequences, span, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_FINAL: tl.constexpr, SHORT: tl.constexpr,
     SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
     The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. Of SHORT sequences one
-    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. Its unit is that of its
-    sequence and head, and is left in `d_largest`, by place. A SUMMARY leaves a segment's offset alone.
+    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. A SUMMARY leaves a
+    segment's offset alone.
     """
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
@@ -91,35 +150,36 @@ def retreat(
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
     d_output += row * do_row + head * do_head
-
-    if SHORT:
-        d_last = d_final
-        if HAS_FINAL:
-            d_last = load_block(d_final + (n * H + head) * K * V, 0, 0, K, V, STEP, BLOCK)
-        unit = own_unit(d_output + start * do_token, do_token, end - start, d_last, V, HAS_FINAL, 128, BLOCK)
-    else:
-        unit = unit_scale(d_largest, SCALED)
-    inverse = 1.0 / unit
     d_state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
         if HAS_FINAL:
-            piece = load_block(d_final + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
-            piece = tl.trans(piece.to(tl.float32) * tl.where(number == last, unit, 0.0))
+            if number == last:
+                piece = load_block(d_final + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
+                piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED and not SUMMARY:
             if number < last:
                 piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         d_state = d_state + (piece,)
+    d_state, exponent = turn_to_tiles(d_state, 0, SCALED)
     # Shared memory has room for a wide state's tiles of two chunks, but not for these beside them.
-    EARLY: tl.constexpr = STEP < K
+    EARLY: tl.constexpr = K > 128
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
+    if SCALED:
+        following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
+        later_queries_unit = tl.load(following_units + QUERIES)
+        later_writes_unit = tl.load(following_units + WRITES)
+        later_erased_unit = tl.load(following_units + ERASED)
+        later_among_unit = tl.load(following_units + AMONG)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
         live = end - start - m * CHUNK
         place = (slot + m) * H + head
+        of_chunk = units + place * UNITS
+        left_units = d_units + place * D_UNITS
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
@@ -130,99 +190,172 @@ def retreat(
             earlier = _load_gradients(d_output, do_token, before, start, end, column, V, REVERSE, CHUNK, BLOCK)
         else:
             do = _load_gradients(d_output, do_token, m, start, end, column, V, REVERSE, CHUNK, BLOCK)
-        do = (do.to(tl.float32) * unit).to(DTYPE)
+        do, do_unit = in_units(do.to(tl.float32), SCALED)
+        # Numbers that products do not take are asked for a turn early.
+        following = tl.maximum(m - 1, begin)
+        queries_unit, writes_unit, erased_unit, among_unit = 1.0, 1.0, 1.0, 1.0
+        if SCALED:
+            queries_unit, writes_unit = later_queries_unit, later_writes_unit
+            erased_unit, among_unit = later_erased_unit, later_among_unit
+            following_units = units + ((slot + following) * H + head) * UNITS
+            later_queries_unit = tl.load(following_units + QUERIES)
+            later_writes_unit = tl.load(following_units + WRITES)
+            later_erased_unit = tl.load(following_units + ERASED)
+            later_among_unit = tl.load(following_units + AMONG)
 
-        du = tl.dot(tl.trans(do), among, input_precision=PRECISION)
+        d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
+        du = tl.zeros((BLOCK, CHUNK), tl.float32)
         for e in tl.static_range(0, K, STEP):
-            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            after = d_state[e // STEP].to(DTYPE)
+            after = as_tile(d_state[e // STEP], SCALED)
             if not SUMMARY:
                 store_block(d_states + place * K * V, column, e, after, V, K, BLOCK, STEP)
+            write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
-        du = du.to(DTYPE)
+        du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
+        if SCALED:
+            from_state = state_exponent + exponent_of(writes_unit)
+            du_exponent = tl.maximum(exponent_of(do_unit) + exponent_of(among_unit), from_state - LEAD)
+            du *= two_to(from_state - du_exponent)
+        du, du_unit = in_units(tl.dot(tl.trans(do), among, du, input_precision=PRECISION), SCALED)
+        if SCALED:
+            du_exponent += exponent_of(du_unit)
+            du_unit = two_to(du_exponent)
+            read_exponent = exponent_of(do_unit) + exponent_of(queries_unit)
+            read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
+            earlier_exponent = tl.maximum(du_exponent + exponent_of(erased_unit), read_exponent - LEAD)
+            first_weight = whole * two_to(state_exponent - read_exponent)
+            second_weight = two_to(read_exponent - earlier_exponent)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
-            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * whole, input_precision=PRECISION)
-            pieces = pieces + (tl.dot(du, erase, piece, input_precision=PRECISION),)
+            query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
+            piece = tl.dot(tl.trans(do), query, d_state[e // STEP] * first_weight, input_precision=PRECISION)
+            piece = tl.dot(du, erase, piece * second_weight, input_precision=PRECISION)
+            pieces = pieces + (piece,)
         d_state = pieces
+        if SCALED:
+            exponent = earlier_exponent
+        if not SUMMARY:
+            state_units = left_units + D_OUTPUT + 2 * tiles
+            store_column_units(left_units + D_OUTPUT, column, do_unit, TILE, V, BLOCK, SCALED)
+            if SCALED:
+                store_column_units(state_units, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
         if SHORT:
-            tl.store(d_largest + place, unit)
             x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
-            dv = tl.dot(du, x, input_precision=PRECISION)
-            store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
+            u_unit = load_unit(of_chunk, WRITTEN, SCALED)
+            dv = tl.dot(du, x, input_precision=PRECISION) * (du_unit * load_unit(of_chunk, INVERSE, SCALED))
             d_v_row = d_v + ((row * T + t) * H + head) * V
-            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv * inverse), V, CHUNK, BLOCK)
-            d_reading = tl.dot(do, u, input_precision=PRECISION)
-            d_erasing = tl.dot(tl.trans(u), dv.to(DTYPE), input_precision=PRECISION)
+            store_tokens(d_v_row, H * V * NEXT, live, column, tl.trans(dv), V, CHUNK, BLOCK)
+            dv, dv_unit = in_units(dv, SCALED)
+            store_block(d_written + place * CHUNK * V, column, 0, dv, V, CHUNK, BLOCK, CHUNK)
+            store_unit(left_units, D_OUTPUT + tiles, dv_unit, SCALED)
+            d_reading = tl.dot(do, u, input_precision=PRECISION) * (do_unit * u_unit)
+            d_erasing = tl.dot(tl.trans(u), dv, input_precision=PRECISION) * (dv_unit * u_unit)
             gate = tl.zeros((CHUNK,), tl.float32)
             if GATED:
                 gate = load_numbers(g + row * g_row + t * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-            _store_scores(d_attention, d_lower, d_reading, tl.trans(d_erasing), gate, scale, place, GATED, CHUNK)
+            d_erasing = tl.trans(d_erasing)
+            _store_scores(
+                d_attention, d_lower, left_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK
+            )
         elif not SUMMARY:
             store_block(d_written + place * CHUNK * V, column, 0, du, V, CHUNK, BLOCK, CHUNK)
+            store_column_units(left_units + D_OUTPUT + tiles, column, du_unit, TILE, V, BLOCK, SCALED)
     for e in tl.static_range(0, K, STEP):
-        left = d_state[e // STEP]
+        left = end_walk(d_state[e // STEP], exponent, SCALED)
         if SUMMARY:
             if (number > 0) & (number <= last):
                 store_block(d_offsets + (segment * H + head) * K * V, column, e, left, V, K, BLOCK, STEP)
         elif number == 0:
-            store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left * inverse), K, V, STEP, BLOCK)
+            store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left), K, V, STEP, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_scores(
-    g, d_largest, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
+    g, units, d_units, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
-    V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: gradients of V (in `d_written` also, in place of U's), of Q Wᵀ and of R Wᵀ."""
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     place = slot * H + head
+    units += place * UNITS
+    d_units += place * D_UNITS
     d_output += row * do_row + start * do_token + head * do_head
     do_token *= NEXT
     d_v += ((row * T + start) * H + head) * V
 
-    unit = unit_scale(d_largest, SCALED)
-    inverse = 1.0 / unit
     x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    x_unit = load_unit(units, INVERSE, SCALED)
+    # The tiles of all value columns are added up in the largest of their units.
+    u_units = units + WRITTEN
+    do_units = d_units + D_OUTPUT
+    du_units = do_units + tiles
+    u_unit, do_unit, dv_unit = 1.0, 1.0, 1.0
+    if SCALED:
+        u_unit = load_largest_unit(u_units, tiles)
+        do_unit = load_largest_unit(do_units, tiles)
     d_reading = tl.zeros((CHUNK, CHUNK), tl.float32)
     d_erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
-    for e in range(0, V, STEP):
+    for e in tl.static_range(0, V, STEP):
         du = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
         u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
-        dv = tl.dot(du, x, input_precision=PRECISION)
-        store_block(d_written + place * CHUNK * V, e, 0, dv, V, CHUNK, STEP, CHUNK)
-        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION)
-        store_tokens(d_v, H * V * NEXT, live, e, dv * inverse, V, CHUNK, STEP)
-        d_reading = tl.dot(do, u, d_reading, input_precision=PRECISION)
-        d_erasing = tl.dot(dv.to(u.dtype), u, d_erasing, input_precision=PRECISION)
+        do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
+        own_unit = x_unit * load_unit(du_units, e // TILE, SCALED)
+        if SCALED:
+            do *= inverse_of(do_unit)
+            if tiles > 1:
+                u = u * load_share(u_units, e // TILE, u_unit).to(u.dtype)
+        d_reading = tl.dot(as_tile(do, SCALED), u, d_reading, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION) * own_unit
+        store_tokens(d_v, H * V * NEXT, live, e, dv, V, CHUNK, STEP)
+        dv, unit = in_units(dv, SCALED)
+        if SCALED:
+            if e > 0:
+                larger = tl.maximum(unit, dv_unit)
+                d_erasing *= dv_unit * inverse_of(larger)
+                dv = dv * (unit * inverse_of(larger)).to(dv.dtype)
+                dv_unit = larger
+            else:
+                dv_unit = unit
+        d_erasing = tl.dot(dv, u, d_erasing, input_precision=PRECISION)
+        turned = tl.dot(du, x, input_precision=PRECISION) * own_unit
+        if SCALED:
+            turned *= inverse_of(unit)
+        store_block(d_written + place * CHUNK * V, e, 0, turned, V, CHUNK, STEP, CHUNK)
+        store_unit(du_units, e // TILE, unit, SCALED)
+    d_reading = d_reading * do_unit * u_unit
+    d_erasing = d_erasing * dv_unit * u_unit
     gate = tl.zeros((CHUNK,), tl.float32)
     if GATED:
         gate = load_numbers(g + row * g_row + start * g_token + head * g_head, g_token * NEXT, live, CHUNK)
-    _store_scores(d_attention, d_lower, d_reading, d_erasing, gate, scale, place, GATED, CHUNK)
+    _store_scores(d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_inputs(
-    q, k, beta, write_key, g, largest, d_largest, cu_seqlens, sequence_of, written, states,
+    q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, written, states,
     d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
     scale, T, H, tokens,
     q_row, q_token, q_head, k_row, k_token, k_head, beta_row, beta_token, beta_head,
     write_row, write_token, write_head, g_row, g_token, g_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, SHORT: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    READS: tl.constexpr, REST: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's."""
+    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's.
+
+    READS leaves that of q, REST the others.
+    """
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
     block = tl.program_id(0) % blocks
     column = block * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
@@ -232,6 +365,8 @@ def differentiate_inputs(
     place = slot * H + head
     token = (row * T + start) * H + head
     i = tl.arange(0, CHUNK)
+    units += place * UNITS
+    d_units += place * D_UNITS
     q += row * q_row + start * q_token + head * q_head
     k += row * k_row + start * k_token + head * k_head
     write_key += row * write_row + start * write_token + head * write_head
@@ -244,9 +379,19 @@ def differentiate_inputs(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
 
-    unit = unit_of_chunk(d_largest, place, SHORT, SCALED)
-    # Multiplied by one after the other: their product may lie outside of float32's range where the gradients do not.
-    inverse, other = 1.0 / unit, 1.0 / unit_of_chunk(largest, place, SHORT, SCALED)
+    # The tiles of all value columns are added up in the largest of their units.
+    u_units = units + WRITTEN
+    state_units = u_units + tiles
+    do_units = d_units + D_OUTPUT
+    dv_units = do_units + tiles
+    after_units = dv_units + tiles
+    u_unit, state_unit, do_unit, dv_unit, after_unit = 1.0, 1.0, 1.0, 1.0, 1.0
+    if SCALED:
+        u_unit = load_largest_unit(u_units, tiles)
+        state_unit = load_largest_unit(state_units, tiles)
+        do_unit = load_largest_unit(do_units, tiles)
+        dv_unit = load_largest_unit(dv_units, tiles)
+        after_unit = load_largest_unit(after_units, tiles)
     dq = tl.zeros((CHUNK, BLOCK), tl.float32)
     dr = tl.zeros((CHUNK, BLOCK), tl.float32)
     dw = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -255,24 +400,73 @@ def differentiate_inputs(
         state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
         after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
         u = load_block(written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        do = (load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32) * unit).to(u.dtype)
+        do = load_tokens(d_output, do_token, live, e, V, CHUNK, STEP).to(tl.float32)
         dv = load_block(d_written + place * CHUNK * V, e, 0, V, CHUNK, STEP, CHUNK)
-        dq = tl.dot(do, state, dq, input_precision=PRECISION)
-        dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
-        dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
+        kept = state.to(tl.float32) * after.to(tl.float32)
+        if SCALED:
+            do *= inverse_of(do_unit)
+            if tiles > 1:
+                state_share = load_share(state_units, e // TILE, state_unit)
+                after_share = load_share(after_units, e // TILE, after_unit)
+                do *= state_share
+                dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
+                u = u * (load_share(u_units, e // TILE, u_unit) * after_share).to(u.dtype)
+                kept *= state_share * after_share
+        if READS or GATED:
+            dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
+        if REST:
+            dr = tl.dot(tl.trans(dv), state, dr, input_precision=PRECISION)
+            dw = tl.dot(tl.trans(u), after, dw, input_precision=PRECISION)
         if GATED:
-            d_whole += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0)
+            d_whole += tl.sum(kept, 0)
     dq *= scale
     dr = -dr
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
-    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK).to(written.dtype.element_ty)
-    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
-    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK)
+    read = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK)
     write = read
     if OWN_WRITE_KEY:
-        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK).to(read.dtype)
+        write = load_tokens(write_key, write_token, live, column, K, CHUNK, BLOCK)
+    d_reading = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    d_erasing = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    reading_unit = load_unit(d_units, D_ATTENTION, SCALED)
+    erasing_unit = load_unit(d_units, D_LOWER, SCALED)
+    query_unit = load_unit(units, QUERY, SCALED)
+    read_unit = load_unit(units, KEY, SCALED)
+    write_unit = load_unit(units, WRITE_KEY, SCALED)
+    # What the states give goes on in the larger of its unit and that of what the scores give. Strengths are parts of
+    # their largest, which write keys count in, too.
+    strength_unit, part_of_strength = 1.0, strength
+    query_weight, write_weight, other_write_weight, read_weight = 1.0, 1.0, 1.0, 1.0
+    q_exponent, r_exponent, w_exponent = 0, 0, 0
+    if SCALED:
+        strength_unit, strength_inverse = power_of_two(tl.max(tl.abs(strength), 0))
+        part_of_strength *= strength_inverse / LIMIT
+        weighed_exponent = exponent_of(strength_unit) + 15 + exponent_of(write_unit)
+        to_q = exponent_of(reading_unit) + weighed_exponent
+        to_r = exponent_of(erasing_unit) + weighed_exponent
+        from_query = exponent_of(reading_unit) + exponent_of(query_unit)
+        from_read = exponent_of(erasing_unit) + exponent_of(read_unit)
+        of_q = exponent_of(do_unit) + exponent_of(state_unit)
+        of_r = exponent_of(dv_unit) + exponent_of(state_unit)
+        of_w = exponent_of(u_unit) + exponent_of(after_unit)
+        q_exponent = tl.maximum(of_q, to_q)
+        r_exponent = tl.maximum(of_r, to_r)
+        w_exponent = tl.maximum(of_w, tl.maximum(from_query, from_read))
+        dq *= two_to(of_q - q_exponent)
+        dr *= two_to(of_r - r_exponent)
+        dw *= two_to(of_w - w_exponent)
+        write_weight = two_to(to_q - q_exponent)
+        other_write_weight = two_to(to_r - r_exponent)
+        query_weight = inverse_of(query_unit) * two_to(from_query - w_exponent)
+        read_weight = inverse_of(read_unit) * two_to(from_read - w_exponent)
+    query_tile = as_tile(query.to(tl.float32) * query_weight, SCALED)
+    read_tile = as_tile(read.to(tl.float32) * read_weight, SCALED)
+    write_tile = write.to(tl.float32)
+    if SCALED:
+        write_tile *= inverse_of(write_unit)
+    write_tile = as_tile(write_tile, SCALED)
     d_end = 0.0
     if GATED:
         gate = load_numbers(g, g_token, live, CHUNK)
@@ -280,31 +474,34 @@ def differentiate_inputs(
         dq *= since[:, None]
         dr *= since[:, None]
         dw *= decay_until(g, g_token, live, CHUNK)[:, None]
-        d_end = tl.sum(d_whole, 0) * tl.exp(tl.sum(gate, 0))
-        d_end += tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0)
+        d_end = tl.sum(d_whole, 0) * state_unit * after_unit * tl.exp(tl.sum(gate, 0))
+        d_end += end_walk(tl.sum(tl.sum(dw * write.to(tl.float32), 1) * strength, 0), w_exponent, SCALED)
 
-    weighed = (d_reading.to(tl.float32) * strength[None, :]).to(read.dtype)
-    dq = tl.dot(weighed, write, dq, input_precision=PRECISION) * inverse * other
-    dw = tl.dot(tl.trans(d_reading), query, dw, input_precision=PRECISION)
-    store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     later = strength
+    if READS or GATED:
+        weighed = as_tile(d_reading.to(tl.float32) * (part_of_strength * write_weight)[None, :], SCALED)
+        dq = end_walk(tl.dot(weighed, write_tile, dq, input_precision=PRECISION), q_exponent, SCALED)
+    if READS:
+        store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
     if GATED:
         later = tl.sum(dq * query.to(tl.float32), 1)
-    weighed = (d_erasing.to(tl.float32) * strength[None, :]).to(read.dtype)
-    dr = tl.dot(weighed, write, dr, input_precision=PRECISION) * inverse * other
-    dw = tl.dot(tl.trans(d_erasing), read, dw, input_precision=PRECISION) * inverse * other
-    d_strength = tl.sum(dw * write.to(tl.float32), 1)
-    part = block.to(tl.int64) * tokens * H + token
-    tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
-    if GATED:
-        # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
-        # one side of it are in both sums, with opposite signs.
-        later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
-        dg = tl.cumsum(later, 0, reverse=True) + d_end * inverse * other
-        tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
-    dw *= strength[:, None]
-    if OWN_WRITE_KEY:
-        store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
-    else:
-        dr += dw
-    store_tokens(d_k + token * K, H * K * NEXT, live, column, dr, K, CHUNK, BLOCK)
+    if REST:
+        dw = tl.dot(tl.trans(d_reading), query_tile, dw, input_precision=PRECISION)
+        weighed = as_tile(d_erasing.to(tl.float32) * (part_of_strength * other_write_weight)[None, :], SCALED)
+        dr = end_walk(tl.dot(weighed, write_tile, dr, input_precision=PRECISION), r_exponent, SCALED)
+        dw = end_walk(tl.dot(tl.trans(d_erasing), read_tile, dw, input_precision=PRECISION), w_exponent, SCALED)
+        d_strength = tl.sum(dw * write.to(tl.float32), 1)
+        part = block.to(tl.int64) * tokens * H + token
+        tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
+        if GATED:
+            # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie
+            # on one side of it are in both sums, with opposite signs.
+            later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
+            dg = tl.cumsum(later, 0, reverse=True) + d_end
+            tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
+        dw *= strength[:, None]
+        if OWN_WRITE_KEY:
+            store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
+        else:
+            dr += dw
+        store_tokens(d_k + token * K, H * K * NEXT, live, column, dr, K, CHUNK, BLOCK)

@@ -3,13 +3,13 @@
 Sums, the triangular inverse and the state are float32. Matrix products of float32 values are three TF32 products each.
 Those of bfloat16 values are float16 products, as those of float16 are: what lies between two products (X, U, states,
 their gradients) then has 11 bits instead of 8, at the same speed, and the error of a result is that of rounding it to
-bfloat16. Range is the price: values and gradients are multiplied by a power of two that brings the largest to at most
-1, which leaves a factor of 65,504 for states and U to grow; queries and keys are taken as they are.
+bfloat16. Each tile counts in a unit of its own (see triton_units.py), so that there is no limit to the range.
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
-tril(Q Wᵀ ⊙ D), e^b Q, e^{b_C - b} W, -X e^b R, U and the states before each chunk for the backward pass: about
-2 C + 3 K + V + K V / C numbers for each token and head, with C = 64 (32 for short sequences). Asked to recompute, it
-keeps its inputs alone, and the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
+tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
+for each token and head, with C = 64 (32 for short sequences). With a gate these are 2 K more, for e^b Q and
+e^{b_C - b} W, which the backward pass else makes again from q and k. Asked to recompute, it keeps its inputs alone, and
+the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
 """
 
 from functools import lru_cache
@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
-from longseq.kernels.delta_rule.triton_forward import advance, find_largest, prepare, read_out, read_through
+from longseq.kernels.delta_rule.triton_backward import (
+    differentiate_inputs,
+    differentiate_scores,
+    retreat,
+    weigh_rows,
+)
+from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
+from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import connect, summarize
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.reading import Reverse, number_of
@@ -41,7 +47,6 @@ from longseq.kernels.triton_launch import (
     sequence_of_slots,
     strides,
 )
-from longseq.kernels.triton_tiles import LARGEST_PARTS
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
 # on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are asked for just
@@ -60,11 +65,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 128),
+        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
         "differentiate_gated": Launch(64, 64, 4, 1, 168),
     },
     (2, 128): {
-        "prepare": Launch(128, 0, 4, 1, 168),
+        "prepare": Launch(64, 0, 4, 1, 168),
         "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 168),
@@ -73,7 +78,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat_summary": Launch(64, 0, 4, 3),
         "retreat": Launch(64, 0, 4, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
+        "differentiate_inputs": Launch(64, 64, 4, 1),
         "differentiate_gated": Launch(64, 64, 4, 1),
     },
     (2, 256): {
@@ -113,7 +118,6 @@ CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Half precision sequences up to here are read through by one launch, and scored as the state retreats.
 SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
-LARGEST_ROWS = 64  # of values, that a program looks at at a time
 SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
 # Programs of `advance` that walk side by side on a GPU of 132 multiprocessors, by the table's keys: where sequences,
 # heads and blocks of columns are too few for so many, sequences are cut into segments of time. With 256 columns more
@@ -145,6 +149,11 @@ class _Plan(NamedTuple):
         return LAUNCHES[self.key]
 
     @property
+    def scaled(self) -> bool:
+        """Whether tiles have units."""
+        return self.dtype == torch.float16
+
+    @property
     def along(self) -> bool:
         """Whether `advance` leaves the output as well, which leaves nothing to `read_out`."""
         return not self.short and "read_out" not in self.launches
@@ -170,10 +179,22 @@ class _Plan(NamedTuple):
         """The width of a program's block of so many columns."""
         return min(self.launches[kernel].block, self.whole(width))
 
+    def tiles(self, kernel: str, width: int) -> int:
+        """`block` where what a program leaves has units: it holds whole tiles."""
+        block = self.block(kernel, width)
+        assert not self.scaled or block % TILE.value == 0 or block >= width, "no two programs share a unit"
+        return block
+
     def step(self, kernel: str, width: int) -> int:
         """The width of the blocks of so many columns that a program loops over; all of them at once where it is 0."""
         whole = self.whole(width)
         return min(self.launches[kernel].step or whole, whole)
+
+    def tile(self, kernel: str, width: int) -> int:
+        """`step` where what it takes at a time has one unit."""
+        step = self.step(kernel, width)
+        assert not self.scaled or step == min(TILE.value, self.whole(width)), "one tile at a time"
+        return step
 
 
 def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
@@ -223,34 +244,12 @@ def _constants(plan: _Plan, key_dim: int, value_dim: int, packed: bool) -> dict[
     return {
         "K": key_dim,
         "V": value_dim,
+        "UNITS": count_units(value_dim),
         "PACKED": packed,
-        "SCALED": plan.dtype == torch.float16,
+        "SCALED": plan.scaled,
         "PRECISION": plan.precision,
         "CHUNK": plan.chunk,
     }
-
-
-def _allocate_largest(plan: _Plan, like: Tensor) -> Tensor:
-    """Of float32, which needs no scale, nothing is looked for. Of short sequences these are units, by slot and head."""
-    if plan.short:
-        return like.new_empty((plan.slots, like.shape[2]), dtype=torch.float32)
-    return like.new_empty((0 if plan.dtype == torch.float32 else LARGEST_PARTS.value,), dtype=torch.float32)
-
-
-def _find_largest(plan: _Plan, values: Tensor, state: Tensor | None) -> Tensor:
-    """The largest magnitude of values (or gradients) and states, in parts. Of short sequences others find it."""
-    largest = _allocate_largest(plan, values)
-    if plan.dtype == torch.float32 or plan.short:
-        return largest
-    batch, tokens, heads, width = values.shape
-    programs = min(LARGEST_PARTS.value, cdiv(batch * tokens * heads, LARGEST_ROWS))
-    find_largest[(programs,)](
-        values, state, largest, tokens, heads, batch * tokens, programs, 0 if state is None else state.numel(),
-        *strides(values), WIDTH=width, HAS_STATE=state is not None,
-        EVEN=batch == 1 or values.stride(0) == tokens * values.stride(1),
-        ROWS=LARGEST_ROWS, BLOCK=block_width(width), **launch_options(8),
-    )  # fmt: skip
-    return largest
 
 
 @custom_op("delta_rule")
@@ -279,55 +278,56 @@ def delta_rule(
     plan = _plan(k, v, cu_seqlens, half)
     tokens, heads, value_dim = v.shape[1:]
     key_dim = k.shape[3]
-    output, final, buffers = _allocate(plan, k, v, g, save)
-    kept = _find_kept(plan, heads, key_dim, value_dim, save, buffers)
-    score_dtype = _score_dtype(plan, q, k, write)
+    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
+    output, final, buffers = _allocate(plan, v, key_dim, sizes)
+    kept = _find_kept(sizes, buffers)
+    score_dtype, raw = _score_dtype(plan, q, k, write)
     if plan.short:
-        largest = _allocate_largest(plan, v)
         launch = _prepare_read_through(
             plan, plan.launches["read_through_saving" if save else "read_through"], q.device, tokens, heads, key_dim,
-            value_dim, score_dtype, scale, reverse, g is not None, cu_seqlens is not None, initial_state is not None,
-            save, write_key is not None,
+            value_dim, score_dtype, raw, scale, reverse, g is not None, cu_seqlens is not None,
+            initial_state is not None, save, write_key is not None,
             (*strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g)),
         )  # fmt: skip
         launch(
-            q, k, v, beta, write, g, initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes,
-            kept.erased, kept.written, kept.decays, kept.states, output, final,
+            q, k, v, beta, write, g, initial_state, cu_seqlens, kept.squares, kept.queries, kept.writes,
+            kept.erased, kept.written, kept.decays, kept.states, kept.units, output, final,
         )  # fmt: skip
-        return output, final, [*buffers, largest] if save else []
+        return output, final, buffers if save else []
+    if g is None:
+        rows = v.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
+        kept = kept._replace(queries=rows[0], writes=rows[1])
     constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        largest = _find_largest(plan, v, initial_state)
         name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
-        prepare[(plan.slots * heads,)](
-            q, k, v, beta, write, g, largest, cu_seqlens, sequence_of,
-            kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays,
-            scale, tokens, heads,
-            *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
-            GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, SCORES=TRITON_DTYPES[score_dtype],
-            DTYPE=TRITON_DTYPES[plan.dtype], OWN_WRITE_KEY=write_key is not None,
-            BLOCK=plan.block(name, max(key_dim, value_dim)),
-            **constants, **plan.options(name),
-        )  # fmt: skip
-        walk = {
-            "GATED": g is not None, "HAS_INITIAL": initial_state is not None,
-            "DTYPE": TRITON_DTYPES[plan.dtype], **constants,
-        }  # fmt: skip
+        # Chunks that are not mild, if there are any, a second time.
+        for again in (False, True) if plan.scaled else (False,):
+            prepare[(plan.slots * heads,)](
+                q, k, v, beta, write, g, cu_seqlens, sequence_of,
+                kept.squares, kept.queries, kept.writes, kept.erased, kept.written, kept.decays, kept.units,
+                scale, tokens, heads,
+                *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g),
+                GATED=g is not None, REVERSE=reverse, SAVE=save or plan.along, RAW=raw,
+                DTYPE=TRITON_DTYPES[score_dtype], AGAIN=again, OWN_WRITE_KEY=write_key is not None,
+                BLOCK=plan.tiles(name, max(key_dim, value_dim)),
+                **constants, **plan.options(name),
+            )  # fmt: skip
+        walk = {"GATED": g is not None, "HAS_INITIAL": initial_state is not None, **constants}
         offsets = None
         if plan.span:
             offsets = _allocate_offsets(plan, k, v)
-            block = plan.block("summarize", max(key_dim, value_dim))
+            block = plan.tiles("summarize", max(key_dim, value_dim))
             blocks = cdiv(value_dim, block) + cdiv(key_dim, block)
             summarize[(plan.walks * heads * blocks,)](
-                initial_state, largest, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
-                offsets, kept.transitions, plan.sequences, plan.span, tokens, heads,
+                initial_state, kept.units, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays,
+                offsets, kept.transitions, kept.transition_units, plan.sequences, plan.span, tokens, heads,
                 BLOCK=block, STEP=plan.step("summarize", key_dim), **walk, **plan.options("summarize"),
             )  # fmt: skip
-            _connect(plan, cu_seqlens, offsets, kept.transitions, tokens, back=False)
-        block = plan.block(plan.advance, value_dim)
+            _connect(plan, cu_seqlens, offsets, kept, tokens, back=False)
+        block = plan.tiles(plan.advance, value_dim)
         advance[(plan.walks * heads * cdiv(value_dim, block),)](
-            initial_state, largest, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
+            initial_state, kept.units, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
             kept.decays, offsets, kept.states, output, final, plan.sequences, plan.span, tokens, heads,
             SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, REVERSE=reverse,
             BLOCK=block, STEP=plan.step(plan.advance, key_dim), **walk, **plan.options(plan.advance),
@@ -335,25 +335,25 @@ def delta_rule(
         if not plan.along:
             block = plan.block("read_out", value_dim)
             read_out[(plan.slots * heads * cdiv(value_dim, block),)](
-                q, g, largest, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
+                q, g, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output,
                 scale, tokens, heads, *strides(q), *strides(g),
-                GATED=g is not None, REVERSE=reverse, DTYPE=TRITON_DTYPES[plan.dtype],
-                BLOCK=block, STEP=plan.step("read_out", key_dim),
-                **constants, **plan.options("read_out"),
+                K=key_dim, V=value_dim, GATED=g is not None, PACKED=cu_seqlens is not None, REVERSE=reverse,
+                PRECISION=plan.precision, CHUNK=plan.chunk,
+                BLOCK=block, STEP=plan.step("read_out", key_dim), **plan.options("read_out"),
             )  # fmt: skip
-    return output, final, [*buffers, largest] if save else []
+    return output, final, buffers if save else []
 
 
 @lru_cache(PREPARED)
 def _prepare_read_through(
     plan: _Plan, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scores: torch.dtype, scale: float, reverse: int, gated: bool, packed: bool, has_initial: bool, save: bool,
-    own_write_key: bool, strides: tuple[int, ...],
+    scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool, has_initial: bool,
+    save: bool, own_write_key: bool, strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     return Prepared(
         read_through, device, plan.sequences * heads, (scale, tokens, heads, *strides),
-        GATED=gated, REVERSE=reverse, HAS_INITIAL=has_initial, SAVE=save, OWN_WRITE_KEY=own_write_key,
-        SCORES=TRITON_DTYPES[scores], DTYPE=TRITON_DTYPES[plan.dtype],
+        GATED=gated, REVERSE=reverse, HAS_INITIAL=has_initial, SAVE=save, SAVE_KEYS=gated,
+        OWN_WRITE_KEY=own_write_key, RAW=raw, DTYPE=TRITON_DTYPES[scores],
         BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
@@ -362,12 +362,14 @@ def _prepare_read_through(
 @delta_rule.register_fake
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
     plan = _plan(k, v, cu_seqlens, half)
-    output, final, buffers = _allocate(plan, k, v, g, save)
-    return output, final, [*buffers, _allocate_largest(plan, v)] if save else []
+    heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
+    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
+    output, final, buffers = _allocate(plan, v, key_dim, sizes)
+    return output, final, buffers if save else []
 
 
 class _Kept(NamedTuple):
-    """What `prepare` and `advance`, or `read_through`, leave by slot and head, in one buffer but for the decays."""
+    """What `prepare` and `advance`, or `read_through`, leave by slot and head, in one buffer for each type."""
 
     squares: Tensor  # X and tril(Q Wᵀ ⊙ D)
     queries: Tensor  # e^b Q
@@ -376,54 +378,58 @@ class _Kept(NamedTuple):
     written: Tensor  # (X V)ᵀ, then Uᵀ
     states: Tensor  # Sᵀ before each chunk
     transitions: Tensor  # of each segment of time from no other than the second to the last but one
+    units: Tensor  # see triton_kept.py; empty for float32, as the next
+    transition_units: Tensor
     decays: Tensor  # e^{b_C}, empty without gates
 
 
-def _kept_sizes(plan: _Plan, heads: int, key_dim: int, value_dim: int, save: bool) -> list[int]:
-    """Numbers of the parts of `_Kept` but for the decays. Each part begins where whole vectors can be loaded."""
-    tiles = heads * (plan.slots if save or not plan.short else 0)
-    keys = tiles * plan.chunk * key_dim
-    sizes = [
-        2 * tiles * plan.chunk**2,
-        keys if save or plan.along else 0,
+def _kept_sizes(
+    plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool
+) -> tuple[list[int], list[int]]:
+    """Numbers of the parts of `_Kept`: of tiles, and of float32. Each begins where whole vectors can be loaded."""
+    places = heads * (plan.slots if save or not plan.short else 0)
+    keys = places * plan.chunk * key_dim
+    tiles = [
+        2 * places * plan.chunk**2,
+        keys if gated and (save or plan.along) else 0,
+        keys if gated else 0,
         keys,
-        keys,
-        tiles * plan.chunk * value_dim,
-        0 if plan.along and not save else tiles * key_dim * value_dim,
+        places * plan.chunk * value_dim,
+        0 if plan.along and not save else places * key_dim * value_dim,
         plan.walks * heads * key_dim**2 if plan.span else 0,
     ]
-    return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
+    numbers = [
+        places * count_units(value_dim) if plan.scaled else 0,
+        plan.walks * heads * cdiv(key_dim, TILE.value) if plan.scaled and plan.span else 0,
+        places if gated else 0,
+    ]
+    return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in tiles], [
+        cdiv(size, ALIGNMENT) * ALIGNMENT for size in numbers
+    ]
 
 
-def _find_kept(
-    plan: _Plan, heads: int, key_dim: int, value_dim: int, save: bool, buffers: tuple[Tensor, ...] | list[Tensor]
-) -> _Kept:
-    tiles, decays = buffers
-    return _Kept(*(*tiles.split(_kept_sizes(plan, heads, key_dim, value_dim, save)), decays))
+def _find_kept(sizes: tuple[list[int], list[int]], buffers: list[Tensor]) -> _Kept:
+    return _Kept(*(part for buffer, own in zip(buffers, sizes, strict=True) for part in buffer.split(own)))
 
 
 def _allocate(
-    plan: _Plan, k: Tensor, v: Tensor, g: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    plan: _Plan, v: Tensor, key_dim: int, sizes: tuple[list[int], list[int]]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The output, the final state and the buffers of the rest, not yet written."""
-    heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
-    slots = plan.slots if save or not plan.short else 0
-    tiles = v.new_empty((sum(_kept_sizes(plan, heads, key_dim, value_dim, save)),), dtype=plan.dtype)
-    decays = v.new_empty((0 if g is None else slots * heads,), dtype=torch.float32)
-    final = v.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    return v.new_empty(v.shape), final, (tiles, decays)
+    final = v.new_empty((plan.sequences, v.shape[2], key_dim, v.shape[3]), dtype=torch.float32)
+    tiles, numbers = sizes
+    buffers = v.new_empty((sum(tiles),), dtype=plan.dtype), v.new_empty((sum(numbers),), dtype=torch.float32)
+    return v.new_empty(v.shape), final, list(buffers)
 
 
-def _connect(
-    plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, transitions: Tensor, tokens: int, back: bool
-) -> None:
+def _connect(plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, kept: _Kept, tokens: int, back: bool) -> None:
     """Follow the states, or back their gradients, through the segments of time."""
     heads, value_dim, key_dim = offsets.shape[1:]
     block = plan.block("connect", value_dim)
     connect[(plan.sequences * heads * cdiv(value_dim, block),)](
-        cu_seqlens, offsets, transitions, plan.span, tokens, heads, BACK=back, K=key_dim, V=value_dim,
-        PACKED=cu_seqlens is not None, CHUNK=plan.chunk, PRECISION=plan.precision,
-        BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
+        cu_seqlens, offsets, kept.transitions, kept.transition_units, plan.span, tokens, heads, BACK=back,
+        K=key_dim, V=value_dim, PACKED=cu_seqlens is not None, SCALED=plan.scaled, PRECISION=plan.precision,
+        CHUNK=plan.chunk, BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
     )  # fmt: skip
 
 
@@ -432,11 +438,13 @@ def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
     return v.new_empty((plan.walks, k.shape[2], v.shape[3], k.shape[3]), dtype=torch.float32)
 
 
-def _score_dtype(plan: _Plan, *tensors: Tensor) -> torch.dtype:
-    """Of the products of queries and keys: their own, in which they are exact, where they agree."""
+def _score_dtype(plan: _Plan, *tensors: Tensor) -> tuple[torch.dtype, bool]:
+    """Of the products of queries and keys: their own, in which they are exact, where they agree, and whether it is."""
     # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
-    agree = len({x.dtype for x in tensors}) == 1 and tensors[0].device.type != "cpu"
-    return tensors[0].dtype if agree and tensors[0].dtype.itemsize == plan.dtype.itemsize else plan.dtype
+    dtype = tensors[0].dtype
+    own = len({x.dtype for x in tensors}) == 1 and (dtype == torch.float16 or tensors[0].device.type != "cpu")
+    own = own and dtype.itemsize == plan.dtype.itemsize
+    return (dtype, True) if own else (plan.dtype, not plan.scaled)
 
 
 @custom_op("delta_rule_backward")
@@ -453,8 +461,13 @@ def delta_rule_backward(
     scale: float,
     reverse: int,
     half: bool,
+    reads: bool,
+    rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
+    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32).
+
+    Without `reads` that of q is empty, without `rest` those of k, beta, write_key and g are.
+    """
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     write = k if write_key is None else channels_adjacent(write_key)
     d_final = None if d_final is None else d_final.contiguous()
@@ -464,67 +477,82 @@ def delta_rule_backward(
     value_dim = d_output.shape[3]
     sizes = tokens, heads, key_dim, value_dim
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    *buffers, largest = kept
-    ours = _find_kept(plan, heads, key_dim, value_dim, True, buffers)
+    ours = _find_kept(_kept_sizes(plan, heads, key_dim, value_dim, g is not None, True), kept)
+    d_units = q.new_empty(
+        (plan.slots * heads * count_gradient_units(value_dim) if plan.scaled else 0,), dtype=torch.float32
+    )
 
     lengths = [len(ours.states), len(ours.written), len(ours.squares) // 2, len(ours.squares) // 2]
     d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
-    d_q, d_k, d_v = _gradient(q, d_output), _gradient(k, d_output), d_output.new_empty(d_output.shape)
-    d_write_key = k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output)
+    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
+    d_v = d_output.new_empty(d_output.shape)
     differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
     parts = cdiv(key_dim, plan.block(differentiate, key_dim))
-    d_beta, d_g = _allocate_parts(parts, beta, beta), _allocate_parts(parts, beta, g)
+    d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
     walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
     with torch.cuda.device_of(q):
-        d_largest = _find_largest(plan, d_output, d_final)
+        if g is None:
+            rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
+            ours = ours._replace(queries=rows[0], writes=rows[1])
+            weigh_rows[(plan.slots * heads,)](
+                q, beta, write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes,
+                scale, tokens, heads, *strides(q), *strides(beta), *strides(write),
+                K=key_dim, UNITS=count_units(value_dim), PACKED=cu_seqlens is not None, REVERSE=reverse,
+                SCALED=plan.scaled, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)), **launch_options(4),
+            )  # fmt: skip
         for walk in walks:
             launch = _prepare_retreat(
                 plan, walk, plan.launches[walk], q.device, *sizes, *options, d_final is not None,
                 (*strides(g), *strides(d_output)),
             )  # fmt: skip
             launch(
-                g, d_largest, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.written,
-                ours.decays, d_output, d_final,
-                d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
+                g, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes,
+                ours.erased, ours.written, ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_v,
+                d_attention, d_lower, d_initial,
             )  # fmt: skip
             if d_offsets is not None and walk == "retreat_summary":
-                _connect(plan, cu_seqlens, d_offsets, ours.transitions, tokens, back=True)
+                _connect(plan, cu_seqlens, d_offsets, ours, tokens, back=True)
         if not plan.short:
             constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
             differentiate_scores[(plan.slots * heads,)](
-                g, d_largest, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
+                g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output, d_written, d_v,
                 d_attention, d_lower, scale, tokens, heads, *strides(g), *strides(d_output),
-                GATED=g is not None, REVERSE=reverse, STEP=plan.step("differentiate_scores", value_dim),
+                GATED=g is not None, REVERSE=reverse, D_UNITS=count_gradient_units(value_dim),
+                STEP=plan.tile("differentiate_scores", value_dim),
                 **{name: value for name, value in constants.items() if name != "K"},
                 **plan.options("differentiate_scores"),
             )  # fmt: skip
-        launch = _prepare_inputs(
-            plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options, write_key is not None,
-            (*strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
-        )  # fmt: skip
-        launch(
-            q, k, beta, write, g, largest, d_largest, cu_seqlens, sequence_of, ours.written, ours.states,
-            d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
-        )  # fmt: skip
-    return d_q, d_k, d_v, _add_up(d_beta, beta), d_write_key, _add_up(d_g, g), d_initial
+        if reads or rest:
+            launch = _prepare_inputs(
+                plan, differentiate, plan.launches[differentiate], q.device, batch, *sizes, *options,
+                write_key is not None, reads, rest,
+                (*strides(q), *strides(k), *strides(beta), *strides(write), *strides(g), *strides(d_output)),
+            )  # fmt: skip
+            launch(
+                q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.written, ours.states,
+                d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,
+            )  # fmt: skip
+    d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
+    return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
 
 
 @lru_cache(PREPARED)
 def _prepare_retreat(
     plan: _Plan, walk: str, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, strides: tuple[int, ...],
+    scale: float, reverse: int, gated: bool, packed: bool, has_final: bool,
+    strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
-    block = plan.block(walk, value_dim)
+    block = plan.tiles(walk, value_dim)
     assert not plan.short or block >= value_dim, "of short sequences one program holds all value columns"
     return Prepared(
         retreat, device, plan.walks * heads * cdiv(value_dim, block),
         (scale, plan.sequences, plan.span, tokens, heads, *strides),
         GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
         SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
-        DTYPE=TRITON_DTYPES[plan.dtype], BLOCK=block, STEP=plan.step(walk, key_dim),
+        D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
 
@@ -533,29 +561,41 @@ def _prepare_retreat(
 def _prepare_inputs(
     plan: _Plan, name: str, entry: Launch, device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
     value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, own_write_key: bool,
-    strides: tuple[int, ...],
+    reads: bool, rest: bool, strides: tuple[int, ...],
 ) -> Prepared:  # fmt: skip
     block = plan.block(name, key_dim)
     return Prepared(
         differentiate_inputs, device, plan.slots * heads * cdiv(key_dim, block),
         (scale, tokens, heads, batch * tokens, *strides),
-        GATED=gated, REVERSE=reverse, SHORT=plan.short, OWN_WRITE_KEY=own_write_key,
-        BLOCK=block, STEP=plan.step(name, value_dim),
+        GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest,
+        D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.tile(name, value_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
 
 
 @delta_rule_backward.register_fake
-def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
+def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half, reads, rest):
     sequences = count_sequences(k.shape[0], cu_seqlens)
+    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     return (
-        _gradient(q, d_output),
-        _gradient(k, d_output),
+        d_q,
+        d_k,
         d_output.new_empty(d_output.shape),
-        beta.new_empty(beta.shape),
-        k.new_empty((0,)) if write_key is None else _gradient(write_key, d_output),
-        beta.new_empty((0,)) if g is None else g.new_empty(g.shape),
+        beta.new_empty(beta.shape if rest else (0,)),
+        d_write_key,
+        beta.new_empty((0,)) if g is None or not rest else g.new_empty(g.shape),
         q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32),
+    )
+
+
+def _allocate_gradients(
+    q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor, reads: bool, rest: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and write_key; empty where they are not asked for."""
+    return (
+        _gradient(q, d_output) if reads else q.new_empty((0,)),
+        _gradient(k, d_output) if rest else k.new_empty((0,)),
+        _gradient(write_key, d_output) if rest and write_key is not None else k.new_empty((0,)),
     )
 
 
@@ -595,16 +635,20 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         shape, dtype = ctx.output_like
         d_output = q.new_zeros(shape, dtype=dtype)
+    needed = ctx.needs_input_grad
+    reads, rest = needed[0], needed[1] or any(needed[3:6])
     d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half
+        *(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half),
+        reads,
+        rest,
     )
     return (
-        d_q,
-        d_k,
+        d_q if reads else None,
+        d_k if rest else None,
         d_v,
-        d_beta,
-        None if write_key is None else d_write_key,
-        None if g is None else d_g,
+        d_beta if rest else None,
+        d_write_key if rest and write_key is not None else None,
+        d_g if rest and g is not None else None,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
         None,
         None,

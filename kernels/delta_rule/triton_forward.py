@@ -1,73 +1,66 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
-`prepare` runs over chunks in parallel and leaves tiles that need no further scaling. After it `advance` walks along
-time and leaves the outputs on its way, or, in float32, whose tiles are too large for that, `read_out` takes them over
-chunks in parallel. Few heads of a long sequence are cut into segments of time before (see triton_segments.py). Of short
-sequences there are enough to leave all to `read_through`, one launch that walks along time with everything on chip.
-Values, U and states are handed on in units of `largest`, the largest value (see `unit_scale`).
+`prepare` runs over chunks in parallel and leaves tiles that need no further scaling but by their units (see
+triton_units.py). After it `advance` walks along time and leaves the outputs on its way, or, in float32, whose tiles are
+too large for that, `read_out` takes them over chunks in parallel. Few heads of a long sequence are cut into segments of
+time before (see triton_segments.py). Of short sequences there are enough to leave all to `read_through`, one launch
+that walks along time with everything on chip.
 
 States and what is written are handed on transposed, [V, K] and [V, C]: so `advance` multiplies from the left what it
-holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk.
+holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk. The
+units of what belongs to a chunk of a head stand in one row of memory (see triton_kept.py).
 """
 
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_segments import find_segment, walk_through
+from longseq.kernels.delta_rule.triton_kept import (
+    AMONG,
+    ERASED,
+    INVERSE,
+    KEY,
+    QUERIES,
+    QUERY,
+    SIZE,
+    TILE,
+    WRITE_KEY,
+    WRITES,
+    WRITTEN,
+)
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, load_offered, turn_to_tiles, walk_through
 from longseq.kernels.triton_tiles import (
-    LARGEST_PARTS,
+    MILD,
     PLAIN,
     chunk,
     decay_between,
     decay_since,
     decay_until,
     direction,
+    eliminate,
+    inverse_size,
     load_block,
     load_numbers,
     load_tokens,
-    own_unit,
     sequence,
     store_block,
     store_tokens,
     token_after,
     unit_lower_inverse,
-    unit_scale,
 )
-
-
-@triton.jit(do_not_specialize=["T", "H", "tokens", "programs", "state_numbers"])
-def find_largest(
-    values, state, largest, T, H, tokens, programs, state_numbers, row_stride, token_stride, head_stride,
-    WIDTH: tl.constexpr, EVEN: tl.constexpr, HAS_STATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The largest magnitude of values [B, T, H, WIDTH] and of a contiguous state, in LARGEST_PARTS parts.
-
-    EVEN says that all tokens of the batch lie at equal distances.
-    """
-    program = tl.program_id(0)
-    rows = tokens * H
-    e = tl.arange(0, BLOCK)
-    found = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(program * ROWS, rows, programs * ROWS):
-        i = first + tl.arange(0, ROWS)
-        token = i // H
-        place = i % H * head_stride
-        if EVEN:
-            place += token.to(tl.int64) * token_stride
-        else:
-            place += (token // T).to(tl.int64) * row_stride + (token % T).to(tl.int64) * token_stride
-        mask = (i < rows)[:, None] & (e < WIDTH)[None, :]
-        numbers = tl.load(values + place[:, None] + e[None, :], mask=mask, other=0.0)
-        found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
-    if HAS_STATE:
-        step = programs.to(tl.int64) * ROWS * BLOCK
-        for first in range(program.to(tl.int64) * ROWS * BLOCK, state_numbers, step):
-            i = first + tl.arange(0, ROWS)[:, None] * BLOCK + e[None, :]
-            numbers = tl.load(state + i, mask=i < state_numbers, other=0.0)
-            found = tl.maximum(found, tl.abs(numbers.to(tl.float32)))
-    part = tl.arange(0, LARGEST_PARTS)
-    greatest = tl.zeros((LARGEST_PARTS,), tl.float32) + tl.max(tl.max(found, 1), 0)
-    tl.store(largest + part, greatest, mask=part % programs == program)
+from longseq.kernels.triton_units import (
+    LEAD,
+    LIMIT,
+    add_product,
+    as_tile,
+    exponent_of,
+    find_largest,
+    in_units,
+    mix_rows,
+    power_of_two,
+    store_column_units,
+    store_unit,
+    two_to,
+)
 
 
 @triton.jit
@@ -80,21 +73,52 @@ def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHU
     return tl.where(i[:, None] >= i[None, :] + REACH, products, 0.0)
 
 
+@triton.jit
+def _multiply(
+    x, x_token, x_inverse, y, y_token, y_inverse, live,
+    K: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """X Yᵀ of a chunk, of numbers of DTYPE as they came if RAW, else of tiles."""
+    products = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for e in tl.static_range(0, K, BLOCK):
+        xs = load_tokens(x, x_token, live, e, K, CHUNK, BLOCK)
+        ys = load_tokens(y, y_token, live, e, K, CHUNK, BLOCK)
+        if not RAW:
+            xs = xs.to(tl.float32) * x_inverse
+            ys = ys.to(tl.float32) * y_inverse
+        products = tl.dot(xs.to(DTYPE), tl.trans(ys.to(DTYPE)), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def _largest_of_rows(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
 @triton.jit(do_not_specialize=PLAIN)
 def prepare(
-    q, k, v, beta, write_key, g, largest, cu_seqlens, sequence_of,
-    squares, queries, writes, erased, offered, decays,
+    q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
+    squares, queries, writes, erased, offered, decays, units,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, SAVE: tl.constexpr, SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
+    AGAIN: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q."""
+    """One chunk of one head: tril(Q Wᵀ ⊙ D), e^{b_C - b} W, -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X and e^b Q.
+
+    Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, only chunks that are not mild
+    (see `inverse_size`), with an inverse in float32.
+    """
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
+    if AGAIN:
+        if tl.load(units + place * UNITS + SIZE) <= MILD:
+            return
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
     q += row * q_row + start * q_token + head * q_head
@@ -102,6 +126,7 @@ def prepare(
     v += row * v_row + start * v_token + head * v_head
     write_key += row * write_row + start * write_token + head * write_head
     beta += row * beta_row + start * beta_token + head * beta_head
+    units += place * UNITS
     q_token *= NEXT
     k_token *= NEXT
     v_token *= NEXT
@@ -118,55 +143,114 @@ def prepare(
         until = decay_until(g, g_token, live, CHUNK)
         tl.store(decays + place, tl.exp(tl.sum(gate, 0)))
 
-    unit = unit_scale(largest, SCALED)
     erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
     reading = tl.zeros((CHUNK, CHUNK), tl.float32)
+    query_rows = tl.zeros((CHUNK,), tl.float32)
+    read_rows = tl.zeros((CHUNK,), tl.float32)
+    write_rows = tl.zeros((CHUNK,), tl.float32)
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
         write = read
         if OWN_WRITE_KEY:
             write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
-        reading = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), reading, input_precision=PRECISION)
-        erasing = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), erasing, input_precision=PRECISION)
+        if RAW:
+            reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), reading, input_precision=PRECISION)
+            erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), erasing, input_precision=PRECISION)
+        if SCALED:
+            query_rows = tl.maximum(query_rows, _largest_of_rows(query))
+            read_rows = tl.maximum(read_rows, _largest_of_rows(read))
+            if OWN_WRITE_KEY:
+                write_rows = tl.maximum(write_rows, _largest_of_rows(write))
+    query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
+    queries_unit, queries_inverse, writes_unit, writes_inverse = 1.0, 1.0, 1.0, 1.0
+    if SCALED:
+        if not OWN_WRITE_KEY:
+            write_rows = read_rows
+        query_unit, query_inverse = power_of_two(tl.max(query_rows, 0))
+        read_unit, read_inverse = power_of_two(tl.max(read_rows, 0))
+        write_unit, write_inverse = power_of_two(tl.max(write_rows, 0))
+        queries_unit, queries_inverse = power_of_two(tl.max(query_rows * tl.abs(since * scale), 0))
+        writes_unit, writes_inverse = power_of_two(tl.max(write_rows * tl.abs(until * strength), 0))
+        tl.store(units + QUERY, query_unit)
+        tl.store(units + KEY, read_unit)
+        tl.store(units + WRITE_KEY, write_unit)
+        tl.store(units + QUERIES, queries_unit)
+        tl.store(units + WRITES, writes_unit)
+    if not RAW:
+        reading = _multiply(
+            *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
+            *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
+        )
+        reading *= query_unit * write_unit
+        erasing = _multiply(
+            *(k, k_token, read_inverse, write_key, write_token, write_inverse, live),
+            *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
+        )
+        erasing *= read_unit * write_unit
+    for e in tl.static_range(0, K, BLOCK):
         if SAVE:
-            query = query.to(tl.float32) * (since * scale)[:, None]
+            query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK).to(tl.float32)
+            query *= (since * (scale * queries_inverse))[:, None]
             store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
-        write = write.to(tl.float32) * (until * strength)[:, None]
+        write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK).to(tl.float32)
+        write *= (until * strength * writes_inverse)[:, None]
         store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
-    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+    among, unit = in_units(_weigh(reading, strength * scale, gate, 0, GATED, CHUNK), SCALED)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_unit(units, AMONG, unit, SCALED)
 
     # Where measured to be faster, the first values are asked for before the inverse, which leaves registers for so few.
     EARLY: tl.constexpr = BLOCK == 64 and V <= 128
     if EARLY:
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
-    x = unit_lower_inverse(_weigh(erasing, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED)
+    lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
+    steepest = _largest_of_rows(lower)
+    x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
+    x_inverse = 1.0
+    if SCALED:
+        size = inverse_size(steepest, x)
+        if not AGAIN:
+            tl.store(units + SIZE, size)
+        x_unit, x_inverse = power_of_two(size)
+        tl.store(units + INVERSE, x_unit)
     if SAVE:
-        store_block(squares, 0, 0, x.to(DTYPE), CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(squares, 0, 0, as_tile(x * x_inverse, SCALED), CHUNK, CHUNK, CHUNK, CHUNK)
     for e in tl.static_range(0, V, BLOCK):
         if e > 0 or not EARLY:
             value = load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
-        value = (value.to(tl.float32) * unit).to(DTYPE)
-        value = tl.dot(x.to(DTYPE), value, input_precision=PRECISION).to(DTYPE)
-        store_block(offered + place * CHUNK * V, e, 0, tl.trans(value), V, CHUNK, BLOCK, CHUNK)
+        tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
+        store_block(offered + place * CHUNK * V, e, 0, tl.trans(tile), V, CHUNK, BLOCK, CHUNK)
+        store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
     if GATED:
         x *= since[None, :]
     x = -x
+    # One unit for all blocks of columns.
+    row_unit, row_inverse, unit = 1.0, 1.0, 1.0
+    if SCALED:
+        row_unit, row_inverse = power_of_two(read_rows)
+        row_inverse = row_inverse[:, None]
+        x *= row_unit[None, :]
+        unit, inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
+        x *= inverse
+        row_inverse *= 1.0 / LIMIT
+        unit *= LIMIT
     for e in tl.static_range(0, K, BLOCK):
-        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(DTYPE)
-        read = tl.dot(x.to(DTYPE), read, input_precision=PRECISION).to(DTYPE)
-        store_block(erased + place * CHUNK * K, 0, e, read, CHUNK, K, CHUNK, BLOCK)
+        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(tl.float32) * row_inverse
+        tile = as_tile(tl.dot(as_tile(x, SCALED), as_tile(read, SCALED), input_precision=PRECISION), SCALED)
+        store_block(erased + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
+    store_unit(units, ERASED, unit, SCALED)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def advance(
-    initial, largest, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
+    initial, units, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
     sequences, span, T, H,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
+    READ: tl.constexpr, SAVE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
 
@@ -186,55 +270,78 @@ def advance(
     if not SEGMENTED:
         stop = tl.cdiv(tokens, CHUNK)
 
-    unit = unit_scale(largest, SCALED)
-    inverse = 1.0 / unit
     state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
         if HAS_INITIAL:
             piece = load_block(initial + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
-            piece = tl.trans(piece.to(tl.float32) * unit)
+            piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED:
             if number > 0:
                 piece = load_block(offsets + ((segment - 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         state = state + (piece,)
-    offered = load_block(written + ((slot + begin) * H + head) * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    state, exponent = turn_to_tiles(state, 0, SCALED)
+    first = (slot + begin) * H + head
+    offered, offered_unit = load_offered(written, units, first, column, V, UNITS, SCALED, CHUNK, BLOCK)
+    if SCALED:
+        later_erased_unit = tl.load(units + first * UNITS + ERASED)
+        later_writes_unit = tl.load(units + first * UNITS + WRITES)
+        later_queries_unit = tl.load(units + first * UNITS + QUERIES)
+        later_among_unit = tl.load(units + first * UNITS + AMONG)
     for m in range(begin, stop):
         place = (slot + m) * H + head
+        of_chunk = units + place * UNITS
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
         # A turn early: the compiler prefetches the operands of products alone.
         following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
-        later = load_block(written + following * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+        later, later_unit = load_offered(written, units, following, column, V, UNITS, SCALED, CHUNK, BLOCK)
+        erased_unit, writes_unit, queries_unit, among_unit = 1.0, 1.0, 1.0, 1.0
+        if SCALED:
+            erased_unit, writes_unit = later_erased_unit, later_writes_unit
+            queries_unit, among_unit = later_queries_unit, later_among_unit
+            later_erased_unit = tl.load(units + following * UNITS + ERASED)
+            later_writes_unit = tl.load(units + following * UNITS + WRITES)
+            later_queries_unit = tl.load(units + following * UNITS + QUERIES)
+            later_among_unit = tl.load(units + following * UNITS + AMONG)
 
-        u, state, o = walk_through(
-            state, offered, erased, writes, queries, states, place, column, whole,
-            K, V, READ, SAVE, DTYPE, PRECISION, CHUNK, BLOCK, STEP,
+        u, u_unit, state, after_exponent, o, read_exponent = walk_through(
+            state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit,
+            states, of_chunk, place, column, whole, K, V, READ, SAVE, SCALED, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
+        if SCALED:
+            exponent = after_exponent
         if SAVE:
             store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
+            store_column_units(of_chunk + WRITTEN, column, u_unit, TILE, V, BLOCK, SCALED)
         if READ:
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            o = tl.dot(u, tl.trans(among), o, input_precision=PRECISION) * inverse
+            output_exponent = 0
+            if SCALED:
+                output_exponent = exponent_of(u_unit) + exponent_of(among_unit)
+                output_exponent = tl.maximum(output_exponent, read_exponent - LEAD)
+                o *= two_to(read_exponent - output_exponent)
+            o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
             store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
+        if SCALED:
+            offered_unit = later_unit
     if number == last:
         for e in tl.static_range(0, K, STEP):
-            left = tl.trans(state[e // STEP] * inverse)
+            left = tl.trans(end_walk(state[e // STEP], exponent, SCALED))
             store_block(final + (n * H + head) * K * V, e, column, left, K, V, STEP, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def read_out(
-    q, g, largest, cu_seqlens, sequence_of, squares, written, states, output, scale, T, H,
+    q, g, cu_seqlens, sequence_of, squares, written, states, output, scale, T, H,
     q_row, q_token, q_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of one chunk of one head: the output."""
+    """BLOCK value columns of one chunk of one head: the output, in float32."""
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
@@ -248,33 +355,30 @@ def read_out(
     u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
     for e in range(0, K, STEP):
-        query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, STEP).to(DTYPE)
+        query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, STEP).to(tl.float32)
         state = load_block(states + place * K * V, column, e, V, K, BLOCK, STEP)
         o = tl.dot(query, tl.trans(state), o, input_precision=PRECISION)
     o *= scale
     if GATED:
         g += row * g_row + start * g_token + head * g_head
         o *= decay_since(load_numbers(g, g_token * NEXT, live, CHUNK))[:, None]
-    o = tl.dot(among, tl.trans(u), o, input_precision=PRECISION) / unit_scale(largest, SCALED)
+    o = tl.dot(among, tl.trans(u), o, input_precision=PRECISION)
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def read_through(
-    q, k, v, beta, write_key, g, initial, largest, cu_seqlens,
-    squares, queries, writes, erased, written, decays, states, output, final,
+    q, k, v, beta, write_key, g, initial, cu_seqlens,
+    squares, queries, writes, erased, written, decays, states, units, output, final,
     scale, T, H,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
-    SCORES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr,
+    SAVE_KEYS: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left.
-
-    The unit is that of this sequence and head, and is left in `largest`, by place.
-    """
+    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
@@ -290,10 +394,6 @@ def read_through(
     state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
     if HAS_INITIAL:
         state = load_block(initial + (n * H + head) * K * V, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
-    unit = own_unit(v + start * v_token, v_token, end - start, state, V, HAS_INITIAL, 128, BLOCK)
-    inverse = 1.0 / unit
-    if HAS_INITIAL:
-        state *= unit
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
         place = (slot + m) * H + head
         live = end - start - m * CHUNK
@@ -314,32 +414,56 @@ def read_through(
             write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
-        products = tl.dot(read.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        x = unit_lower_inverse(_weigh(products, strength, gate, 1, GATED, CHUNK), CHUNK, SCALED).to(DTYPE)
-        products = tl.dot(query.to(SCORES), tl.trans(write.to(SCORES)), input_precision=PRECISION)
-        among = _weigh(products, strength * scale, gate, 0, GATED, CHUNK).to(DTYPE)
-        query = (query.to(tl.float32) * (since * scale)[:, None]).to(DTYPE)
-        write = (write.to(tl.float32) * (until * strength)[:, None]).to(DTYPE)
+        read_tile, read_unit = in_units(read.to(tl.float32), SCALED)
+        if RAW:
+            erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
+            reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
+        else:
+            query_tile, query_unit = in_units(query.to(tl.float32), SCALED)
+            write_tile, write_unit = in_units(write.to(tl.float32), SCALED)
+            erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
+            reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
+        lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
+        steepest = _largest_of_rows(lower)
+        x = unit_lower_inverse(lower, CHUNK, SCALED)
+        size = inverse_size(steepest, x)
+        if size > MILD:
+            x = eliminate(lower, CHUNK)
+            size = inverse_size(steepest, x)
+        among, among_unit = in_units(_weigh(reading, strength * scale, gate, 0, GATED, CHUNK), SCALED)
+        queries_tile, queries_unit = in_units(query.to(tl.float32) * (since * scale)[:, None], SCALED)
+        writes_tile, writes_unit = in_units(write.to(tl.float32) * (until * strength)[:, None], SCALED)
 
-        before = state.to(DTYPE)
-        known = tl.dot(read.to(DTYPE), before, input_precision=PRECISION)
-        u = (value.to(tl.float32) * unit - known * since[:, None]).to(DTYPE)
-        u = tl.dot(x, u, input_precision=PRECISION).to(DTYPE)
-        o = tl.dot(query, before, input_precision=PRECISION)
-        o = tl.dot(among, u, o, input_precision=PRECISION) * inverse
+        before, state_unit = in_units(state, SCALED)
+        known = tl.dot(read_tile, before, input_precision=PRECISION) * (read_unit * state_unit)
+        u, u_unit = mix_rows(x, value.to(tl.float32) - known * since[:, None], SCALED, PRECISION)
+        o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
+        o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
         store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
-        state = tl.dot(tl.trans(write), u, state * whole, input_precision=PRECISION)
+        state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
         if SAVE:
-            tl.store(largest + place, unit)
             square = squares + place * 2 * CHUNK * CHUNK
-            store_block(square, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+            x_unit, x_inverse = power_of_two(size)
+            store_block(square, 0, 0, as_tile(x * x_inverse, SCALED), CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
             store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
-            store_block(queries + place * CHUNK * K, 0, 0, query, CHUNK, K, CHUNK, BLOCK_K)
-            store_block(writes + place * CHUNK * K, 0, 0, write, CHUNK, K, CHUNK, BLOCK_K)
-            erase = tl.dot((x.to(tl.float32) * since[None, :]).to(DTYPE), read.to(DTYPE), input_precision=PRECISION)
+            if SAVE_KEYS:
+                store_block(queries + place * CHUNK * K, 0, 0, queries_tile, CHUNK, K, CHUNK, BLOCK_K)
+                store_block(writes + place * CHUNK * K, 0, 0, writes_tile, CHUNK, K, CHUNK, BLOCK_K)
+            erase, erase_unit = mix_rows(x * since[None, :], read.to(tl.float32), SCALED, PRECISION)
             store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
+            of_chunk = units + place * UNITS
+            tl.store(of_chunk + INVERSE, x_unit)
+            tl.store(of_chunk + AMONG, among_unit)
+            tl.store(of_chunk + QUERIES, queries_unit)
+            tl.store(of_chunk + WRITES, writes_unit)
+            tl.store(of_chunk + ERASED, erase_unit)
+            tl.store(of_chunk + QUERY, power_of_two(find_largest(query))[0])
+            tl.store(of_chunk + KEY, read_unit)
+            tl.store(of_chunk + WRITE_KEY, power_of_two(find_largest(write))[0] if OWN_WRITE_KEY else read_unit)
+            tl.store(of_chunk + WRITTEN, u_unit)
+            tl.store(of_chunk + WRITTEN + 1, state_unit)
             if GATED:
                 tl.store(decays + place, whole)
-    store_block(final + (n * H + head) * K * V, 0, 0, state * inverse, K, V, BLOCK_K, BLOCK)
+    store_block(final + (n * H + head) * K * V, 0, 0, state, K, V, BLOCK_K, BLOCK)

@@ -9,13 +9,28 @@ A segment is a run of chunks. `summarize` walks it from the identity to its tran
 no state to its offset, what it leaves by itself; `retreat` finds the offsets of gradients likewise. The first segment
 is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
 needed of the segments between alone, and are the same for both. `connect` follows the state through them, and `advance`
-and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply.
+and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply,
+and have units by rows.
 """
 
 import triton
 import triton.language as tl
 
-from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block, unit_scale
+from longseq.kernels.delta_rule.triton_kept import ERASED, TILE, WRITES, WRITTEN
+from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block
+from longseq.kernels.triton_units import (
+    LEAD,
+    add_product,
+    as_tile,
+    exponent_of,
+    find_largest,
+    in_units,
+    load_column_units,
+    power_of_two,
+    store_column_units,
+    times_two_to,
+    two_to,
+)
 
 # Borders of packed sequences that are looked at at a time.
 BORDERS = tl.constexpr(128)
@@ -49,41 +64,102 @@ def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, 
 
 
 @triton.jit
-def walk_through(
-    state, offered, erased, writes, queries, states, place, column, whole,
-    K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Of a chunk: Uᵀ, the state after it, and if READ what queries read of the state before it; SAVE leaves that.
+def unit_of_pieces(pieces, SCALED: tl.constexpr):
+    """One unit for all pieces of a state, and its inverse."""
+    unit, inverse = 1.0, 1.0
+    if SCALED:
+        largest = find_largest(pieces[0])
+        for i in tl.static_range(1, len(pieces)):
+            largest = tl.maximum(largest, find_largest(pieces[i]))
+        unit, inverse = power_of_two(largest)
+    return unit, inverse
 
-    States are in pieces of STEP key columns: beside one of 256 columns there are no registers for it in halves, which
-    products take from there.
+
+@triton.jit
+def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
+    """Pieces of a state that count in 2^exponent, as they count in their unit, and the exponent of that."""
+    if SCALED:
+        unit, _ = unit_of_pieces(pieces, SCALED)
+        unit_exponent = tl.maximum(exponent + exponent_of(unit), -126)
+        inverse = two_to(exponent - unit_exponent)
+        turned = ()
+        for i in tl.static_range(0, len(pieces)):
+            turned = turned + (pieces[i] * inverse,)
+        return turned, unit_exponent
+    return pieces, exponent
+
+
+@triton.jit
+def end_walk(piece, exponent, SCALED: tl.constexpr):
+    """A piece of a state as it is."""
+    if SCALED:
+        piece = times_two_to(piece, exponent)
+    return piece
+
+
+@triton.jit
+def walk_through(
+    state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit, states,
+    units, place, column, whole,
+    K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk: Uᵀ as a tile and its unit, the state after it, and if READ what queries read of the state before it.
+
+    States and what is read count in 2 to an exponent, which is 0 if not SCALED. SAVE leaves the state
+    before. States are in pieces of STEP key columns: beside one of 256 columns there are no registers for it in halves,
+    which products take from there. `units` is the chunk's row of them.
     """
-    u = offered.to(tl.float32)
+    state, state_exponent = turn_to_tiles(state, exponent, SCALED)
+    known = tl.zeros((BLOCK, CHUNK), tl.float32)
     for e in tl.static_range(0, K, STEP):
         erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-        before = state[e // STEP].to(DTYPE)
+        before = as_tile(state[e // STEP], SCALED)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
-        u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
-    u = u.to(DTYPE)
+        known = tl.dot(before, tl.trans(erase), known, input_precision=PRECISION)
+    read_exponent, after_exponent, weight = 0, 0, whole
+    if SCALED:
+        if SAVE:
+            of_states = units + WRITTEN + (V + TILE - 1) // TILE
+            store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
+        known *= two_to(state_exponent) * erased_unit
+    u, u_unit = in_units(known + offered.to(tl.float32) * offered_unit[:, None], SCALED)
+    if SCALED:
+        if READ:
+            read_exponent = state_exponent + exponent_of(queries_unit)
+        after_exponent = exponent_of(u_unit) + exponent_of(writes_unit)
+        after_exponent = tl.maximum(after_exponent, state_exponent - LEAD)
+        weight = whole * two_to(state_exponent - after_exponent)
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
     after = ()
     for e in tl.static_range(0, K, STEP):
         write = load_block(writes + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-        after = after + (tl.dot(u, write, state[e // STEP] * whole, input_precision=PRECISION),)
+        after = after + (tl.dot(u, write, state[e // STEP] * weight, input_precision=PRECISION),)
         if READ:
             query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
-            o = tl.dot(state[e // STEP].to(DTYPE), tl.trans(query), o, input_precision=PRECISION)
-    return u, after, o
+            before = as_tile(state[e // STEP], SCALED)
+            o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
+    return u, u_unit, after, after_exponent, o, read_exponent
+
+
+@triton.jit
+def load_offered(
+    written, units, place, column,
+    V: tl.constexpr, UNITS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK value columns of (X V)ᵀ of a chunk, and their units."""
+    tile = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    return tile, load_column_units(units + place * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
 def summarize(
-    initial, largest, cu_seqlens, writes, erased, written, decays, offsets, transitions, sequences, span, T, H,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    initial, units, cu_seqlens, writes, erased, written, decays, offsets, transitions, transition_units,
+    sequences, span, T, H,
+    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of the offset [V, K], or after those of the transition [K, K], of one segment of one head."""
     of_offset: tl.constexpr = (V + BLOCK - 1) // BLOCK
@@ -106,11 +182,17 @@ def summarize(
         if HAS_INITIAL:
             mask = (j < K)[:, None] & (i < tl.where(number == 0, V, 0))[None, :]
             given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
-            piece += tl.trans(given.to(tl.float32) * unit_scale(largest, SCALED))
+            piece += tl.trans(given.to(tl.float32))
         state = state + (piece,)
+    state, exponent = turn_to_tiles(state, 0, SCALED)
     column_of_chunk = i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     mask = (i < V)[:, None]  # to a transition nothing is offered
-    offered = tl.load(written + ((slot + first) * H + head) * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
+    place = (slot + first) * H + head
+    offered = tl.load(written + place * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
+    offered_unit = load_column_units(units + place * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
+    if SCALED:
+        later_erased_unit = tl.load(units + place * UNITS + ERASED)
+        later_writes_unit = tl.load(units + place * UNITS + WRITES)
     for m in range(first, end):
         place = (slot + m) * H + head
         whole = 1.0
@@ -118,26 +200,43 @@ def summarize(
             whole = tl.load(decays + place)
         following = (slot + tl.minimum(m + 1, end - 1)) * H + head
         later = tl.load(written + following * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
-        state = walk_through(
-            state, offered, erased, writes, erased, offsets, place, column, whole,
-            K, V, False, False, DTYPE, PRECISION, CHUNK, BLOCK, STEP,
-        )[1]  # fmt: skip
+        later_unit = load_column_units(units + following * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
+        erased_unit, writes_unit = 1.0, 1.0
+        if SCALED:
+            erased_unit, writes_unit = later_erased_unit, later_writes_unit
+            later_erased_unit = tl.load(units + following * UNITS + ERASED)
+            later_writes_unit = tl.load(units + following * UNITS + WRITES)
+        walked = walk_through(
+            state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, erased, 1.0, offsets,
+            units, place, column, whole, K, V, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+        )  # fmt: skip
+        state = walked[2]
+        if SCALED:
+            exponent = walked[3]
         offered = later
+        if SCALED:
+            offered_unit = later_unit
     place = segment * H + head
     if needed:
+        row = column - of_offset * BLOCK
+        turned, unit_exponent = turn_to_tiles(state, exponent, SCALED)
+        if SCALED and block >= of_offset:
+            of_transition = transition_units + place * ((K + TILE - 1) // TILE)
+            store_column_units(of_transition, row, two_to(unit_exponent), TILE, K, BLOCK, SCALED)
         for e in tl.static_range(0, K, STEP):
             if block < of_offset:
-                store_block(offsets + place * K * V, column, e, state[e // STEP], V, K, BLOCK, STEP)
+                left = end_walk(state[e // STEP], exponent, SCALED)
+                store_block(offsets + place * K * V, column, e, left, V, K, BLOCK, STEP)
             else:
-                row = column - of_offset * BLOCK
-                store_block(transitions + place * K * K, row, e, state[e // STEP], K, K, BLOCK, STEP)
+                store_block(transitions + place * K * K, row, e, turned[e // STEP], K, K, BLOCK, STEP)
 
 
 @triton.jit(do_not_specialize=[*PLAIN, "span"])
 def connect(
-    cu_seqlens, offsets, transitions, span, T, H,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    cu_seqlens, offsets, transitions, transition_units, span, T, H,
+    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence: the states that segments leave, in place of their offsets.
 
@@ -158,8 +257,14 @@ def connect(
     for j in range(1, segments - 1):
         place = (first - j if BACK else first + j) * H + head
         transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
-        if BACK:
-            transition = tl.trans(transition)
+        of_transition = transition_units + place * ((K + TILE - 1) // TILE)
+        row_unit = load_column_units(of_transition, 0, 1, TILE, K, BLOCK_K, SCALED)
         offset = load_block(offsets + place * K * V, column, 0, V, K, BLOCK, BLOCK_K)
-        state = tl.dot(state.to(transition.dtype), transition, offset, input_precision=PRECISION)
+        if BACK:
+            before, unit = in_units(state, SCALED)
+            transition = tl.trans(transition)
+            state = add_product(offset, before, transition, unit * row_unit[None, :], SCALED, PRECISION)
+        else:
+            before, unit = in_units(state * row_unit[None, :], SCALED)
+            state = add_product(offset, before, transition, unit, SCALED, PRECISION)
         store_block(offsets + place * K * V, column, 0, state, V, K, BLOCK, BLOCK_K)

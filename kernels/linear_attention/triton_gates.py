@@ -1,7 +1,4 @@
-"""What the kernels of linear attention share: float16 tiles with a unit, sums of gates over ranges of tokens.
-
-A float16 tile holds numbers below 2 in magnitude and counts in a power of two of its own, its unit, which stands beside
-it in memory: 11 bits of any range, for states, which grow with the sequence, and for gradients of any size.
+"""What the kernels of linear attention share: matrices with strides, sums of gates over ranges of tokens.
 
 A decay is the exponential of a sum of gates over its own range of tokens. The sums of all tokens of a chunk are one
 product of matrices: that of a matrix of zeros and ones, which says the ranges, with the gates.
@@ -10,90 +7,14 @@ product of matrices: that of a matrix of zeros and ones, which says the ranges, 
 import triton
 import triton.language as tl
 
-from longseq.kernels.triton_tiles import load_tokens
-
 # exp of this is 0 in float32, so that stronger gates need not be told apart. Infinity times 0 would be NaN.
 STRONGEST = tl.constexpr(-128.0)
-
-
-@triton.jit
-def as_tile(x, SCALED: tl.constexpr):
-    """x in the type of matrix products: float16 in units, or float32."""
-    return x.to(tl.float16 if SCALED else tl.float32)
-
-
-@triton.jit
-def power_of_two(largest):
-    """The unit of numbers up to `largest`, the power of two that leaves it below 2, and the inverse of the unit."""
-    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
-    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_down(x, SCALED: tl.constexpr):
-    """x, in float32, in units, and its unit. Not SCALED, the unit is 1."""
-    unit = 1.0
-    if SCALED:
-        unit, inverse = power_of_two(tl.max(tl.max(tl.abs(x), 1), 0))
-        x *= inverse
-    return x, unit
-
-
-@triton.jit
-def in_units(x, SCALED: tl.constexpr):
-    """x, in float32, as a tile, and its unit."""
-    x, unit = scale_down(x, SCALED)
-    return as_tile(x, SCALED), unit
-
-
-@triton.jit
-def load_scaled(
-    base, stride, live, column, WIDTH: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """`load_tokens` as a tile, and its unit."""
-    return in_units(load_tokens(base, stride, live, column, WIDTH, CHUNK, COLUMNS).to(tl.float32), SCALED)
-
-
-@triton.jit
-def to_tf32(x, SCALED: tl.constexpr):
-    """x rounded to the 11 bits of TF32, which matrix products would cut off; not SCALED, x itself."""
-    if SCALED:
-        x = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
-    return x
 
 
 @triton.jit
 def decay(tile, part):
     """A tile of which `part` is left."""
     return (tile.to(tl.float32) * part).to(tile.dtype)
-
-
-@triton.jit
-def load_unit(units, place, SCALED: tl.constexpr):
-    """The unit of one tile."""
-    unit = 1.0
-    if SCALED:
-        unit = tl.load(units + place)
-    return unit
-
-
-@triton.jit
-def store_unit(units, place, unit, SCALED: tl.constexpr):
-    if SCALED:
-        tl.store(units + place, unit)
-
-
-@triton.jit
-def load_column_units(
-    units, column,
-    STRIDE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Of each column, [COLUMNS], the unit of its tile, for tiles of TILE columns with units STRIDE apart."""
-    unit = tl.full((COLUMNS,), 1.0, tl.float32)
-    if SCALED:
-        e = column + tl.arange(0, COLUMNS)
-        unit = tl.load(units + e // TILE * STRIDE, mask=e < WIDTH, other=0.0)
-    return unit
 
 
 @triton.jit

@@ -27,22 +27,13 @@ from longseq.kernels.linear_attention.triton_gates import (
     add_ranges,
     add_ranges_across,
     are_paired,
-    as_tile,
     block_ranges,
     decay,
-    in_units,
     load_channels,
-    load_column_units,
     load_matrix,
-    load_scaled,
-    load_unit,
     mild_level,
     pair_ranges,
-    power_of_two,
-    scale_down,
     store_matrix,
-    store_unit,
-    to_tf32,
 )
 from longseq.kernels.triton_tiles import (
     chunk,
@@ -57,6 +48,17 @@ from longseq.kernels.triton_tiles import (
     store_block,
     store_tokens,
     token_after,
+)
+from longseq.kernels.triton_units import (
+    as_tile,
+    in_units,
+    load_column_units,
+    load_scaled,
+    load_unit,
+    power_of_two,
+    scale_down,
+    store_unit,
+    to_tf32,
 )
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
@@ -220,9 +222,10 @@ def score_by_level(
             products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
             sums += tl.where(are_paired(i, j, level), products * unit, 0.0)
         since = tl.exp(add_ranges(block_ranges(i, j, mild), gate))
-        until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild)))
+        # Up to e^8, for which tiles have no room.
+        until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild))) * (1 / 4096)
         products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
-        sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * unit, 0.0)
+        sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * (unit * 4096), 0.0)
     _store_scores(scores, score_units, sums, 1.0, place, SCALED, CHUNK)
 
 

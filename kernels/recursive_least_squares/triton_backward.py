@@ -26,8 +26,8 @@ from longseq.kernels.triton_tiles import (
     store_block,
     store_tokens,
     token_after,
-    unit_of,
 )
+from longseq.kernels.triton_units import scale_down
 
 
 @triton.jit
@@ -102,12 +102,11 @@ def linearize(
 def _pull_back(d_state, transition, K: tl.constexpr, BLOCK: tl.constexpr):
     """Φᵀ D Φ, with Φ at `transition`. D, of any size, is brought into float16's range, and so is D Φ."""
     high, low = _load_halves(transition, K, BLOCK)
-    unit = unit_of(tl.max(tl.max(tl.abs(d_state), 1), 0))
-    d_high, d_low = _halve(d_state * unit)
-    d_state = _product_of_halves(d_high, d_low, high, low) / unit
-    unit = unit_of(tl.max(tl.max(tl.abs(d_state), 1), 0))
-    d_high, d_low = _halve(d_state * unit)
-    return _product_of_halves(tl.trans(high), tl.trans(low), d_high, d_low) / unit
+    d_state, unit = scale_down(d_state, True)
+    d_high, d_low = _halve(d_state)
+    d_state, next_unit = scale_down(_product_of_halves(d_high, d_low, high, low), True)
+    d_high, d_low = _halve(d_state)
+    return _product_of_halves(tl.trans(high), tl.trans(low), d_high, d_low) * unit * next_unit
 
 
 @triton.jit

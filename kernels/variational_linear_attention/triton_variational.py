@@ -149,7 +149,7 @@ def variational_linear_attention_backward(
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
         strength = torch.ones_like(k[..., 0])
         d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
-            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half
+            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half, True, True
         )
         d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
         d_solved, d_u, d_A = recursive_least_squares_backward(

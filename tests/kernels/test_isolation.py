@@ -88,7 +88,6 @@ def test_packed_sequences_are_apart(interpreted, op, backend, dtype):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="kernels of long half-precision delta rules share one unit over the whole batch")
 def test_rows_of_long_delta_rules_are_apart(interpreted, monkeypatch):
     from longseq.kernels.delta_rule import triton_delta
 

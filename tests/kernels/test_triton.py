@@ -235,20 +235,11 @@ def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, mon
         assert error(actual[name], value) <= 2e-2, name
 
 
-def test_delta_rule_finds_the_largest_value_wherever_it_lies(interpreted, monkeypatch):
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, monkeypatch, form):
     from longseq.kernels.delta_rule import triton_delta
 
-    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)
-    values = torch.randn(40, 7, 3, 16)
-    views = [values, values[::2, 1:6], values.transpose(1, 2)[..., :13], values[:1], values[..., :1]]
-    for view in views:
-        plan = triton_delta._plan(view, view, None, half=True)
-        for state in (None, 2 * torch.randn(2, 3, 16, 5)):
-            expected = max(x.abs().max() for x in (view, state) if x is not None)
-            assert triton_delta._find_largest(plan, view, state).max() == expected
-
-
-def test_delta_rule_keeps_the_range_of_every_short_sequence_and_head(interpreted):
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
     of_values = 2.0 ** torch.tensor([[90, 0], [-90, 45]])  # by sequence and head
     of_gradients = 2.0 ** torch.tensor([[-60, 30], [0, 60]])
     shape = (2, 70, 2, 16)
@@ -271,6 +262,73 @@ def test_delta_rule_keeps_the_range_of_every_short_sequence_and_head(interpreted
         by_time = x.shape[1] == shape[1]
         factor = factor[:, None, :] if by_time else factor[:, :, None]
         assert torch.equal(y, x * (factor if x.ndim == 3 else factor[..., None]).to(x.dtype))
+
+
+# The relative error of numbers that are cut off to bfloat16, as the interpreter does, which is half as large rounded.
+CUT_OFF = torch.finfo(torch.bfloat16).eps / 4
+
+
+def delta_errors(form, monkeypatch, factors, part=slice(None), outlier=None):
+    """Relative errors of a delta rule in bfloat16, of its output and gradients in a part of time: ours and torch's.
+
+    Inputs are multiplied by `factors`, all of them or those of the token `outlier`.
+    """
+    from longseq.kernels.delta_rule import triton_delta
+
+    monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
+    inputs = make_inputs("delta_rule", "plain", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
+    scaled = {name: x.clone() for name, x in inputs.arguments.items() if name in factors}
+    for name, x in scaled.items():
+        x[:, slice(None) if outlier is None else outlier] *= factors[name]
+    inputs = inputs.replace(scaled).map(torch.Tensor.bfloat16)
+    exact = gradients(inputs.map(torch.Tensor.double), backend="torch")
+    forms = [gradients(inputs, backend=backend) for backend in ("triton", "torch")]
+    names = ["output", *(f"gradient of {name}" for name in "qkv")]
+    return {
+        name: [((x[name] - exact[name])[:, part].norm() / exact[name][:, part].norm()).item() for x in forms]
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {"q": 1e6},
+        {"q": 1e-6},
+        {"k": 1e-6},
+        {"k": 1e6, "beta": 1e-12, "initial_state": 1e-6},
+        {"v": 1e20, "initial_state": 1e20},
+        {"v": 1e-20, "initial_state": 1e-20},
+    ],
+    ids=str,
+)
+def test_delta_rule_takes_inputs_of_any_size(interpreted, monkeypatch, form, factors):
+    for name, (ours, plain) in delta_errors(form, monkeypatch, factors).items():
+        assert ours <= 3 * max(plain, CUT_OFF), name
+
+
+@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, monkeypatch, form, names):
+    factors = dict.fromkeys(names, 1e4)
+    for name, (ours, plain) in delta_errors(form, monkeypatch, factors, slice(20), outlier=20).items():
+        assert ours <= 3 * max(plain, CUT_OFF), name
+
+
+def test_delta_rule_keeps_neither_queries_nor_keys_without_a_gate(interpreted):
+    x = torch.randn(1, 2048, 1, 64, dtype=torch.float16)
+
+    def count_kept(**gates):
+        saved = []
+        arguments = [y.clone().requires_grad_() for y in (x, x / 8, x, x[..., 0])]
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
+            delta_rule(*arguments, **gates, backend="triton")
+        inputs = {y.data_ptr() for y in (*arguments, *gates.values())}
+        return sum(y.numel() * y.itemsize for y in saved if y.data_ptr() not in inputs)
+
+    gated, plain = count_kept(g=-torch.rand(1, 2048, 1)), count_kept()
+    assert gated - plain >= 2 * x.numel() * x.itemsize
 
 
 @pytest.mark.parametrize("variant", ["repeated_keys", "extreme_decay"])
