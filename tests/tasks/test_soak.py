@@ -84,7 +84,8 @@ def test_four_hundred_epochs_and_ten_interruptions_leave_nothing_behind(tmp_path
     events = [path.stat().st_size for path in run.glob("events.*")]
     print(json.dumps({"legs": report, "metrics": metrics["seconds"], "event_bytes": sum(events), "checkpoints": sizes}))
     assert metrics["epochs"] == EPOCHS
-    assert sum(seconds) / 2 < metrics["seconds"] < sum(seconds)
+    # Of all legs, without the start of each process.
+    assert 2 * seconds[-1] < metrics["seconds"] < sum(seconds)
     # From the second reading on: the first few epochs still import and allocate.
     early, late = report[0]["usage"][0][1], report[0]["usage"][1][1]
     assert late.megabytes < 1.1 * early.megabytes
