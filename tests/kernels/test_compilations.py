@@ -60,6 +60,7 @@ def held():
     return json.loads(FILE.read_text())
 
 
+@pytest.mark.compilations
 def test_the_file_is_of_these_sources(held):
     sources = compilations.hash_sources()
     names = sources | held["sources"]
@@ -69,6 +70,7 @@ def test_the_file_is_of_these_sources(held):
     assert held["missing"] == 0, f"{held['missing']} launches are not compiled: {REMEDY}"
 
 
+@pytest.mark.compilations
 def test_everything_compiles_and_fits(held):
     assert not [(row, fault) for row in held["rows"] if (fault := compilations.find_fault(row)) is not None]
     assert {(row["op"], row["capability"]) for row in held["rows"]} == {
@@ -76,6 +78,7 @@ def test_everything_compiles_and_fits(held):
     }
 
 
+@pytest.mark.compilations
 def test_the_largest_launches_compile(held, process):
     rows = []
     for capability in CAPABILITIES:
