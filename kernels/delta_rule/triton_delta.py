@@ -362,7 +362,8 @@ def _prepare_read_through(
 @delta_rule.register_fake
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
     plan = _plan(k, v, cu_seqlens, half)
-    heads, key_dim, value_dim = *k.shape[2:], v.shape[3]
+    heads, key_dim = k.shape[2:]
+    value_dim = v.shape[3]
     sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
     output, final, buffers = _allocate(plan, v, key_dim, sizes)
     return output, final, buffers if save else []
