@@ -44,8 +44,13 @@ class SequenceAutoencoder(nn.Module):
         return self.forward_head(self.forward_features(tokens)[0])
 
     @gathers_parameters
-    def forward_features(self, tokens: Tensor) -> tuple[Tensor, None]:
-        """Return the decoder's features `[B, T, d_model]`, and no state: the whole sequence is read before them."""
+    def forward_features(self, tokens: Tensor, *, output_final_state: bool = False) -> tuple[Tensor, None]:
+        """Return the decoder's features `[B, T, d_model]`, and no state: the whole sequence is read before them.
+
+        Raises ValueError for `output_final_state=True`.
+        """
+        if output_final_state:
+            raise ValueError("output_final_state=True: a sequence autoencoder has no state; leave it out")
         code = self.encoder.forward_features(tokens, output_final_state=False)[0][:, -1:]
         return self.decoder(code + sinusoids(tokens.shape[1], code.shape[-1]).to(code)), None
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -16,6 +17,9 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     except SIGTERMException:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Its threads, left to the interpreter's end, now and then abort a process that is leaving in order.
+            torch.distributed.destroy_process_group()
         # Lightning kills the first process where one that it started leaves with a code, before it has left itself.
         raise SystemExit(0 if is_started_by_run() else 143) from None
 

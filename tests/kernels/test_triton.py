@@ -815,10 +815,11 @@ def test_states_of_linear_attention_too_wide_for_the_table_are_refused(op):
 def test_states_too_wide_for_registers_are_refused():
     x, narrow, wide = torch.zeros(1, 2, 3), torch.zeros(1, 2, 64), torch.zeros(1, 2, 65)
     sizes = {"N": wide.shape[-1]}
-    assert any("at most 64" in reason for reason in explain("longhorn_scan", device="cuda", sizes=sizes)["triton"])
+    reasons = explain("longhorn_scan", device="cuda", sizes=sizes)["triton"]
+    assert reasons == ["N = 65, and it goes to 64 (use backend='torch')"]
     sizes = {"N": narrow.shape[-1]}
     assert explain("longhorn_scan", device="cuda", sizes=sizes)["triton"] == []
-    with pytest.raises(ValueError, match="at most 64 entries"):
+    with pytest.raises(ValueError, match="N = 65, and it goes to 64"):
         longhorn_scan(x, wide, wide, x, backend="triton")
 
 

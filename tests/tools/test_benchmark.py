@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -210,7 +211,7 @@ def test_kernels_are_compared_then_timed(tmp_path, triton_form):
     for refused, word in (("delta_rule", "WRONG: "), ("short_convolution", "refused: it runs on a CUDA device")):
         row = rows[refused, "triton"]
         assert row["verdict"].startswith(word)
-        assert set(row) == {"op", "variant", "shape", "dtype", "implementation", "verdict"}
+        assert set(row) == {"op", "variant", "shape", "dtype", "implementation", "verdict", "measured"}
     assert json.loads(output.read_text()) == result
     table = output.with_suffix(".md").read_text()
     assert "times are relative to the torch form's" in table
@@ -342,7 +343,9 @@ def test_models_are_measured_beside_attention(tmp_path):
     assert [row.get("mixer") for row in image] == ["attention", "deltanet", None]
     assert image[0]["training_images_of_first"] == image[0]["inference_images_of_first"] == 1
     assert image[2]["inference_images_of_first"] > 0
-    assert [(row["mixer"], row["tokens"], row["batch"]) for row in text] == [("attention", 8, 2), ("deltanet", 8, 2)]
+    ours = [(row["mixer"], row["tokens"], row["batch"]) for row in text if "mixer" in row]  # Llama's row has no mixer
+    assert ours == [("attention", 8, 2), ("deltanet", 8, 2)]
+    assert len(text) == len(ours) + (importlib.util.find_spec("transformers") is not None)
     assert all(row["training_tokens_of_first"] > 0 for row in text)
     assert all(row["decoding_tokens_of_first"] > 0 for row in decoding)
     assert not any(name.endswith("_s") for row in result["rows"] for name in row), "speeds of a CPU"

@@ -315,7 +315,7 @@ def measure_decoding(make: Callable[[], nn.Module], batch: int, asked: Row, devi
         for _ in range(text["new_tokens"]):
             _, state = step(token, state)
         if hasattr(start, "crop"):  # transformers' cache, which is no value: it holds the new tokens now
-            start.crop(text["prompt"])
+            start.crop(-text["new_tokens"])
 
     row: Row = {"parameters": count_parameters(model)}
     row["decoding_tokens_per_s"] = _rate(decode, batch * text["new_tokens"], asked, device)
