@@ -1,5 +1,7 @@
 """An end in order where several processes are told to stop."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +20,14 @@ def stoppable() -> Iterator[None]:
         yield
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Its threads, left to the interpreter's end, now and then abort a process that is leaving in order.
             torch.distributed.destroy_process_group()
-        # Lightning kills the first process where one that it started leaves with a code, before it has left itself.
-        raise SystemExit(0 if is_started_by_run() else 143) from None
+        if is_started_by_run():
+            # Lightning kills the first process where one that it started leaves with a code, before it has left itself.
+            # And threads of torch, left to the interpreter's end, now and then abort a process that leaves in order.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        raise SystemExit(143) from None
 
 
 class StopTogether(Callback):
