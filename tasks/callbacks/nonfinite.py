@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 
+from longseq.blocks.sharding import is_sharded
 from longseq.tasks.callbacks.updates import updated
 
 
@@ -105,7 +106,7 @@ def _backbone_parameters(module: LightningModule) -> list[tuple[str, nn.Paramete
 
 def _own(tensor: Any) -> Tensor:
     """What this process holds of a tensor that may be sharded."""
-    return tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:
