@@ -734,7 +734,8 @@ def test_readme_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
 # ---- results
 
 
-def test_results_are_tables_and_rows(tmp_path: Path):
+def test_results_are_tables_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(circumstances.COMMIT_VARIABLE, "0123abc 2026-01-02T03:04:05+00:00")
     rows = [{"op": "a", "forward_ms": 0.5, "quantiles": [1, 2]}, {"op": "b|c", "right": True}]
     result = make_result("Speed", rows, CPU, ["one note"])
     table = to_markdown(result)
@@ -747,7 +748,7 @@ def test_results_are_tables_and_rows(tmp_path: Path):
     assert [{key: value for key, value in row.items() if key != "measured"} for row in kept] == rows
     for row in kept:
         assert row["measured"]["processor"]
-        assert row["measured"]["commit"]
+        assert row["measured"]["commit"] == "0123abc 2026-01-02T03:04:05+00:00"
         assert {"torch", "python"} <= set(row["measured"]["versions"])
 
 

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_module
 import longseq.conf
 from longseq.tasks import assemble, evaluate, train
 from longseq.tasks.checkpoint import load
+from longseq.tasks.circumstances import COMMIT_VARIABLE
 from longseq.tasks.probe import comparison, sweep
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.generators import IGNORED
@@ -297,12 +298,13 @@ def results_of(folder: Path) -> dict[str, Any]:
 def test_the_sweep_compares_mixers(tmp_path, monkeypatch, capsys):
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
+    monkeypatch.setenv(COMMIT_VARIABLE, "0123abc 2026-01-02T03:04:05+00:00")
     assert probe(monkeypatch, tmp_path, script, *sweep) == 0
     results = results_of(tmp_path)
     assert [entry["mixer"] for entry in results["summary"]] == ["linear_attention", "attention model.positions=learned"]
     assert {"measured", "seconds", "training_seconds", "command"} <= results.keys()
     assert results["measured"]["processor"]
-    assert results["measured"]["commit"]
+    assert results["measured"]["commit"] == "0123abc 2026-01-02T03:04:05+00:00"
     assert (tmp_path / "compared" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "| linear_attention | " in (tmp_path / "compared" / "table.md").read_text()
     assert len(list((tmp_path / "compared" / "samples").glob("mqar_*.npz"))) == 1
