@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from longseq.tasks import assemble
+from longseq.tasks.data.sampler import Draw
 from longseq.tasks.image import data
 from longseq.tasks.image.datasets import Batch, TrainingBatches
-from longseq.tasks.image.sampler import Draw
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
 from longseq.tools import cli
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from longseq.kernels import orthogonal_recurrence
 from longseq.mixers import compression
-from longseq.tasks.checkpoint import load
+from longseq.tasks.training.checkpoint import load
 from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ import torch
 from byte_text import bits_per_byte, read_text, train
 from torch import Tensor
 
-from longseq.backbones.text import TextBackbone
+from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.lattice import Lattice
 from longseq.parameters import count_parameters
 from longseq.tools.benchmark.report import add_circumstances
@@ -27,9 +27,9 @@ TOKENS, BATCH, UPDATES = 256, 32, 1000
 LEARNING_RATE = 2e-3
 
 
-def build(mixer: str, options: dict[str, Any], device: torch.device) -> TextBackbone:
+def build(mixer: str, options: dict[str, Any], device: torch.device) -> TokenBackbone:
     torch.manual_seed(0)
-    model = TextBackbone(vocab_size=256, d_model=256, depth=2, mixer=mixer, mixer_options=options)
+    model = TokenBackbone(vocab_size=256, d_model=256, depth=2, mixer=mixer, mixer_options=options)
     return model.to(device)
 
 

@@ -26,7 +26,7 @@ from matplotlib import pyplot
 from torch import Tensor
 
 from longseq import mixers
-from longseq.backbones.text import TextBackbone
+from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels import explain
 from longseq.tasks.circumstances import find_circumstances, find_commit
 from longseq.tools.benchmark.measure import one_line
@@ -67,7 +67,7 @@ def curve(
     With a `rounding` other than 0, that one of these weights.
     """
     torch.manual_seed(0)
-    model = TextBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
+    model = TokenBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
     if rounding:
         round_at_random(model, rounding)
     losses, _ = train(

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longseq.tasks import runs
 from longseq.tasks.circumstances import find_circumstances, find_commit
+from longseq.tasks.training import runs
 
 HERE = Path(__file__).parent
 ENTRY = HERE / "entry.py"

@@ -17,19 +17,19 @@ from torch import nn
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.mixers.pattern import options_by_name, spell_pattern
-from longseq.tasks import targets
-from longseq.tasks.callbacks.clock import RunClock
-from longseq.tasks.callbacks.ema import ExponentialMovingAverage
-from longseq.tasks.callbacks.stop import StopTogether
-from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.module import TrainedModule
 from longseq.tasks.probe import build as probe
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.clock import RunClock
+from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.training.callbacks.stop import StopTogether
+from longseq.tasks.training.files import WholeCheckpoints
+from longseq.tasks.training.module import TrainedModule
 
 Config = Mapping[str, Any]
 Info = DataInfo | ProbeInfo

@@ -8,11 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from longseq.tasks import assemble, processes
-from longseq.tasks import checkpoint as checkpoints
-from longseq.tasks.callbacks.stop import StopTogether, stoppable
-from longseq.tasks.callbacks.unreadable import UnreadableImages
-from longseq.tasks.files import write_text
+from longseq.tasks import assemble
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import first_line
@@ -20,6 +16,11 @@ from longseq.tasks.probe.build import build_datamodule as probe_data
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
+from longseq.tasks.training import checkpoint as checkpoints
+from longseq.tasks.training import processes
+from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
+from longseq.tasks.training.callbacks.unreadable import UnreadableImages
+from longseq.tasks.training.files import write_text
 
 # Images at a time where data.eval_batch_size does not say.
 EVALUATION_BATCH = 64

@@ -9,12 +9,13 @@ import torch
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
-from longseq.tasks import assemble, checkpoint
+from longseq.tasks import assemble
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.folder import PassedOver, describe_passed_over
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import normalize
 from longseq.tasks.report import quiet_libraries
+from longseq.tasks.training import checkpoint
 
 
 class Prediction(NamedTuple):

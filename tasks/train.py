@@ -15,17 +15,18 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.parameters import count_parameters
-from longseq.tasks import assemble, processes, runs, targets
-from longseq.tasks import checkpoint as checkpoints
-from longseq.tasks.callbacks.clock import RunClock
-from longseq.tasks.callbacks.stop import stoppable
-from longseq.tasks.callbacks.throughput import Throughput
-from longseq.tasks.files import write_text
+from longseq.tasks import assemble
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.lock import locked
-from longseq.tasks.logger import RunLogger
-from longseq.tasks.module import TrainedModule
 from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
+from longseq.tasks.training import checkpoint as checkpoints
+from longseq.tasks.training import processes, runs, targets
+from longseq.tasks.training.callbacks.clock import RunClock
+from longseq.tasks.training.callbacks.stop import stoppable
+from longseq.tasks.training.callbacks.throughput import Throughput
+from longseq.tasks.training.files import write_text
+from longseq.tasks.training.lock import locked
+from longseq.tasks.training.logger import RunLogger
+from longseq.tasks.training.module import TrainedModule
 
 RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms")
 

@@ -26,9 +26,10 @@ from longseq.blocks.scan import Directions
 from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
-from longseq.tasks import assemble, checkpoint
+from longseq.tasks import assemble
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image_model import model_name
+from longseq.tasks.image.model import model_name
+from longseq.tasks.training import checkpoint
 
 __all__ = [
     "describe_image_model",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longseq.backbones.text import NORMS, TextBackbone
+from longseq.backbones.tokens import NORMS, TokenBackbone
 from longseq.blocks.sharding import gathers_parameters, whole_parameters
 
 
@@ -21,7 +21,7 @@ class SequenceAutoencoder(nn.Module):
     Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), the compression task.
     """
 
-    def __init__(self, encoder: TextBackbone) -> None:
+    def __init__(self, encoder: TokenBackbone) -> None:
         super().__init__()
         width = encoder.d_model
         self.encoder = encoder

@@ -18,7 +18,7 @@ class StepGraph:
     cost one launch.
 
     Args:
-        model: a `TextBackbone` in evaluation on a CUDA device, none of whose states grows.
+        model: a `TokenBackbone` in evaluation on a CUDA device, none of whose states grows.
         state: the state to start from; it is copied.
 
     Raises:

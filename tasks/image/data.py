@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from longseq.tasks.data.loader import BatchLoader, StreamLoader, TrainingLoader
+from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, TrainingBatches, Unreadable
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.loader import BatchLoader, StreamLoader, TrainingLoader
-from longseq.tasks.image.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.sources import (
     Split,
     Splits,

@@ -16,13 +16,13 @@ from timm.data.readers.shared_count import SharedCount
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from longseq.tasks.data.sampler import Draw
+from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.sampler import Draw
 from longseq.tasks.image.sources import Split, first_line
 from longseq.tasks.image.transforms import evaluation_transform
-from longseq.tasks.seeds import derive_seed
 
 _log = logging.getLogger(__name__)
 

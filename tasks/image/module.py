@@ -10,8 +10,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from longseq.tasks.image.mixing import BatchMixing
-from longseq.tasks.metrics import WeightedMean
-from longseq.tasks.module import TrainedModule
+from longseq.tasks.training.metrics import WeightedMean
+from longseq.tasks.training.module import TrainedModule
 
 
 class ImageClassifier(TrainedModule):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from longseq.tasks.image.sampler import EvaluationSampler
+from longseq.tasks.data.sampler import EvaluationSampler
+from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.slices import Slice
-from longseq.tasks.seeds import derive_seed
 
 
 class Asked(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from longseq.backbones.autoencoder import SequenceAutoencoder
-from longseq.backbones.text import TextBackbone
+from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.module import ProbeTask
@@ -46,7 +46,7 @@ def build_backbone(config: Config, info: ProbeInfo, mixer_options: dict[str, Any
         options.setdefault("max_length", info.longest)
     torch.manual_seed(config["seed"])
     try:
-        backbone = TextBackbone(
+        backbone = TokenBackbone(
             vocab_size=info.vocab_size,
             mixer=config["mixer"]["name"],
             mixer_options=mixer_options,

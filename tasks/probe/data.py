@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 
-from longseq.tasks.image.loader import BatchLoader, TrainingLoader
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.probe.info import ProbeInfo

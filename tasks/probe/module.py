@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longseq.tasks.metrics import WeightedMean
-from longseq.tasks.module import TrainedModule
 from longseq.tasks.probe.batches import Asked
 from longseq.tasks.probe.generators import IGNORED
+from longseq.tasks.training.metrics import WeightedMean
+from longseq.tasks.training.module import TrainedModule
 
 Batch = tuple[Tensor, Asked]
 

@@ -23,11 +23,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from longseq.tasks import assemble, runs
+from longseq.tasks import assemble
 from longseq.tasks.circumstances import find_circumstances
-from longseq.tasks.files import write_text
 from longseq.tasks.probe import comparison
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
+from longseq.tasks.training import runs
+from longseq.tasks.training.files import write_text
 
 # Keys of this command; every other override goes to each `longseq train`.
 OWN_KEYS = ("task", "mixers", "seeds", "sweep", "learning_rates", "jobs", "report", "plot", "output")

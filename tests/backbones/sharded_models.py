@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import longseq.backbones.image  # noqa: F401  (its models register with timm)
 from longseq import mixers
-from longseq.backbones.text import TextBackbone
-from longseq.tasks.callbacks.nonfinite import NonFiniteError, NonFiniteStop
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FEW = ("attention", "deltanet", "longhorn")
@@ -36,10 +36,10 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def text_model(mixer: str) -> TextBackbone:
+def text_model(mixer: str) -> TokenBackbone:
     # Eleven words: a number of rows that two processes do not share evenly.
     torch.manual_seed(0)
-    return TextBackbone(vocab_size=11, d_model=24, depth=1, mixer=mixer, tie_embeddings=False)
+    return TokenBackbone(vocab_size=11, d_model=24, depth=1, mixer=mixer, tie_embeddings=False)
 
 
 def image_model(mixer: str) -> nn.Module:

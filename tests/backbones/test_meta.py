@@ -12,7 +12,7 @@ from torch import nn
 import longseq.backbones.image  # noqa: F401  (its models register with timm)
 from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder
-from longseq.backbones.text import TextBackbone
+from longseq.backbones.tokens import TokenBackbone
 
 # Options that add parameters or buffers which the defaults of a mixer do without.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -24,7 +24,7 @@ CASES = [(name, options) for name in mixers.mixer_names() for options in ({}, *O
 
 
 def text_model(mixer: str, options: dict[str, Any]) -> nn.Module:
-    return TextBackbone(
+    return TokenBackbone(
         vocab_size=11, d_model=32, depth=2, mixer=mixer, mixer_options=options, norm="layer", positions="learned",
         max_length=8, tie_embeddings=False,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_model_from_the_meta_device_is_the_one_made_directly(mixer: str, optio
 
 def test_an_autoencoder_from_the_meta_device_is_the_one_made_directly() -> None:
     torch.manual_seed(3)
-    model = SequenceAutoencoder(TextBackbone(vocab_size=11, d_model=32, depth=1)).to_empty(device="cpu")
+    model = SequenceAutoencoder(TokenBackbone(vocab_size=11, d_model=32, depth=1)).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, float("nan"))
     model.init_weights()

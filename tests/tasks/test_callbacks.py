@@ -12,13 +12,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import assemble, train
-from longseq.tasks.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from longseq.tasks.callbacks.ema import ExponentialMovingAverage
-from longseq.tasks.callbacks.nonfinite import NonFiniteError, NonFiniteStop
-from longseq.tasks.callbacks.pictures import SamplePredictions, draw_confusion_matrix, draw_predictions
-from longseq.tasks.callbacks.throughput import Throughput
-from longseq.tasks.files import WholeCheckpoints
 from longseq.tasks.image.datasets import TrainingBatches
+from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
+from longseq.tasks.training.callbacks.pictures import SamplePredictions, draw_confusion_matrix, draw_predictions
+from longseq.tasks.training.callbacks.throughput import Throughput
+from longseq.tasks.training.files import WholeCheckpoints
 
 HEAD = "head.weight"
 INNER = "blocks.1.mixer.mixers.0.in_proj.weight"

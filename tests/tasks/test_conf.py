@@ -16,12 +16,13 @@ from lightning.pytorch.loggers import Logger
 import longseq.conf
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
-from longseq.tasks import assemble, targets, train
+from longseq.tasks import assemble, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.training import targets
 
 CONF = Path(longseq.conf.__file__).parent
 GROUPS = ("task", "mixer", "model", "scale", "data", "recipe", "trainer", "callbacks", "logger")

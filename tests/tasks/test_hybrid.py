@@ -6,8 +6,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.tasks import assemble, checkpoint, train
+from longseq.tasks import assemble, train
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.training import checkpoint
 
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 LAYERS = "{default: deltanet, layers: {1: attention}}"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from longseq.tasks import lock, runs, train
-from longseq.tasks.lock import LOCK_FILE, is_locked, locked
+from longseq.tasks import train
+from longseq.tasks.training import lock, runs
+from longseq.tasks.training.lock import LOCK_FILE, is_locked, locked
 
 
 def write_lock(folder: Path, **changes: object) -> Path:

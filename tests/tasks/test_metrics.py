@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longseq.tasks.metrics import WeightedMean
+from longseq.tasks.training.metrics import WeightedMean
 
 
 def test_a_mean_by_weights():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longseq.tasks import processes
-from longseq.tasks.lock import is_locked
+from longseq.tasks.training import processes
+from longseq.tasks.training.lock import is_locked
 
 LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
 

@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
 
-from longseq.tasks import assemble, evaluate, predict, targets, train
-from longseq.tasks.checkpoint import load
+from longseq.tasks import assemble, evaluate, predict, train
+from longseq.tasks.training import targets
+from longseq.tasks.training.checkpoint import load
 from longseq.tools import describe, export
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import assemble, train
-from longseq.tasks.callbacks.telemetry import Telemetry, evaluating, name_mixers, watching
+from longseq.tasks.training.callbacks.telemetry import Telemetry, evaluating, name_mixers, watching
 
 LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
 

@@ -12,7 +12,7 @@ import torch
 
 from longseq import mixers
 from longseq.mixers import Mixer
-from longseq.tasks.checkpoint import load, sha256
+from longseq.tasks.training.checkpoint import load, sha256
 
 
 def change(checkpoint: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
-from longseq.tasks.checkpoint import load, sha256
+from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools.export import (
     FORMATS,
     export_image_classifier,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import longseq  # noqa: F401  registers the image models
 from longseq import mixers
 from longseq.backbones.step_graph import StepGraph
-from longseq.backbones.text import TextBackbone, mlp_width
+from longseq.backbones.tokens import TokenBackbone, mlp_width
 from longseq.kernels import list_ops, token_loss
 from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import CACHE_VARIABLE
@@ -165,7 +165,7 @@ def language_models(text: Row, backend: str) -> Iterator[tuple[Row, Callable[[],
     size = {"vocab_size": text["vocabulary"], "d_model": text["d_model"], "depth": text["depth"]}
     size["recompute"] = text["recompute"]
     for mixer in text["mixers"]:
-        yield {"model": "longseq", "mixer": mixer}, partial(TextBackbone, mixer=mixer, backend=backend, **size)
+        yield {"model": "longseq", "mixer": mixer}, partial(TokenBackbone, mixer=mixer, backend=backend, **size)
     if "llama" in text["peers"] and importlib.util.find_spec("transformers") is not None:
         yield {"model": "transformers Llama, sdpa"}, partial(_Llama, text)
 
@@ -328,7 +328,7 @@ def measure_decoding(make: Callable[[], nn.Module], batch: int, asked: Row, devi
 def _measure_graph(model: nn.Module, start: Any, token: Tensor, asked: Row, device: torch.device) -> Row:
     """The step as a CUDA graph, for models whose state does not grow."""
     layers = [layer for layer in model.modules() if isinstance(layer, mixers.Mixer)]
-    if not isinstance(model, TextBackbone) or any(layer.growing_state for layer in layers):
+    if not isinstance(model, TokenBackbone) or any(layer.growing_state for layer in layers):
         return {}
     try:
         graph = StepGraph(model, start)

@@ -15,7 +15,7 @@ __all__ = ["FORMATS", "ExportReport", "export_image_classifier", "run"]
 def run(cfg: DictConfig) -> ExportReport:
     """Export the checkpoint that the configuration `export.yaml` names, and print how the file compares with it."""
     # Here, because an export from Python needs no training packages.
-    from longseq.tasks import checkpoint
+    from longseq.tasks.training import checkpoint
 
     if cfg.checkpoint is None:
         raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")

@@ -7,9 +7,9 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from longseq.tasks import targets
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.mixing import BatchMixing
+from longseq.tasks.training import targets
 
 
 def names(group):

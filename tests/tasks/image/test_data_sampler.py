@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from longseq.tasks.image.sampler import EvaluationSampler, TrainingSampler
-from longseq.tasks.seeds import derive_seed
+from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.data.seeds import derive_seed
 
 
 def test_derived_seeds_depend_on_every_number_and_their_order():

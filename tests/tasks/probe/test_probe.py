@@ -17,12 +17,12 @@ from hydra import compose, initialize_config_module
 
 import longseq.conf
 from longseq.tasks import assemble, evaluate, train
-from longseq.tasks.checkpoint import load
 from longseq.tasks.circumstances import COMMIT_VARIABLE
 from longseq.tasks.probe import comparison, sweep
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
+from longseq.tasks.training.checkpoint import load
 from longseq.tools import cli
 
 TINY = (

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from longseq.tasks.processes import is_started_by_run
+from longseq.tasks.training.processes import is_started_by_run
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from longseq.tasks.files import write_text
+from longseq.tasks.training.files import write_text
 
 
 class UnreadableImages(Callback):

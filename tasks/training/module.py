@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from longseq.mixers import check_revisions, mixer_revisions
-from longseq.tasks.callbacks.updates import updated
-from longseq.tasks.seeds import derive_seed
+from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.training.callbacks.updates import updated
 
 # Where a checkpoint tells which functions of their weights its mixers compute.
 REVISIONS = "mixer_revisions"
@@ -23,10 +23,10 @@ class TrainedModule(LightningModule):
 
     `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, or None in
     a module that only measures.
-    `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.checkpoint`). A subclass defines the
-    steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those that a run ends
-    with. Batch-level randomness is a function of (seed, micro batch, rank), so that a resumed run repeats the
-    uninterrupted one: a training step calls `seed_batch` first.
+    `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.training.checkpoint`). A subclass
+    defines the steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those
+    that a run ends with. Batch-level randomness is a function of (seed, micro batch, rank), so that a resumed run
+    repeats the uninterrupted one: a training step calls `seed_batch` first.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 
 from longseq.blocks.sharding import is_sharded
-from longseq.tasks.callbacks.updates import updated
+from longseq.tasks.training.callbacks.updates import updated
 
 
 class NonFiniteError(ValueError):

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from longseq.tasks.lock import is_locked
+from longseq.tasks.training.lock import is_locked
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.scan import Directions
 from longseq.mixers import Mixer
-from longseq.tasks.callbacks.updates import updated
+from longseq.tasks.training.callbacks.updates import updated
 
 
 class Telemetry(Callback):

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from longseq.tasks.callbacks.nonfinite import NonFiniteError
-from longseq.tasks.callbacks.updates import updated
+from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
+from longseq.tasks.training.callbacks.updates import updated
 
 
 class BestCheckpoint(ModelCheckpoint):

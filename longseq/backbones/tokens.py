@@ -1,6 +1,6 @@
 """Token models with exchangeable mixers: embedding, blocks, norm, and a head that scores every token of the vocabulary.
 
-model = TextBackbone(vocab_size=256, d_model=128, depth=4, mixer="3xdeltanet+attention")
+model = TokenBackbone(vocab_size=256, d_model=128, depth=4, mixer="3xdeltanet+attention")
 logits, state = model(tokens)                       # tokens [B, T], logits [B, T, vocab_size]
 logits, state = model.step(next_token, state)       # next_token [B], logits [B, vocab_size]
 text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU faster with cuda_graph=True
@@ -53,7 +53,7 @@ def mlp_width(d_model: int, ratio: float | None = None) -> int:
     return -(-8 * d_model // 192) * 64 if ratio is None else round(d_model * ratio)
 
 
-class TextState(NamedTuple):
+class TokenState(NamedTuple):
     """What a token model remembers: the state of each layer's mixer, and the number of tokens so far, `[B]`.
 
     The tokens are counted only by models with learned positions; elsewhere `position` is None.
@@ -63,7 +63,7 @@ class TextState(NamedTuple):
     position: Tensor | None
 
 
-class TextBackbone(nn.Module):
+class TokenBackbone(nn.Module):
     """Embedding, `depth` times (norm, mixer, add; norm, MLP, add), norm, head.
 
     Causal: a sequence, any split of it with the state carried over, and token-by-token steps give the same numbers.
@@ -181,9 +181,9 @@ class TextBackbone(nn.Module):
                 last.weight.data.div_(math.sqrt(branches))
 
     def forward(
-        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
+        self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None, output_final_state: bool = True,
-    ) -> tuple[Tensor, TextState | None]:  # fmt: skip
+    ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
         """Score what follows each token.
 
         Args:
@@ -204,9 +204,9 @@ class TextBackbone(nn.Module):
 
     @gathers_parameters
     def forward_features(
-        self, tokens: Tensor, state: TextState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
+        self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None, output_final_state: bool = True,
-    ) -> tuple[Tensor, TextState | None]:  # fmt: skip
+    ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
         """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`."""
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
@@ -224,7 +224,7 @@ class TextBackbone(nn.Module):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
             x, layer = run(x, None if layers is None else layers[index], **options)
             states.append(layer)
-        return self.norm(x), TextState(tuple(states), position) if output_final_state else None
+        return self.norm(x), TokenState(tuple(states), position) if output_final_state else None
 
     @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class TextBackbone(nn.Module):
         return self.head(features)
 
     @gathers_parameters
-    def step(self, token: Tensor, state: TextState) -> tuple[Tensor, TextState]:
+    def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
         """Read one more token `[B]`: logits `[B, vocab_size]` and the next state."""
         position = state.position
         x = self._embed(token, position)
@@ -242,13 +242,13 @@ class TextBackbone(nn.Module):
         for block, layer in zip(self.blocks, state.layers, strict=True):
             x, layer = block.step(x, layer)
             states.append(layer)
-        return self.forward_head(self.norm(x)), TextState(tuple(states), None if position is None else position + 1)
+        return self.forward_head(self.norm(x)), TokenState(tuple(states), None if position is None else position + 1)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> TextState:
+    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> TokenState:
         """Return the state before the first token; `dtype` is that of the weights."""
         layers = tuple(block.mixer.initial_state(batch, device, dtype) for block in self.blocks)
         counted = self.positions is not None
-        return TextState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
+        return TokenState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
 
     @torch.no_grad()
     def generate(
@@ -331,7 +331,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw one token a row from `logits [B, V]`: `[B]`. The options are those of `TextBackbone.generate`."""
+    """Draw one token a row from `logits [B, V]`: `[B]`. The options are those of `TokenBackbone.generate`."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     ordered, tokens = (logits.float() / temperature).sort(dim=-1, descending=True)

@@ -14,15 +14,15 @@ from typing import Any
 OPTIMIZERS = ("timm.optim.create_optimizer_v2",)
 SCHEDULES = ("timm.scheduler.create_scheduler_v2",)
 CALLBACKS = (
-    "longseq.tasks.callbacks.checkpoint.BestCheckpoint",
-    "longseq.tasks.callbacks.checkpoint.LastCheckpoint",
-    "longseq.tasks.callbacks.nonfinite.NonFiniteStop",
-    "longseq.tasks.callbacks.pictures.ConfusionMatrix",
-    "longseq.tasks.callbacks.pictures.SamplePredictions",
-    "longseq.tasks.callbacks.progress.TrainingProgress",
-    "longseq.tasks.callbacks.telemetry.Telemetry",
-    "longseq.tasks.callbacks.throughput.Throughput",
-    "longseq.tasks.callbacks.unreadable.UnreadableImages",
+    "longseq.tasks.training.callbacks.checkpoint.BestCheckpoint",
+    "longseq.tasks.training.callbacks.checkpoint.LastCheckpoint",
+    "longseq.tasks.training.callbacks.nonfinite.NonFiniteStop",
+    "longseq.tasks.training.callbacks.pictures.ConfusionMatrix",
+    "longseq.tasks.training.callbacks.pictures.SamplePredictions",
+    "longseq.tasks.training.callbacks.progress.TrainingProgress",
+    "longseq.tasks.training.callbacks.telemetry.Telemetry",
+    "longseq.tasks.training.callbacks.throughput.Throughput",
+    "longseq.tasks.training.callbacks.unreadable.UnreadableImages",
     "lightning.pytorch.callbacks.DeviceStatsMonitor",
     "lightning.pytorch.callbacks.EarlyStopping",
     "lightning.pytorch.callbacks.LearningRateMonitor",
@@ -30,7 +30,7 @@ CALLBACKS = (
     "lightning.pytorch.callbacks.Timer",
 )
 LOGGERS = (
-    "longseq.tasks.logger.RunLogger",
+    "longseq.tasks.training.logger.RunLogger",
     "lightning.pytorch.loggers.CSVLogger",
     "lightning.pytorch.loggers.MLFlowLogger",
     "lightning.pytorch.loggers.TensorBoardLogger",

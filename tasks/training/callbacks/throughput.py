@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from longseq.tasks.callbacks.updates import updated
+from longseq.tasks.training.callbacks.updates import updated
 
 _KEY = "throughput"
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.datasets import Batch, Failure, StreamBatches
-from longseq.tasks.image.sampler import EvaluationSampler, TrainingSampler
-from longseq.tasks.processes import prepare_data_worker
+from longseq.tasks.training.processes import prepare_data_worker
 
 
 class BatchLoader(DataLoader[Batch]):

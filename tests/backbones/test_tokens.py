@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder, sinusoids
 from longseq.backbones.step_graph import StepGraph
-from longseq.backbones.text import TextBackbone, mlp_width, sample
+from longseq.backbones.tokens import TokenBackbone, mlp_width, sample
 from longseq.blocks.recompute import RECOMPUTE
 from longseq.kernels.packing import Packing
 from longseq.state import map_state, select_state, state_size
@@ -21,10 +21,10 @@ HYBRID = "2xdeltanet+attention"
 MODELS = [*mixers.mixer_names(), HYBRID]
 
 
-def make(mixer: str = "deltanet", **options: Any) -> TextBackbone:
+def make(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
     torch.manual_seed(0)
     depth = 3 if mixer == HYBRID else 1
-    model = TextBackbone(**{"vocab_size": VOCABULARY, "d_model": 32, "depth": depth, "mixer": mixer, **options})
+    model = TokenBackbone(**{"vocab_size": VOCABULARY, "d_model": 32, "depth": depth, "mixer": mixer, **options})
     model = model.double().eval()
     with torch.no_grad():
         model.embedding.weight.mul_(50)  # so that tokens, and not rounding, decide the output
@@ -39,7 +39,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-9)
 
 
-def steps(model: TextBackbone, tokens: Tensor, state: Any) -> Tensor:
+def steps(model: TokenBackbone, tokens: Tensor, state: Any) -> Tensor:
     logits = []
     for token in tokens.unbind(1):
         y, state = model.step(token, state)
@@ -140,7 +140,7 @@ def test_a_step_graph_refuses_states_that_grow() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool) -> None:
     options = {"attention": {"rotary": True}, "window_attention": {"window": 32, "rotary": True}, "deltanet": {}}
-    model = TextBackbone(
+    model = TokenBackbone(
         vocab_size=64, d_model=128, depth=3, mixer="attention+window_attention+deltanet", mixer_options=options
     ).cuda()
     borders = torch.tensor([0, 100, 100, 101, 400, 512])
@@ -189,7 +189,7 @@ def test_generation_refuses_what_makes_no_sense(option: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("mlp", "branches"), [(None, 3), ("gelu", 6), ("swiglu", 6)])
 def test_layers_into_the_residual_start_smaller_by_the_root_of_their_number(mlp: str | None, branches: int) -> None:
-    model = TextBackbone(vocab_size=VOCABULARY, d_model=64, depth=3, mixer="longhorn", mlp=mlp)
+    model = TokenBackbone(vocab_size=VOCABULARY, d_model=64, depth=3, mixer="longhorn", mlp=mlp)
     for block in model.blocks:
         for last in (block.mixer.out_proj, *(() if mlp is None else (block.mlp.fc2,))):
             bound = (last.in_features * branches) ** -0.5  # of the uniform distribution of nn.Linear

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from longseq.tasks.seeds import derive_seed
+from longseq.tasks.data.seeds import derive_seed
 
 
 class Draw(NamedTuple):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from longseq.mixers import check_revisions
 from longseq.tasks.assemble import build_backbone, info_from_dict
-from longseq.tasks.image_model import takes_any_resolution
-from longseq.tasks.module import REVISIONS
+from longseq.tasks.image.model import takes_any_resolution
+from longseq.tasks.training.module import REVISIONS
 
 __all__ = ["Loaded", "load", "read", "sha256"]
 

@@ -1,0 +1,1 @@
+"""What the data of every task shares: batch samplers, loaders that resume, and seeds."""
