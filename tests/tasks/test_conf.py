@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import get_object
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -48,11 +47,6 @@ def bind(target: Any, **arguments: Any) -> None:
     inspect.signature(target).bind(**arguments)
 
 
-def bind_target(node: dict[str, Any], *leading: Any, **arguments: Any) -> None:
-    options = {key: value for key, value in node.items() if key not in ("_target_", "_partial_")}
-    inspect.signature(get_object(node["_target_"])).bind(*leading, **options, **arguments)
-
-
 def chosen(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with the task that it belongs to."""
     task = ["task=probe"] if (group, option) in PROBES and group != "task" else []
@@ -74,8 +68,11 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     bind(Trainer, **config["trainer"])
     for name, options in options_by_name(config["mixer"]["name"], config["mixer"]["options"]).items():
         bind(mixers.get(name), d_model=8, **options)
-    bind_target(config["recipe"]["optimizer"], None, lr=0.1)
-    bind_target(config["recipe"]["schedule"], None, num_epochs=1, updates_per_epoch=1)
+    optimizer, schedule = config["recipe"]["optimizer"], config["recipe"]["schedule"]
+    inspect.signature(targets.build(optimizer, targets.OPTIMIZERS, "optimizer")).bind(None, lr=0.1)
+    inspect.signature(targets.build(schedule, targets.SCHEDULES, "schedule")).bind(
+        None, num_epochs=1, updates_per_epoch=1
+    )
     targets.check(config)
     assert isinstance(targets.build(config["logger"], targets.LOGGERS, "logger"), Logger)
     callbacks = assemble.build_callbacks(config)
