@@ -207,6 +207,12 @@ def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
         ranks = [list(MixtureSampler([10, 7], 1, seed=0, rank=rank, world_size=2))[index] for rank in (0, 1)]
         assert ranks[0].slice_index == ranks[1].slice_index
         assert not set(ranks[0].rows) & set(ranks[1].rows)
+    shares = [list(MixtureSampler([10, 7], 1, seed=0, rank=rank, world_size=2)) for rank in (0, 1)]
+    turns = list(MixtureSampler([10, 7], 1, seed=0, accumulate=2))
+    assert len(turns) == 2 * len(whole)
+    for index, (pick, *spread) in enumerate(zip(whole, turns[::2], turns[1::2], *shares, strict=True)):
+        assert {one.slice_index for one in spread} == {pick.slice_index}
+        assert [list(one.rows) for one in spread] == [[pick.rows[0]], [pick.rows[1]]] * 2, index
     later = MixtureSampler([10, 7], 2, seed=0)
     later.start = 3
     assert [list(pick.rows) for pick in later] == [list(pick.rows) for pick in whole[3:]]
