@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from longseq.tasks.data.seeds import derive_seed
 
 
-class Draw(NamedTuple):
+class SampleIndex(NamedTuple):
     """One training sample: its position in the split, which repeat of it this is, and the epoch."""
 
     position: int
@@ -20,12 +20,12 @@ class Draw(NamedTuple):
     epoch: int
 
 
-class TrainingSampler(Sampler[list[Draw]]):
+class TrainingSampler(Sampler[list[SampleIndex]]):
     """Yields the batches of one rank, from batch `start` of epoch `epoch` on.
 
     An epoch is a permutation of the samples, each `repeats` times in a row, cut to the number of samples (repeated
     augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours go to different ranks, so a batch over all ranks
-    holds the same draws whatever the number of ranks. What does not fill a batch on every rank is dropped.
+    holds the same samples whatever the number of ranks. What does not fill a batch on every rank is dropped.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class TrainingSampler(Sampler[list[Draw]]):
         """Batches of a whole epoch on one rank, whatever `start` is."""
         return self.num_samples // (self.batch_size * self.world_size)
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         epoch, stride = self.epoch, self.batch_size * self.world_size
         distinct = math.ceil(self.num_samples / self.repeats)
         order = np.random.default_rng(derive_seed(self.seed, epoch)).permutation(self.num_samples)[:distinct].tolist()
         for batch in range(self.start, len(self)):
             positions = range(batch * stride + self.rank, (batch + 1) * stride, self.world_size)
-            yield [Draw(order[p // self.repeats], p % self.repeats, epoch) for p in positions]
+            yield [SampleIndex(order[p // self.repeats], p % self.repeats, epoch) for p in positions]
 
 
 class EvaluationSampler(Sampler[list[int]]):

@@ -15,7 +15,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.slices import Slice
 
 
-class Asked(NamedTuple):
+class ProbeTargets(NamedTuple):
     """What is asked in a batch: the places `[B, A]`, the answers `[B, A]` and their bits (see `Slice`), the slice."""
 
     places: Tensor
@@ -24,30 +24,30 @@ class Asked(NamedTuple):
     slice_index: int
 
 
-class Pick(NamedTuple):
+class BatchIndices(NamedTuple):
     """The rows of one slice that make a batch."""
 
     slice_index: int
     rows: Any
 
 
-class SliceBatches(Dataset[tuple[Tensor, Asked, list[Any]]]):
-    """Maps a Pick to its batch (tokens `[B, T]`, Asked) and the list of failures that loaders expect, empty here."""
+class SliceBatches(Dataset[tuple[Tensor, ProbeTargets, list[Any]]]):
+    """Maps BatchIndices to a batch (tokens `[B, T]`, ProbeTargets) and the failures that loaders expect: none."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.slices = slices
 
-    def __getitem__(self, pick: Pick) -> tuple[Tensor, Asked, list[Any]]:
-        chosen = self.slices[pick.slice_index]
-        rows = torch.as_tensor(pick.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
+    def __getitem__(self, indices: BatchIndices) -> tuple[Tensor, ProbeTargets, list[Any]]:
+        chosen = self.slices[indices.slice_index]
+        rows = torch.as_tensor(indices.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
         tokens, places, answers = (
             part.index_select(0, rows).long() for part in (chosen.tokens, chosen.places, chosen.answers)
         )
         allowed = None if chosen.allowed is None else chosen.allowed.index_select(0, rows)
-        return tokens, Asked(places, answers, allowed, pick.slice_index), []
+        return tokens, ProbeTargets(places, answers, allowed, indices.slice_index), []
 
 
-class MixtureSampler(Sampler[Pick]):
+class MixtureSampler(Sampler[BatchIndices]):
     """Yields the batches of one rank, from batch `start` of epoch `epoch` on.
 
     An epoch shuffles each slice, cuts it into batches over all ranks, and shuffles the batches of all slices. What does
@@ -76,17 +76,18 @@ class MixtureSampler(Sampler[Pick]):
         """Batches of a whole epoch on one rank, whatever `start` is."""
         return sum(size // (self.batch_size * self.world_size) for size in self.sizes)
 
-    def __iter__(self) -> Iterator[Pick]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         stride = self.batch_size * self.world_size
         random = np.random.default_rng(derive_seed(self.seed, self.epoch))
         orders = [random.permutation(size) for size in self.sizes]
         planned = [(index, batch) for index, size in enumerate(self.sizes) for batch in range(size // stride)]
         for turn in random.permutation(len(planned))[self.start :]:
             index, batch = planned[turn]
-            yield Pick(index, orders[index][batch * stride + self.rank : (batch + 1) * stride : self.world_size])
+            rows = orders[index][batch * stride + self.rank : (batch + 1) * stride : self.world_size]
+            yield BatchIndices(index, rows)
 
 
-class SliceSampler(Sampler[Pick]):
+class SliceSampler(Sampler[BatchIndices]):
     """Yields batches for measuring: every sample of every slice once over all ranks, as many batches on each rank."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -95,7 +96,7 @@ class SliceSampler(Sampler[Pick]):
     def __len__(self) -> int:
         return sum(map(len, self.samplers))
 
-    def __iter__(self) -> Iterator[Pick]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         for index, sampler in enumerate(self.samplers):
             for rows in sampler:
-                yield Pick(index, rows)
+                yield BatchIndices(index, rows)
