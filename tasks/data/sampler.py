@@ -15,7 +15,7 @@ from longseq.tasks.data.seeds import derive_seed
 BatchT = TypeVar("BatchT")
 
 
-class Draw(NamedTuple):
+class SampleIndex(NamedTuple):
     """One training sample: its position in the split, which repeat of it this is, and the epoch."""
 
     position: int
@@ -75,8 +75,8 @@ class UpdateSampler(Sampler[BatchT]):
             yield give(update, turn * self.world_size + self.rank)
 
 
-class TrainingSampler(UpdateSampler[list[Draw]]):
-    """Yields the draws of each batch.
+class TrainingSampler(UpdateSampler[list[SampleIndex]]):
+    """Yields the samples of each batch.
 
     An epoch is a permutation of the samples, each `repeats` times in a row, cut to the number of samples (repeated
     augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours go to different processes.
@@ -108,14 +108,14 @@ class TrainingSampler(UpdateSampler[list[Draw]]):
     def updates(self) -> int:
         return self.num_samples // self.effective_batch_size
 
-    def shuffle(self) -> Callable[[int, int], list[Draw]]:
+    def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:
         epoch, size = self.epoch, self.effective_batch_size
         distinct = math.ceil(self.num_samples / self.repeats)
         order = np.random.default_rng(derive_seed(self.seed, epoch)).permutation(self.num_samples)[:distinct].tolist()
 
-        def give(update: int, part: int) -> list[Draw]:
+        def give(update: int, part: int) -> list[SampleIndex]:
             places = range(update * size + part, (update + 1) * size, self.parts)
-            return [Draw(order[p // self.repeats], p % self.repeats, epoch) for p in places]
+            return [SampleIndex(order[p // self.repeats], p % self.repeats, epoch) for p in places]
 
         return give
 

@@ -15,7 +15,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.slices import Slice
 
 
-class Asked(NamedTuple):
+class ProbeTargets(NamedTuple):
     """What is asked in a batch: the places `[B, A]`, the answers `[B, A]` and their bits (see `Slice`), the slice."""
 
     places: Tensor
@@ -24,31 +24,31 @@ class Asked(NamedTuple):
     slice_index: int
 
 
-class Pick(NamedTuple):
+class BatchIndices(NamedTuple):
     """The rows of one slice that make a batch."""
 
     slice_index: int
     rows: Any
 
 
-class SliceBatches(Dataset[tuple[Tensor, Asked, list[Any]]]):
-    """Maps a Pick to its batch (tokens `[B, T]`, Asked) and the list of failures that loaders expect, empty here."""
+class SliceBatches(Dataset[tuple[Tensor, ProbeTargets, list[Any]]]):
+    """Maps BatchIndices to a batch (tokens `[B, T]`, ProbeTargets) and the failures that loaders expect: none."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.slices = slices
 
-    def __getitem__(self, pick: Pick) -> tuple[Tensor, Asked, list[Any]]:
-        chosen = self.slices[pick.slice_index]
-        rows = torch.as_tensor(pick.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
+    def __getitem__(self, indices: BatchIndices) -> tuple[Tensor, ProbeTargets, list[Any]]:
+        chosen = self.slices[indices.slice_index]
+        rows = torch.as_tensor(indices.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
         tokens, places, answers = (
             part.index_select(0, rows).long() for part in (chosen.tokens, chosen.places, chosen.answers)
         )
         allowed = None if chosen.allowed is None else chosen.allowed.index_select(0, rows)
-        return tokens, Asked(places, answers, allowed, pick.slice_index), []
+        return tokens, ProbeTargets(places, answers, allowed, indices.slice_index), []
 
 
-class MixtureSampler(UpdateSampler[Pick]):
-    """Yields the picks of each batch.
+class MixtureSampler(UpdateSampler[BatchIndices]):
+    """Yields the rows of each batch, all of one slice.
 
     An epoch shuffles each slice, cuts it into effective batches, and shuffles the effective batches of all slices.
     """
@@ -80,21 +80,21 @@ class MixtureSampler(UpdateSampler[Pick]):
     def updates(self) -> int:
         return sum(size // self.effective_batch_size for size in self.sizes)
 
-    def shuffle(self) -> Callable[[int, int], Pick]:
+    def shuffle(self) -> Callable[[int, int], BatchIndices]:
         effective = self.effective_batch_size
         random = np.random.default_rng(derive_seed(self.seed, self.epoch))
         orders = [random.permutation(size) for size in self.sizes]
         planned = [(index, batch) for index, size in enumerate(self.sizes) for batch in range(size // effective)]
         turns = random.permutation(len(planned))
 
-        def give(update: int, part: int) -> Pick:
+        def give(update: int, part: int) -> BatchIndices:
             index, batch = planned[turns[update]]
-            return Pick(index, orders[index][batch * effective + part : (batch + 1) * effective : self.parts])
+            return BatchIndices(index, orders[index][batch * effective + part : (batch + 1) * effective : self.parts])
 
         return give
 
 
-class SliceSampler(Sampler[Pick]):
+class SliceSampler(Sampler[BatchIndices]):
     """Yields batches for measuring: every sample of every slice once over all ranks, as many batches on each rank."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -103,7 +103,7 @@ class SliceSampler(Sampler[Pick]):
     def __len__(self) -> int:
         return sum(map(len, self.samplers))
 
-    def __iter__(self) -> Iterator[Pick]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         for index, sampler in enumerate(self.samplers):
             for rows in sampler:
-                yield Pick(index, rows)
+                yield BatchIndices(index, rows)

@@ -22,8 +22,8 @@ class ProbeDataModule(LightningDataModule):
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
     generator beside those of `options`. Samples are functions of (`draw_seed`, slice), so that runs of several seeds
     share them, and none occurs twice. With `cache` they are kept in a file of that folder. Batches are
-    (tokens `[B, T]`, Asked), picked from tensors that lie on the device; their order is a function of (`seed`, epoch).
-    ValueError for what the user can mend.
+    (tokens `[B, T]`, ProbeTargets), picked from tensors that lie on the device; their order is a function of (`seed`,
+    epoch). ValueError for what the user can mend.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ def test_training_draws_every_sample_at_most_once_without_repeats():
     sampler = TrainingSampler(103, 10, seed=5)
     batches = list(sampler)
     assert len(batches) == len(sampler) == 10
-    positions = [draw.position for batch in batches for draw in batch]
+    positions = [index.position for batch in batches for index in batch]
     assert len(positions) == len(set(positions)) == 100
-    assert all(draw.repeat == 0 for batch in batches for draw in batch)
+    assert all(index.repeat == 0 for batch in batches for index in batch)
 
 
 def test_epochs_and_seeds_differ_but_are_reproducible():
@@ -36,10 +36,10 @@ def test_epochs_and_seeds_differ_but_are_reproducible():
 
 
 def test_repeated_augmentation_keeps_the_length_of_an_epoch():
-    draws = [draw for batch in TrainingSampler(90, 9, seed=0, repeats=3) for draw in batch]
-    assert len(draws) == 90
-    assert len({draw.position for draw in draws}) == 30
-    assert len(set(draws)) == 90
+    indices = [index for batch in TrainingSampler(90, 9, seed=0, repeats=3) for index in batch]
+    assert len(indices) == 90
+    assert len({index.position for index in indices}) == 30
+    assert len(set(indices)) == 90
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
