@@ -63,7 +63,9 @@ def draw() -> str:
         parts.append(_text(LEFT - 8, y + 5, f"{speed // 1000}k", "end"))
     for length in lengths:
         parts.append(_text(across(length), HEIGHT - BOTTOM + 22, f"{length:,}", "middle"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "tokens of a sequence (32,768 tokens a step)", "middle"))
+    parts.append(
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "tokens of a sequence (32,768 tokens a step)", "middle")
+    )
     places = _spread({name: down(own[lengths[-1]]) for name, own in speeds.items()})
     for name, own in speeds.items():
         points = [(across(length), down(own[length])) for length in lengths]

@@ -94,13 +94,15 @@ def draw(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def name_of(row: Row, kind: str, name: str) -> str:
-    return name + (" (older)" if find_later_changes(row, kind) else "")
+def name_of(row: Row, kind: str, name: str, table: str = "") -> str:
+    return name + (" (older)" if find_later_changes(row, kind, table) else "")
 
 
 def mean(cell: Any) -> str:
     """A cell of a page: mean and spread without the value of each seed."""
-    return format_mean(cell) if isinstance(cell, Mapping) else str(cell)
+    if isinstance(cell, Mapping):
+        return format_mean(cell)
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def millions(count: int, beside: int | None = None) -> str:
@@ -212,7 +214,7 @@ def columns_of(name: str, prefix: str, heading: Callable[[str], str]) -> str:
     result = read(name)
     columns = [key for key in result["rows"][0] if key.startswith(prefix)]
     lines = [
-        [name_of(row, result["kind"], row["mixer"]), *(mean(row.get(column, "")) for column in columns)]
+        [name_of(row, result["kind"], row["mixer"], name), *(mean(row.get(column, "")) for column in columns)]
         for row in result["rows"]
     ]
     return draw(["mixer", *map(heading, columns)], lines) + "\n" + surroundings(result["rows"])
@@ -243,21 +245,28 @@ SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba
 
 
 def summary() -> str:
-    """Accuracy, recall and speed of the mixers that were measured in more than one table."""
-    accuracy = {row["model"]: row for row in read("cifar10")["rows"]}
-    recalled = {row["mixer"].split()[0]: row for row in reversed(read("mqar_zoology")["rows"])}
+    """Accuracy, recall and speed of mixers from three tables; a star marks a figure that has become older."""
     trained = [row for row in read("language_models")["rows"] if row["task"] == "text" and not row.get("recompute")]
+    speeds = {(row.get("mixer"), row["tokens"]): row for row in trained}
+    accuracies = {row["model"]: row for row in read("cifar10")["rows"]}
+    recalled = {row["mixer"].split()[0]: row for row in reversed(read("mqar_zoology")["rows"])}
     used, lines = [], []
     for mixer in SUMMARY:
-        speeds = {row["tokens"]: row for row in trained if row.get("mixer") == mixer}
-        found = [accuracy.get(mixer), recalled.get(mixer), speeds.get(2048), speeds.get(32768)]
-        kinds = ("accuracy", "accuracy", "speed", "speed")
-        older = any(row and find_later_changes(row, kind) for row, kind in zip(found, kinds, strict=True))
-        used += [row for row in found if row]
-        keys = ("test_top1", "d_model=128", "training_tokens_per_s", "training_tokens_per_s")
-        values = ["" if row is None else row[key] for row, key in zip(found, keys, strict=True)]
-        cells = [f"{value:,}" if isinstance(value, int) else mean(value) for value in values]
-        lines.append([mixer + (" (older)" if older else ""), *cells])
+        found = (
+            ("cifar10", "test_top1", accuracies.get(mixer)),
+            ("mqar_zoology", "d_model=128", recalled.get(mixer)),
+            ("language_models", "training_tokens_per_s", speeds.get((mixer, 2048))),
+            ("language_models", "training_tokens_per_s", speeds.get((mixer, 32768))),
+        )
+        line = [f"`{mixer}`"]
+        for table, key, row in found:
+            if row is None:
+                line.append("")
+                continue
+            value = f"{row[key]:,}" if isinstance(row[key], int) else mean(row[key])
+            line.append(value + (" *" if find_later_changes(row, read(table)["kind"], table) else ""))
+            used.append(row)
+        lines.append(line)
     heading = ["`mixer=`", "CIFAR-10, top-1", "recall of 64 pairs", "tokens/s at 2,048", "tokens/s at 32,768"]
     return draw(heading, lines) + "\n" + surroundings(used)
 
@@ -280,7 +289,10 @@ MARKER = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end of \1 -->\n", re.DOTALL)
 
 def with_tables(page: Path) -> str:
     """The text of a page, with every table between its markers made anew."""
-    made = MARKER.sub(lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of {found[1]} -->\n", page.read_text())
+    made = MARKER.sub(
+        lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of {found[1]} -->\n",
+        page.read_text(),
+    )
     if made.count("<!-- table ") != len(MARKER.findall(made)):
         raise ValueError(f"{page} has a table without its end: each needs <!-- table NAME --> and <!-- end of NAME -->")
     return made

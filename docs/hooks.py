@@ -38,7 +38,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn the links of a page of this folder into those of the site."""
-    return markdown if page.file.src_uri in JOINED.values() else _with_links(markdown, f"docs/pages/{page.file.src_uri}")
+    return (
+        markdown if page.file.src_uri in JOINED.values() else _with_links(markdown, f"docs/pages/{page.file.src_uri}")
+    )
 
 
 def _with_links(text: str, source: str) -> str:
