@@ -1,7 +1,7 @@
 """What mkdocs does for these pages beside its plug-ins.
 
 Pages of the repository outside of this folder join the site, and the notebook becomes a page. Links between them are
-written as paths in the repository, so that they hold where the pages are read there; here they become those of the site.
+written as paths in the repository, where they hold as well; here they become links between pages of the site.
 """
 
 from __future__ import annotations
