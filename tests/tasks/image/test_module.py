@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from longseq.tasks import train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.trainer import build_trainer
 
 
@@ -88,7 +89,7 @@ def test_metrics_weigh_every_image_alike(tiny):
 
 
 def test_top5_needs_more_than_five_classes(tiny):
-    config = tiny()
+    config = resolve(tiny())
     info = ImageDataModule.from_config(config, 64).info
     few = type(info).from_dict(info.to_dict() | {"num_classes": 5, "class_names": list("abcde")})
     assert "top5" not in ImageClassifier.from_config(config, torch.nn.Identity(), few, None).val_metrics
