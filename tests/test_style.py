@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "conf", "kernels", "longseq", "tasks", "tests", "tools")
+FOLDERS = ("benchmarks", "conf", "docs", "kernels", "longseq", "tasks", "tests", "tools")
 
 
 def run_tool(name: str, *arguments: str | Path, cwd: Path = ROOT) -> None:
