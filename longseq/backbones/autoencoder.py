@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import NORMS, TokenBackbone
-from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.blocks.sharding import full_parameters, gathers_parameters
 
 
 class SequenceAutoencoder(nn.Module):
@@ -33,7 +33,7 @@ class SequenceAutoencoder(nn.Module):
     def init_weights(self) -> None:
         """Draw all weights, as after `to_empty`."""
         self.encoder.init_weights()
-        with whole_parameters(self.decoder):
+        with full_parameters(self.decoder):
             layers: Any = self.decoder
             for layer in layers:
                 if not isinstance(layer, nn.GELU):

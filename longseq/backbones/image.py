@@ -25,8 +25,8 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from longseq.blocks.hooks import is_watched
-from longseq.blocks.initialisation import remember_generators
+from longseq.blocks.hooks import has_observers
+from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
 from longseq.blocks.positions import (
@@ -42,7 +42,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
-from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
 from longseq.mixers import get as get_mixer
@@ -118,7 +118,7 @@ class ImageBackbone(nn.Module):
         dynamic_img_size: bool = False,
     ) -> None:
         super().__init__()
-        take_back_draws = remember_generators()
+        restore_rng_state = save_rng_state()
         check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
@@ -175,7 +175,7 @@ class ImageBackbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
-        take_back_draws()
+        restore_rng_state()
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -187,7 +187,7 @@ class ImageBackbone(nn.Module):
         channels twice as large, and those to Longhorn's rates, from 12, eight times.
         """
         blocks: Any = self.blocks
-        with whole_parameters(self, without=blocks):
+        with full_parameters(self, without=blocks):
             trunc_normal_(self.pos_embed, std=0.02)
             if self.cls_token is not None:
                 trunc_normal_(self.cls_token, std=0.02)
@@ -197,7 +197,7 @@ class ImageBackbone(nn.Module):
             for part in (self.norm, self.head):
                 self._init_part(part)
         for block in blocks:
-            with whole_parameters(block):
+            with full_parameters(block):
                 self._init_part(block)
 
     def _init_part(self, part: nn.Module) -> None:
@@ -254,7 +254,7 @@ class ImageBackbone(nn.Module):
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
         # Who looks at the border of a block, by a hook or in a symbolic trace, finds the token where others have it.
         # Moving it costs two copies, which runs that no one looks at are spared.
-        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or is_watched(block)):
+        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
             return move_token_back(run(move_token_first(x, layout), layout, True), layout)
         return run(x, layout)
 

@@ -19,14 +19,14 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from longseq.backbones.step_graph import StepGraph, check_step_graph
-from longseq.blocks.initialisation import remember_generators
+from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import SequenceBlock
 from longseq.blocks.rotary import count_positions
-from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
@@ -110,7 +110,7 @@ class TokenBackbone(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        take_back_draws = remember_generators()
+        restore_rng_state = save_rng_state()
         for name, value, known in (("norm", norm, NORMS), ("positions", positions, POSITIONS)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
@@ -143,7 +143,7 @@ class TokenBackbone(nn.Module):
             self.blocks.append(SequenceBlock(layer, make_norm(), mlp=channels, mlp_norm=mlp_norm, drop_path=rate))
         self.norm = make_norm()
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
-        take_back_draws()
+        restore_rng_state()
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -160,7 +160,7 @@ class TokenBackbone(nn.Module):
         """
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
-                with whole_parameters(part):  # one after the other: all of them at once may not fit a device
+                with full_parameters(part):  # one after the other: all of them at once may not fit a device
                     self._init_part(part)
 
     def _init_part(self, part: nn.Module) -> None:

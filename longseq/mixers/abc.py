@@ -11,7 +11,7 @@ from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import twice
+from longseq.mixers.base import repeat_rows
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState
 
@@ -92,7 +92,7 @@ class BoundedMemoryControl(SlotMixer):
         return *self._gates(g if real is None else g * real), normalizer
 
     def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        g, write, _ = self.write(twice(logits), None, None, twice(mask), "second_half")
+        g, write, _ = self.write(repeat_rows(logits), None, None, repeat_rows(mask), "second_half")
         return g, write
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

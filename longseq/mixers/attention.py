@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.blocks.packing import pick, unpack_rows
+from longseq.blocks.packing import gather_tokens, unpack_rows
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing
@@ -107,7 +107,7 @@ class Attention(SoftmaxMixer):
             allowed = allowed | functional.pad(_own(mask), (slots.numel(), 0))
         key, value = torch.cat([past.key.to(k.dtype), k], dim=1), torch.cat([past.value.to(v.dtype), v], dim=1)
         order = (~seen).to(torch.uint8).argsort(dim=1, stable=True)
-        return attend(q, key, value, allowed), pick(key, order), pick(value, order)
+        return attend(q, key, value, allowed), gather_tokens(key, order), gather_tokens(value, order)
 
     def _continue_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, packing: Packing

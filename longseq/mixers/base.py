@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longseq.blocks.recompute import run_again
+from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
@@ -31,7 +31,7 @@ class Mixer(nn.Module):
     Class attributes:
         paper: the source of the layer.
         operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
-        undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
+        no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse=True`, with which it reads from the last token, and from the state behind
             it, to the first, without turning the tokens round in memory, and `reverse="second_half"`, with which it
@@ -39,7 +39,7 @@ class Mixer(nn.Module):
         reads_pairs: it defines `scan_pair`, which reads the same tokens both ways.
         growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
             their number, and its floating-point tensors are float32 (float64 for float64 inputs).
-        keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
+        recomputable: `recompute` saves memory. False where `scan` keeps little for its gradient beside its arguments.
 
     Attributes:
         revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
@@ -50,12 +50,12 @@ class Mixer(nn.Module):
 
     paper: ClassVar[str] = ""
     operations: ClassVar[tuple[str, ...]] = ()
-    undecayed: ClassVar[tuple[str, ...]] = ()
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     growing_state: ClassVar[bool] = False
-    keeps_little: ClassVar[bool] = False
+    recomputable: ClassVar[bool] = True
 
     revision: int = 1
     recompute: bool = False
@@ -110,11 +110,11 @@ class Mixer(nn.Module):
 
     def read(self, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         """`scan`, that keeps its arguments alone where the model wants to `recompute` the rest."""
-        return run_again(self.recompute and not self.keeps_little, self.scan, projected, state, **options)
+        return checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
 
     def read_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """`scan_pair` in the same way."""
-        return run_again(self.recompute and not self.keeps_little, self.scan_pair, backward, projected, mask)
+        return checkpoint_if(self.recompute and self.recomputable, self.scan_pair, backward, projected, mask)
 
     @gathers_parameters
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -214,8 +214,8 @@ class Mixer(nn.Module):
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
-def twice(x: MaybeTensor) -> MaybeTensor:
-    """The rows `[2 B, ...]` of a pair that reads the same `x [B, ...]` both ways, or None for None."""
+def repeat_rows(x: MaybeTensor) -> MaybeTensor:
+    """Repeat `x [B, ...]` along the batch, `[2 B, ...]`: one copy is read forward, one backward. None gives None."""
     if x is None:
         return x
     return torch.cat((x, x))

@@ -15,7 +15,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -123,9 +123,9 @@ class CompressionMixer(Mixer):
         shared, v, gate, rates = self._split(projected)
         q = self.query_convolution.convolve_pair(backward.query_convolution, shared, mask)
         k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
-        gamma, g = twice(self._gamma(rates)), self._log_decay(rates, backward)
+        gamma, g = repeat_rows(self._gamma(rates)), self._log_decay(rates, backward)
         memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
-        o, _ = self._recur(q, k, twice(v), gamma, g, memory, mask=twice(mask), reverse="second_half")
+        o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, mask=repeat_rows(mask), reverse="second_half")
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
 
     def _recur(

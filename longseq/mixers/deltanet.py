@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.hooks import is_plain
-from longseq.blocks.linear import AlignedLinear, project_whole
+from longseq.blocks.hooks import is_replaceable
+from longseq.blocks.linear import AlignedLinear, project_padded
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -86,7 +86,7 @@ class DeltaNet(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def project_in(self, x: Tensor) -> Tensor:
-        return super().project_in(x) if self.in_proj is None else project_whole(self.in_proj, x)
+        return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
         self,
@@ -101,7 +101,7 @@ class DeltaNet(Mixer):
         convolution, memory = (None, None) if state is None else state
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         options["output_final_state"] = output_final_state
-        if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
+        if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(projected, convolution, **options, **self._options)
         else:
             mixed, logits = self._split(projected)
@@ -114,10 +114,10 @@ class DeltaNet(Mixer):
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
             mixed, logits = self._split(projected)
-            features = self._features(twice(mixed), logits)
+            features = self._features(repeat_rows(mixed), logits)
         else:
             features = self.convolution.features_pair(backward.convolution, projected, mask=mask, **self._options)
-        o, _ = self._recur(features, None, None, twice(mask), "second_half")
+        o, _ = self._recur(features, None, None, repeat_rows(mask), "second_half")
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.hooks import is_plain
-from longseq.blocks.linear import AlignedLinear, project_whole
+from longseq.blocks.hooks import is_replaceable
+from longseq.blocks.linear import AlignedLinear, project_padded
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -64,7 +64,7 @@ class GatedDeltaNet(Mixer):
     operations = ("convolved_features", "delta_rule")
     reads_backwards = True
     reads_pairs = True
-    undecayed = ("A_log", "dt_bias")
+    no_weight_decay_names = ("A_log", "dt_bias")
     revision = 2  # the first had no 1/√K
 
     def __init__(
@@ -118,7 +118,7 @@ class GatedDeltaNet(Mixer):
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
     def project_in(self, x: Tensor) -> Tensor:
-        return super().project_in(x) if self.in_proj is None else project_whole(self.in_proj, x)
+        return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
         self,
@@ -135,7 +135,7 @@ class GatedDeltaNet(Mixer):
         g = _log_decay(rate, self.A_log, self.dt_bias)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         options["output_final_state"] = output_final_state
-        if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
+        if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
         else:
             mixed, logits = self._split_logits(mixed)
@@ -151,10 +151,10 @@ class GatedDeltaNet(Mixer):
         g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
         if self.convolution is None:
             mixed, logits = self._split_logits(mixed)
-            features = self._features(twice(mixed), logits)
+            features = self._features(repeat_rows(mixed), logits)
         else:
             features = self.convolution.features_pair(backward.convolution, mixed, mask=mask, **self._options)
-        o, _ = self._recur(features, g, None, None, twice(mask), "second_half")
+        o, _ = self._recur(features, g, None, None, repeat_rows(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(

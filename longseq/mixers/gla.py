@@ -13,7 +13,7 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, repeat_rows
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads, expand_width
 from longseq.mixers.registry import register
@@ -88,7 +88,15 @@ class GatedLinearAttention(GatedLinearMixer):
         q, k, v, gate, rank = self._split(projected)
         g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
         o, _ = self.recur(
-            twice(q), twice(k), twice(v), g, None, None, twice(mask), scale=self.key_dim**-0.5, reverse="second_half"
+            repeat_rows(q),
+            repeat_rows(k),
+            repeat_rows(v),
+            g,
+            None,
+            None,
+            repeat_rows(mask),
+            scale=self.key_dim**-0.5,
+            reverse="second_half",
         )
         return self.read_out(o, gate, backward)
 

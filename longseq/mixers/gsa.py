@@ -11,7 +11,7 @@ from torch.nn import functional
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import twice
+from longseq.mixers.base import repeat_rows
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
 
@@ -19,7 +19,7 @@ from longseq.mixers.slots import SlotMixer
 class ConstantGate(nn.Module):
     """Logits of forget gates that are the same for every token, `[H, M]`."""
 
-    undecayed = ("logits",)
+    no_weight_decay_names = ("logits",)
 
     def __init__(self, num_heads: int, num_slots: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class GatedSlotAttention(SlotMixer):
     def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
         g, _, _ = self.write(logits, None, None, mask, False)
         if self.gate is None:
-            return twice(g), None
+            return repeat_rows(g), None
         other, _, _ = backward.write(logits, None, None, mask, True)
         return torch.cat((g, other)), None
 

@@ -13,7 +13,7 @@ from longseq.blocks.norm import RMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, repeat_rows
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -77,8 +77,8 @@ class HGRN2(GatedLinearMixer):
         return self.norm(o.flatten(-2)), MemoryState(memory) if output_final_state else None
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v, g = (twice(x) for x in self._split(projected))
-        o, _ = self.recur(q, k, v, g, None, None, twice(mask), scale=self.head_dim**-0.5, reverse="second_half")
+        q, k, v, g = (repeat_rows(x) for x in self._split(projected))
+        o, _ = self.recur(q, k, v, g, None, None, repeat_rows(mask), scale=self.head_dim**-0.5, reverse="second_half")
         return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:

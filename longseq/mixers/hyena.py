@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.packing import front_places, move, pack_rows, pick, rows_of, unpack_rows
+from longseq.blocks.packing import front_places, gather_tokens, pack_rows, rows_of, scatter_tokens, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
@@ -176,11 +176,11 @@ class Hyena(Mixer):
             row = own
             if past is not None and place is not None:
                 row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
-                row = move(own, place, row)
+                row = scatter_tokens(own, place, row)
             inputs.append(row)
             z = long_convolution(row, filters[..., index], reverse)
             if place is not None:
-                z = pick(z, place)
+                z = gather_tokens(z, place)
             z = (z + skips[index] * own).to(own.dtype)
         return gates[0] * z, inputs
 
@@ -195,7 +195,7 @@ class Hyena(Mixer):
 class FilterLinear(nn.Linear):
     """A linear layer of a filter, which weight decay leaves alone."""
 
-    undecayed = ("weight", "bias")
+    no_weight_decay_names = ("weight", "bias")
 
 
 class ImplicitFilter(nn.Module):
@@ -205,7 +205,7 @@ class ImplicitFilter(nn.Module):
     them multiplies the rounding errors before it by about its frequency, three of them a few thousand times.
     """
 
-    undecayed = ("frequency", "skip")
+    no_weight_decay_names = ("frequency", "skip")
 
     def __init__(
         self,

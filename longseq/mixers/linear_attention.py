@@ -12,7 +12,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -94,7 +94,7 @@ class LinearAttention(Mixer):
         q, k, v = self._features(projected)
         if mask is not None:
             k = k * mask[..., None, None]
-        q, k, v = twice(q), twice(k), twice(v)
+        q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         o, _ = linear_attention(q, k, v, reverse="second_half", backend=self.backend)
         return self._normalise(o).unflatten(0, (2, -1)).sum(0).flatten(-2).to(projected.dtype)
 

@@ -32,7 +32,7 @@ class Mamba(SelectiveMixer):
 
     paper = "Mamba (arXiv:2312.00752), algorithm 2"
     operations = ("short_convolution", "selective_scan")
-    undecayed = ("A_log", "rate_bias")
+    no_weight_decay_names = ("A_log", "rate_bias")
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, repeat_rows
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -49,7 +49,7 @@ class Mamba2(GatedLinearMixer):
 
     paper = "Mamba-2 (arXiv:2405.21060), section 7"
     operations = ("short_convolution", "linear_attention")
-    undecayed = ("A_log", "dt_bias", "D")
+    no_weight_decay_names = ("A_log", "dt_bias", "D")
 
     def __init__(
         self,
@@ -120,7 +120,9 @@ class Mamba2(GatedLinearMixer):
         x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
         A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
-        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, twice(mask), reverse="second_half")
+        y, _ = self.recur(
+            query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, repeat_rows(mask), reverse="second_half"
+        )
         (ahead, behind), (x, x_behind) = halves(y), halves(x)
         return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 

@@ -13,7 +13,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -56,7 +56,7 @@ class RGLRU(Mixer):
     operations = ("short_convolution", "linear_attention")
     reads_backwards = True
     reads_pairs = True
-    undecayed = ("decay", "gate_bias")
+    no_weight_decay_names = ("decay", "gate_bias")
     revision = 2  # the first had the exact GELU
 
     def __init__(
@@ -121,7 +121,7 @@ class RGLRU(Mixer):
         weight, bias, decay = self.stack_parameters(backward, "gate_weight", "gate_bias", "decay")
         gates = self._gates(x, weight, bias[:, None, None])
         decay, update = (y.flatten(0, 1) for y in self._recurrence(x, gates, decay[:, None, None]))
-        h, _ = self._recur(decay, update, None, None, twice(mask), "second_half")
+        h, _ = self._recur(decay, update, None, None, repeat_rows(mask), "second_half")
         return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
 
     def _recur(
@@ -168,7 +168,7 @@ class RGLRU(Mixer):
         """log a and sqrt(1 − a²) (i x), both `[..., H, I / H]`."""
         recurrence, entry = gates.chunk(2, dim=-1)
         decay = -DECAY_EXPONENT * self._heads(functional.softplus(at_least_float32(decay))) * recurrence
-        return decay, root_of_rest(decay) * entry * at_least_float32(self._heads(x))
+        return decay, sqrt_one_minus_square(decay) * entry * at_least_float32(self._heads(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -182,6 +182,6 @@ class RGLRU(Mixer):
         return tokens * (gates + recurrence + self.width) + self.convolution.flops(tokens)
 
 
-def root_of_rest(log_a: Tensor) -> Tensor:
+def sqrt_one_minus_square(log_a: Tensor) -> Tensor:
     """sqrt(1 − a²) from log a <= 0: exact for a near 1, with a finite gradient at a = 1, where the root's is not."""
     return (-torch.expm1(2 * log_a)).clamp_min(torch.finfo(log_a.dtype).tiny).sqrt()

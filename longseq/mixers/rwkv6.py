@@ -12,7 +12,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, short_convolution
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -53,7 +53,7 @@ class RWKV6(Mixer):
     operations = ("short_convolution", "linear_attention")
     reads_backwards = True
     reads_pairs = True
-    undecayed = ("shift_base", "shift_bases", "decay_base", "bonus")
+    no_weight_decay_names = ("shift_base", "shift_bases", "decay_base", "bonus")
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class RWKV6(Mixer):
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if backward is self:  # all rows are projected at once
-            y, _ = self.scan(twice(projected), mask=twice(mask), reverse="second_half")
+            y, _ = self.scan(repeat_rows(projected), mask=repeat_rows(mask), reverse="second_half")
             return y.unflatten(0, (2, -1)).sum(0)
         taps = _previous_tap(projected).expand(2, -1, -1)
         previous, _ = short_convolution(projected, taps, mask=mask, reverse="second_half", backend=self.backend)
@@ -155,7 +155,7 @@ class RWKV6(Mixer):
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
         if mask is not None:
-            real = twice(mask)[..., None, None]
+            real = repeat_rows(mask)[..., None, None]
             k, decay = k * real, decay * real
         o, _ = self._recur(r, k, v, decay, None, None, "second_half")
         ahead, behind = (

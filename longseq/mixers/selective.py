@@ -13,7 +13,7 @@ from longseq.blocks.linear import AlignedLinear, project_pair
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.measures import mean_norm
 
 
@@ -35,7 +35,7 @@ class SelectiveMixer(Mixer):
     Source: Mamba (Gu and Dao, 2023), figure 3; Longhorn (Liu et al., 2024), section 3, keeps the block.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("D",)
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ("D",)
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
     # Of the state, for one token: the decay and the input take two each, the update and the readout two each.
@@ -111,7 +111,7 @@ class SelectiveMixer(Mixer):
         x = self.convolution.convolve_pair(backward.convolution, x, mask)
         rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
-        y, _ = self.recur(x, rate, key, query, None, None, twice(mask), "second_half", backward)
+        y, _ = self.recur(x, rate, key, query, None, None, repeat_rows(mask), "second_half", backward)
         return self._gate(y, x, gate, *self.stack_parameters(backward, "D"))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:

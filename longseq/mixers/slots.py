@@ -14,7 +14,7 @@ from longseq.kernels import slot_attention, slot_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -130,9 +130,9 @@ class SlotMixer(Mixer):
         q, k, v, logits = self._split(projected)
         g, write = self.write_pair(backward, logits, mask)
         o, _ = slot_attention(
-            twice(q),
-            twice(k),
-            twice(v),
+            repeat_rows(q),
+            repeat_rows(k),
+            repeat_rows(v),
             g,
             write=write,
             scale=self.scale,

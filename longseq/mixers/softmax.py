@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from longseq.blocks.rotary import count_positions, find_angles, turn_pairs
+from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import Mixer
 from longseq.mixers.heads import choose_heads
@@ -34,7 +34,7 @@ class SoftmaxMixer(Mixer):
     """
 
     supports_noncausal = True
-    keeps_little = True
+    recomputable = False
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class SoftmaxMixer(Mixer):
             places, base = positions, self.rotary_base
             assert places is not None
             if packing is None:
-                angles = find_angles(q, places, base)
+                angles = rotary_angles(q, places, base)
             else:  # from the first token of each sequence: the same in all layers
                 key = ("rotary", self.head_dim, base, q.dtype)
-                angles = packing.once(key, lambda: find_angles(q, places, base))
-            q, k = (turn_pairs(x, *angles) for x in (q, k))
+                angles = packing.once(key, lambda: rotary_angles(q, places, base))
+            q, k = (rotate_pairs(x, *angles) for x in (q, k))
         return q, k, v

@@ -12,7 +12,7 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -154,7 +154,7 @@ class VLA(Mixer):
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
             q, k, v, u = self._features(projected, backward)
-            q, k, v = twice(q), twice(k), twice(v)
+            q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         else:
             both = self.convolution.convolve_pair(backward.convolution, projected, mask)
             q, k, v, u = self._features(both.unflatten(0, (2, -1)), backward)
@@ -165,7 +165,7 @@ class VLA(Mixer):
             v,
             None if u is None else u.flatten(0, 1),
             **self._options(),
-            mask=twice(mask),
+            mask=repeat_rows(mask),
             reverse="second_half",
             backend=self.backend,
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.blocks.packing import front_places, last_tokens, move, pick
+from longseq.blocks.packing import front_places, gather_tokens, last_tokens, scatter_tokens
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
 from longseq.kernels.packing import Packing
@@ -121,7 +121,7 @@ class WindowAttention(SoftmaxMixer):
         place = None
         if real is not None:
             place, count = front_places(real), real.sum(1)
-            q, k, v = (move(x, place) for x in (q, k, v))
+            q, k, v = (scatter_tokens(x, place) for x in (q, k, v))
         key, value = (torch.cat([kept.to(x.dtype), x], dim=1) for kept, x in ((state.key, k), (state.value, v)))
         after = 0 if self.causal else past
         key, value = (functional.pad(x, (0, 0, 0, 0, 0, after)) for x in (key, value))
@@ -129,8 +129,10 @@ class WindowAttention(SoftmaxMixer):
         block, blocks = _plan_blocks(tokens, past + 1 + after)
         o = attend_window(q, key, value, first, past + count, past, after, block, blocks)
         latest = count[:, None] + torch.arange(past, device=q.device)
-        kept_key, kept_value = (pick(x, latest).to(state.key.dtype) for x in (key, value))
-        return o if place is None else pick(o, place), KeyValueState(kept_key, kept_value, state.length + count)
+        kept_key, kept_value = (gather_tokens(x, latest).to(state.key.dtype) for x in (key, value))
+        return o if place is None else gather_tokens(o, place), KeyValueState(
+            kept_key, kept_value, state.length + count
+        )
 
     def scan_flops(self, tokens: int) -> int:
         beyond = max(tokens - self.window, 0)

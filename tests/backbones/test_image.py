@@ -375,7 +375,7 @@ def test_weight_decay_leaves_positions_token_and_recurrences_alone(mixer):
     expected = {"pos_embed", "cls_token"}
     for index, block in enumerate(model.blocks):
         for scan, part in enumerate(block.mixer.mixers):
-            expected |= {f"blocks.{index}.mixer.mixers.{scan}.{name}" for name in part.undecayed}
+            expected |= {f"blocks.{index}.mixer.mixers.{scan}.{name}" for name in part.no_weight_decay_names}
     assert expected <= free <= {name for name, _ in model.named_parameters()}
 
 
