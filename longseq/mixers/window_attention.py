@@ -13,13 +13,13 @@ from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
+from longseq.mixers.attention import KeyValueState, SoftmaxAttention
 from longseq.mixers.base import memory_dtype
 from longseq.mixers.registry import register
-from longseq.mixers.softmax import KeyValueState, SoftmaxMixer
 
 
 @register("window_attention")
-class WindowAttention(SoftmaxMixer):
+class WindowAttention(SoftmaxAttention):
     """Multi-head softmax attention in which a token sees itself and the `window` - 1 tokens before it.
 
     The state keeps the last `window` - 1 keys and values, the latest one last and zeros in front while there are fewer.
