@@ -25,6 +25,7 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
+from longseq.backbones.stack import build_blocks
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
@@ -41,12 +42,9 @@ from longseq.blocks.positions import (
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
-from longseq.blocks.scan import Directions, scan_orders
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.mixers import Mixer
-from longseq.mixers import create as create_mixer
-from longseq.mixers import get as get_mixer
-from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
+from longseq.mixers.pattern import Pattern, spell_pattern
 from longseq.parameters import no_weight_decay
 
 POOLS = ("token", "avg", "")
@@ -54,6 +52,27 @@ POOLS = ("token", "avg", "")
 # They ask for types and sizes, which a symbolic trace does not have: it keeps the calls.
 torch.fx.wrap("at_least_float32")
 torch.fx.wrap("resize_positions")
+
+
+class ImageBlock(Block):
+    """A residual block over an image, which takes and returns tokens alone, as timm's tools and hooks expect it."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, layout: Layout | None = None, *, token_first: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
+        """Transform `x [B, T, D]`.
+
+        Args:
+            layout: where the patches stand; needed by directions that read columns.
+            token_first: the class token stands before the patches in `x`, in `mask` and in the result, and at its place
+                in between only.
+            mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
+        """
+        moved = layout is not None and token_first
+        if moved:
+            x, mask = move_token_back(x, layout), None if mask is None else move_token_back(mask, layout)
+        x, _ = super().forward(x, layout=layout, mask=mask, output_final_state=False)
+        return move_token_first(x, layout) if moved else x
 
 
 class ImageBackbone(nn.Module):
@@ -65,7 +84,7 @@ class ImageBackbone(nn.Module):
         in_chans, num_classes: channels of the images; classes, 0 for no head.
         mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
-        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.scan`). A mixer that can see all
+        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.reading`). A mixer that can see all
             tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`. In a
             hybrid each mixer alternates by itself.
         share_directions: what several readings of the image share: projections, all or none.
@@ -146,27 +165,23 @@ class ImageBackbone(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
         make_norm = partial(_make_norm, norm, embed_dim, backend)
-        make_mixing = partial(
-            make_directions,
-            d_model=embed_dim,
+        make_mlp = partial(Mlp, embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
+        blocks = build_blocks(
+            ImageBlock,
+            depth,
+            embed_dim,
+            mixer=mixer,
+            mixer_options=mixer_options,
             direction=direction,
-            share=share_directions,
+            share_directions=share_directions,
             merge=merge,
             backend=backend,
+            make_norm=make_norm,
+            make_mlp=make_mlp,
+            drop_path=drop_path_rate,
+            recompute=recompute,
         )
-        names = expand_pattern(mixer, depth)
-        options = options_by_name(mixer, mixer_options)
-        self.blocks = nn.Sequential()
-        for layer, rate in enumerate(torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()):
-            mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
-            mlp_norm = make_norm() if mlp_ratio else None
-            name = names[layer]
-            # In step with a hybrid's pattern, a mixer would alternate to one direction in all its layers.
-            mixing = make_mixing(name, options=options[name], layer=names[:layer].count(name))
-            self.blocks.append(Block(mixing, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
-        for module in self.blocks.modules():
-            if isinstance(module, Mixer):
-                module.recompute = recompute == "mixer"
+        self.blocks = nn.Sequential(*blocks)
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
             for layer in range(depth)
@@ -255,7 +270,7 @@ class ImageBackbone(nn.Module):
         # Who looks at the border of a block, by a hook or in a symbolic trace, finds the token where others have it.
         # Moving it costs two copies, which runs that no one looks at are spared.
         if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
-            return move_token_back(run(move_token_first(x, layout), layout, True), layout)
+            return move_token_back(run(move_token_first(x, layout), layout, token_first=True), layout)
         return run(x, layout)
 
     def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
@@ -394,33 +409,6 @@ class ImageBackbone(nn.Module):
         return pool
 
 
-def make_directions(
-    mixer: str,
-    *,
-    d_model: int,
-    options: dict[str, Any],
-    direction: str,
-    layer: int,
-    share: str,
-    merge: str,
-    backend: str,
-) -> Directions:
-    """Build a mixing layer, of index `layer` among those of its mixer: it reads in the orders that `direction` asks."""
-    orders = scan_orders(direction, layer)
-    options = dict(options)
-    if "causal" in options:
-        raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
-    if backend != "auto":
-        if options.get("backend", backend) != backend:
-            raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={options['backend']!r}; give one")
-        options["backend"] = backend
-    if get_mixer(mixer).supports_noncausal:
-        options["causal"] = len(orders) == 1
-        if len(orders) > 1:
-            orders = scan_orders("forward")
-    return Directions(partial(create_mixer, mixer, d_model, **options), orders, share=share, merge=merge)
-
-
 def _make_norm(kind: str, width: int, backend: str) -> nn.Module:
     if kind == "rms":
         return ResidualRMSNorm(width, eps=1e-5, backend=backend)
@@ -452,8 +440,8 @@ PARTS_ELSEWHERE = {
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
     """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
 
-    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.mixers.0.in_proj` and
-    `blocks.i.attn.proj` is `blocks.i.mixer.mixers.0.out_proj`. The position of timm's class token joins the token
+    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
+    `blocks.i.mixer.out_proj`. The position of timm's class token joins the token
     itself, which stands at no place of the grid.
 
     A state dict does not tell its grid. Positions as many as the model's patches, or one more, are those of the model's
@@ -485,7 +473,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
                 )
             table = resize_positions(table, (side, side), model.patch_embed.grid_size)
         state_dict["pos_embed"] = table
-    renamed = ((".attn.qkv.", ".mixer.mixers.0.in_proj."), (".attn.proj.", ".mixer.mixers.0.out_proj."))
+    renamed = ((".attn.qkv.", ".mixer.in_proj."), (".attn.proj.", ".mixer.out_proj."))
     for old, new in renamed:
         state_dict = {name.replace(old, new): value for name, value in state_dict.items()}
     return state_dict

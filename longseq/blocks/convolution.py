@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.pairs import stack_pair
 from longseq.kernels import convolved_features, short_convolution, short_convolution_step
 from longseq.kernels.dispatch import backend_of_step
 from longseq.kernels.packing import Packing
@@ -79,8 +80,8 @@ class ShortConvolution(nn.Module):
         """Convolve `x [B, T, channels]` forward by this layer and backward by another one: `[2 B, T, channels]`."""
         y, _ = short_convolution(
             x,
-            torch.stack((self.weight, backward.weight)),
-            None if self.bias is None or backward.bias is None else torch.stack((self.bias, backward.bias)),
+            stack_pair(self.weight, backward.weight),
+            stack_pair(self.bias, backward.bias),
             activation=self.activation,
             mask=mask,
             reverse="second_half",
@@ -100,7 +101,7 @@ class ShortConvolution(nn.Module):
     def features_pair(self, backward: ShortConvolution, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
         """q, k, v and β of x read forward by this layer and backward by another one: 2 B rows."""
         assert self.activation is self.bias is None
-        weight = torch.stack((self.weight, backward.weight))
+        weight = stack_pair(self.weight, backward.weight)
         *features, _ = convolved_features(x, weight, reverse="second_half", backend=self.backend, **options)
         return tuple(features)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.hooks import is_replaceable
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.dispatch import is_exporting
 
@@ -43,8 +44,7 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     The halves may also be apart, [2, B, T, I]: so `expand` gives both layers the same rows.
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
-    weight = torch.stack((forward.weight, backward.weight))
-    bias: Tensor | None = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
+    weight, bias = stack_pair(forward.weight, backward.weight), stack_pair(forward.bias, backward.bias)
     rows = halves.flatten(1, 2)
     gains = gains_by_alignment(forward.weight)
     if gains and forward.out_features % ALIGNMENT:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import repeat_rows
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState
 

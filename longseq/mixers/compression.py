@@ -11,11 +11,12 @@ from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -190,7 +191,7 @@ class CompressionMixer(Mixer):
         logits = rates[..., self.num_heads :]
         if backward is None:
             return functional.logsigmoid(logits + self.forget_bias)
-        (bias,) = self.stack_parameters(backward, "forget_bias")
+        bias = stack_pair(self.forget_bias, backward.forget_bias)
         return functional.logsigmoid(logits + bias[:, None, None]).flatten(0, 1)
 
     def _to_heads(self, x: Tensor) -> Tensor:

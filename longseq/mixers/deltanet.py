@@ -11,12 +11,13 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.linear import AlignedLinear, project_padded
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register

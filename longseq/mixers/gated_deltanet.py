@@ -11,12 +11,13 @@ from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.linear import AlignedLinear, project_padded
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -147,7 +148,7 @@ class GatedDeltaNet(Mixer):
 
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
-        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
+        A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
         if self.convolution is None:
             mixed, logits = self._split_logits(mixed)

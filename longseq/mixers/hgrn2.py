@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, repeat_rows
+from longseq.mixers.base import memory_dtype
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
 from longseq.kernels.packing import Packing
@@ -80,7 +81,7 @@ class Mamba(SelectiveMixer):
         if backward is None:
             step = step_size(rate, self.rate_bias)
         else:
-            A_log, bias = self.stack_parameters(backward, "A_log", "rate_bias")
+            A_log, bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.rate_bias, backward.rate_bias)
             step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
         y, final = selective_scan(

@@ -11,11 +11,12 @@ from torch.nn import functional
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import memory_dtype, repeat_rows
+from longseq.mixers.base import memory_dtype
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -118,7 +119,7 @@ class Mamba2(GatedLinearMixer):
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         z, mixed, rate = self._split(projected)
         x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
-        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
+        A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
         y, _ = self.recur(
             query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, repeat_rows(mask), reverse="second_half"

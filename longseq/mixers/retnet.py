@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, repeat_rows
+from longseq.mixers.base import memory_dtype
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads, expand_width
 from longseq.mixers.registry import register

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -118,7 +119,11 @@ class RGLRU(Mixer):
     def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, branch = projected.chunk(2, dim=-1)
         x = self.convolution.convolve_pair(backward.convolution, x, mask).unflatten(0, (2, -1))
-        weight, bias, decay = self.stack_parameters(backward, "gate_weight", "gate_bias", "decay")
+        weight, bias, decay = (
+            stack_pair(self.gate_weight, backward.gate_weight),
+            stack_pair(self.gate_bias, backward.gate_bias),
+            stack_pair(self.decay, backward.decay),
+        )
         gates = self._gates(x, weight, bias[:, None, None])
         decay, update = (y.flatten(0, 1) for y in self._recurrence(x, gates, decay[:, None, None]))
         h, _ = self._recur(decay, update, None, None, repeat_rows(mask), "second_half")

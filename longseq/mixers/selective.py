@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear, project_pair
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, repeat_rows
+from longseq.mixers.base import Mixer, memory_dtype
 from longseq.mixers.measures import mean_norm
 
 
@@ -112,7 +113,7 @@ class SelectiveMixer(Mixer):
         rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
         y, _ = self.recur(x, rate, key, query, None, None, repeat_rows(mask), "second_half", backward)
-        return self._gate(y, x, gate, *self.stack_parameters(backward, "D"))
+        return self._gate(y, x, gate, stack_pair(self.D, backward.D))
 
     def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:
         x, gate = projected.chunk(2, dim=-1)
