@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from longseq.tasks import assemble
-from longseq.tasks.data.sampler import Draw
+from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import data
 from longseq.tasks.image.datasets import Batch, TrainingBatches
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
@@ -67,8 +67,8 @@ def augment(batches: TrainingBatches, folder: Path, epoch: int) -> None:
     file = file_of(folder, batches.seed, epoch)
     if file.exists():
         return
-    draws = [Draw(position, 0, epoch) for position in range(len(batches))]
-    parts = [batches[draws[start : start + CHUNK]].images for start in range(0, len(draws), CHUNK)]
+    indices = [SampleIndex(position, 0, epoch) for position in range(len(batches))]
+    parts = [batches[indices[start : start + CHUNK]].images for start in range(0, len(indices), CHUNK)]
     partial = file.with_suffix(".partial")
     with open(partial, "wb") as written:
         np.save(written, torch.cat(parts).numpy())
@@ -80,13 +80,13 @@ class AugmentedBatches(TrainingBatches):
 
     folder: Path
 
-    def __getitem__(self, draws: list[Draw]) -> Batch:
-        if any(draw.repeat for draw in draws):
+    def __getitem__(self, indices: list[SampleIndex]) -> Batch:
+        if any(index.repeat for index in indices):
             raise ValueError(
                 "augmented=PATH holds one image for each position and epoch: take recipe.augment.repeats=1"
             )
-        images = np.load(file_of(self.folder, self.seed, draws[0].epoch), mmap_mode="r")
-        positions = [draw.position for draw in draws]
+        images = np.load(file_of(self.folder, self.seed, indices[0].epoch), mmap_mode="r")
+        positions = [index.position for index in indices]
         targets = self.split.source.targets()[self.split.indices[positions]]
         return Batch(torch.from_numpy(images[positions]), torch.from_numpy(targets), [])
 

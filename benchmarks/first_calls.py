@@ -48,8 +48,8 @@ def time_call(call: Work | list[str], device: torch.device) -> float:
     """Seconds of the first forward and backward of an operation, or of the first training step of a model."""
     if isinstance(call, list):
         with initialize_config_module("longseq.conf", version_base="1.3"):
-            asked: Any = OmegaConf.to_container(compose("benchmark_models", call), resolve=True)
-        ((_, measure),) = models.plan(asked, device)
+            config: Any = OmegaConf.to_container(compose("benchmark_models", call), resolve=True)
+        ((_, measure),) = models.plan(config, device)
         return measure()["first_step_s"]
     inputs = call.make(torch.bfloat16, device)
     tensors = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors_of(inputs).items()}

@@ -56,24 +56,24 @@ def take_apart(step: Run, device: torch.device) -> dict[str, Any]:
 
 
 def build_step(
-    make: Callable[[], nn.Module], pixels: int, batch: int, asked: dict[str, Any], device: torch.device
+    make: Callable[[], nn.Module], pixels: int, batch: int, config: dict[str, Any], device: torch.device
 ) -> Run:
     """The training step of `longseq benchmark models`."""
-    model, called = models.build_model(make, asked, device)
+    model, called = models.build_model(make, config, device)
     model.train()
     images = torch.randn(batch, 3, pixels, pixels, device=device)
-    labels = torch.randint(asked["image"]["classes"], (batch,), device=device)
+    labels = torch.randint(config["image"]["classes"], (batch,), device=device)
     return models.training_step(model, lambda: functional.cross_entropy(called(images), labels), device)
 
 
 def measure(overrides: list[str], device: torch.device) -> list[dict[str, Any]]:
     """A row for each model and size that `longseq benchmark models` has by these overrides."""
     with initialize_config_module("longseq.conf", version_base="1.3"):
-        asked: Any = OmegaConf.to_container(compose("benchmark_models", overrides), resolve=True)
+        config: Any = OmegaConf.to_container(compose("benchmark_models", overrides), resolve=True)
     rows = []
-    for pixels, batch in asked["image"]["sizes"]:
-        for head, make in models.image_models(asked["image"], pixels, asked["backend"]):
-            step = build_step(make, pixels, batch, asked, device)
+    for pixels, batch in config["image"]["sizes"]:
+        for head, make in models.image_models(config["image"], pixels, config["backend"]):
+            step = build_step(make, pixels, batch, config, device)
             rows.append({**head, "pixels": pixels, "batch": batch, **take_apart(step, device)})
             print(rows[-1], flush=True)
     return rows

@@ -1,4 +1,4 @@
-"""How far results may be from exact ones: by head and chunk, at most three times as far as a plain form's results.
+"""How far results may be from exact ones: by head and chunk, at most three times as far as those of the torch form.
 
 A share of a tensor's largest element is no bar for half precision: the largest of 10⁵ random elements is four to five
 times the usual one, and a kernel that is wrong by 6 % everywhere passes. Here a tensor is cut into blocks, and each has
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 LEAST = 64  # tokens of a chunk, and numbers of a block, where there are as many
-FACTOR = 3.0  # of the plain form's own error
-# Relative errors that always pass. A plain form computes in float32 and rounds its results alone; kernels multiply in
+FACTOR = 3.0  # of the torch form's own error
+# Relative errors that always pass. The torch form computes in float32 and rounds its results alone; kernels multiply in
 # half precision, or in three products of TF32, of which one alone is off by 3e-4. Emulated kernels are off by up to
 # 0.5 % in float16 and 0.9 % in bfloat16, in gradients of gates over 2,000 tokens. What is wrong by 2 % fails, unless
-# three times the plain form's error is more than that.
+# three times the torch form's error is more than that.
 FLOORS = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 1.2e-2}
 # Blocks that are smaller than this, relative to the middle one of the tensor, count as so large: sums that cancel keep
 # the roundings of what was summed. The second is a length: float32 holds nothing smaller in full.
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What an exact result and that of a plain form allow others, in a tensor with time in dimension 1 or without."""
+    """What an exact result and that of the torch form allow others, in a tensor with time in dimension 1 or without."""
 
     exact: Tensor
     tokens: int
@@ -47,14 +47,15 @@ class Bar(NamedTuple):
     allowed: Tensor  # length of the error of each
 
     @classmethod
-    def of(cls, exact: Tensor, plain: Tensor, tokens: int, dtype: torch.dtype, factor: float = FACTOR) -> "Bar":
+    def of(cls, exact: Tensor, torch_result: Tensor, tokens: int, dtype: torch.dtype, factor: float = FACTOR) -> "Bar":
         """The bar for results of that precision, of `tokens` tokens. Integers must be equal."""
         if not exact.is_floating_point() or exact.numel() == 0:  # such as the state of a convolution of one tap
             return cls(exact, tokens, exact.new_zeros(0), exact.new_zeros(0))
         lengths, counts = _lengths(exact, tokens), _lengths(torch.ones_like(exact), tokens)
         usual = (lengths / counts).median()
         sizes = torch.maximum(lengths, SMALLEST * usual * counts).clamp_min(TINY)
-        allowed = torch.maximum(factor * _lengths(plain.detach().double() - exact, tokens), FLOORS[dtype] * sizes)
+        errors = _lengths(torch_result.detach().double() - exact, tokens)
+        allowed = torch.maximum(factor * errors, FLOORS[dtype] * sizes)
         return cls(exact, tokens, sizes, allowed)
 
     def find_worst(self, actual: Tensor) -> Block:

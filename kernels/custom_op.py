@@ -58,7 +58,7 @@ class CustomOp:
         differentiated = False
         for x in args:
             if isinstance(x, Tensor):
-                if not is_plain(x):
+                if not is_exactly_tensor(x):
                     return self.registered(*args)
                 differentiated = differentiated or x.requires_grad
         if differentiated and torch.is_grad_enabled():
@@ -92,7 +92,7 @@ def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
         )
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_exactly_tensor(tensor: Tensor) -> bool:
     """Whether a tensor is none of a kind of its own, such as a fake one."""
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 

@@ -50,7 +50,7 @@ _STEPS: dict[str, tuple[Backend, ...]] = {}
 # contracts.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
 # Of operations that have no kernels of ours, by name, and so none of the contracts.
-_PLAIN: dict[str, tuple[Backend, ...]] = {}
+_TORCH: dict[str, tuple[Backend, ...]] = {}
 
 
 def register(op: str, *backends: Backend) -> None:
@@ -72,10 +72,10 @@ def register_local(op: str, *backends: Backend) -> None:
     _LOCAL[op] = backends
 
 
-def register_plain(op: str, *backends: Backend) -> None:
+def register_torch(op: str, *backends: Backend) -> None:
     """Register an operation that torch's own kernels compute, in one form or another, the preferred one first."""
-    assert op not in _PLAIN, f"operation {op} is registered twice"
-    _PLAIN[op] = backends
+    assert op not in _TORCH, f"operation {op} is registered twice"
+    _TORCH[op] = backends
 
 
 def backend_of_local(backend: str) -> str:
@@ -110,7 +110,7 @@ def list_stepped_ops() -> tuple[str, ...]:
 
 def backends(op: str) -> tuple[Backend, ...]:
     """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
-    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op) or _PLAIN.get(op)
+    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op) or _TORCH.get(op)
     if found is None:
         raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
     return found
@@ -210,7 +210,7 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     raise ValueError(". ".join(refusals))
 
 
-def find_plain_form(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def find_torch_form(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The torch form of an operation in place of its kernels; another form as it is."""
     named = {backend.name: backend.function for backend in backends(op)}
     return named["torch"] if function is named.get("triton") else function

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from longseq.kernels import self_test
 from longseq.kernels.checks import check_chunk_size, check_counter, check_parts, check_tensors
-from longseq.kernels.custom_op import is_plain, is_watched
+from longseq.kernels.custom_op import is_exactly_tensor, is_watched
 from longseq.kernels.devices import is_emulated, triton_reasons, width_reasons
 from longseq.kernels.dispatch import (
     Backend,
     Call,
     backends,
-    find_plain_form,
+    find_torch_form,
     is_exporting,
     is_recording,
     loop_reasons,
@@ -184,8 +184,8 @@ def operation(
         if reference is None:
             register_local(op, *forms, Backend("torch", torch))
         else:
-            plain = Backend("torch", torch, unpacking_reasons)
-            register(op, *forms, plain, Backend("reference", reference, loop_reasons))
+            chunked = Backend("torch", torch, unpacking_reasons)
+            register(op, *forms, chunked, Backend("reference", reference, loop_reasons))
         return dispatched(op, function, judge, prepare)
 
     return decorate
@@ -300,13 +300,13 @@ def dispatched(
         run, first = select(op, arguments.pop("backend"), judge(op, **arguments)), arguments[names[0]]
         if is_exporting() or first.numel():
             return run
-        plain = find_plain_form(op, run)  # of no numbers there is nothing to launch
-        return partial(run_empty, plain, first.shape) if is_recurrent and is_empty(first.shape) else plain
+        form = find_torch_form(op, run)  # of no numbers there is nothing to launch
+        return partial(run_empty, form, first.shape) if is_recurrent and is_empty(first.shape) else form
 
     def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         first: Any = args[0] if args else kwargs.get(names[0])
         # Sizes of fake tensors may be symbols.
-        if not is_plain(first) or is_watched() or is_exporting() or is_recording():
+        if not is_exactly_tensor(first) or is_watched() or is_exporting() or is_recording():
             return choose(args, kwargs)
         parts = [
             (x.dtype, x.device, x.shape) if isinstance(x, Tensor) else _look(x) if isinstance(x, tuple) else x

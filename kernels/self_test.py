@@ -432,10 +432,10 @@ def _check_of_case(test: _Test, case: Case) -> _Check:
 
 
 def _find_difference(check: _Check, device: torch.device) -> str | None:
-    exact, plain = check.run("torch", dtype=torch.float64), check.run("torch")
+    exact, torch_result = check.run("torch", dtype=torch.float64), check.run("torch")
     first, second = check.run("triton", device), check.run("triton", device)
     for name, value in exact.items():
-        bar = Bar.of(value, plain[name], check.inputs.tokens, check.dtype)
+        bar = Bar.of(value, torch_result[name], check.inputs.tokens, check.dtype)
         worst = bar.find_worst(first[name].cpu())
         if worst.share > 1:
             return f"{name} of the case {check.name!r} is off by {worst.error:.1e}, allowed {worst.allowed:.1e}"

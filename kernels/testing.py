@@ -1,7 +1,7 @@
 """Inputs of every registered operation, and comparisons, for contract tests that enumerate the registry.
 
-A new operation takes part in every contract test once it has a maker here: a function from a `Draw` and the name of a
-variant to `Inputs`.
+A new operation takes part in every contract test once it has a maker here: a function from an `InputSampler` and the
+name of a variant to `Inputs`.
 """
 
 import inspect
@@ -72,11 +72,11 @@ class Inputs:
         state = self.initial_state if initial_state is None else initial_state
         return replace(self, sequences={k: x[:, start:stop] for k, x in self.sequences.items()}, initial_state=state)
 
-    def run_again(self, **options: Any) -> tuple[Tensor, Any]:
+    def run_checkpointed(self, **options: Any) -> tuple[Tensor, Any]:
         """`run` as a part of a layer that runs again in the backward pass."""
         return checkpoint(self.run, use_reentrant=False, **options)
 
-    def run_turned(self, cu_seqlens: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
+    def run_reversed(self, cu_seqlens: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
         """What `reverse=True` stands for: time is turned round, and with it the order of packed segments."""
         turned = replace(self, sequences={name: x.flip(1) for name, x in self.sequences.items()})
         if cu_seqlens is None:
@@ -92,19 +92,19 @@ class Inputs:
         A convolution then reads all of its rows both ways, the other operations half of them either way.
         """
         state = self.initial_state
-        if self.op in _READ_WHOLE:
+        if self.op in _CONVOLUTIONS:
             state = each(lambda x: torch.cat((x, 2 * x)), state)
         parameters = {name: torch.stack((x, 0.5 * x)) for name, x in self.parameters.items()}
         return replace(self, parameters=parameters, initial_state=state, own_parameters=True)
 
     def run_both_ways(self, **options: Any) -> tuple[Tensor, Any]:
         """What `reverse="second_half"` stands for: half of the rows is read forward, the other one turned round."""
-        is_whole = self.own_parameters and self.op in _READ_WHOLE
+        reads_all_rows = self.own_parameters and self.op in _CONVOLUTIONS
         results = []
-        for i, run in enumerate((Inputs.run, Inputs.run_turned)):
+        for i, run in enumerate((Inputs.run, Inputs.run_reversed)):
             part = replace(
                 self,
-                sequences={name: x if is_whole else x.chunk(2)[i] for name, x in self.sequences.items()},
+                sequences={name: x if reads_all_rows else x.chunk(2)[i] for name, x in self.sequences.items()},
                 parameters={name: x[i] if self.own_parameters else x for name, x in self.parameters.items()},
                 initial_state=each(lambda x, i=i: x.chunk(2)[i], self.initial_state),
             )
@@ -136,7 +136,7 @@ class Inputs:
 
 
 # Convolutions, which with parameters for each direction read all rows both ways.
-_READ_WHOLE = ("convolved_features", "short_convolution")
+_CONVOLUTIONS = ("convolved_features", "short_convolution")
 
 
 def as_recurrence(op: str) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ def _named(name: str, state: Any) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Draw:
+class InputSampler:
     """Random tensors of one call. `rows` is the leading dimension of its state."""
 
     batch: int
@@ -185,7 +185,7 @@ class Draw:
         return -self.uniform(*shape) * sizes[torch.randint(len(sizes), shape, generator=self.generator)]
 
 
-Maker = Callable[[Draw, str], Inputs]
+Maker = Callable[[InputSampler, str], Inputs]
 _MAKERS: dict[str, tuple[Maker, tuple[str, ...]]] = {}
 
 
@@ -220,9 +220,9 @@ def make_inputs(
     """
     maker, variants = _MAKERS[op]
     batch = batch if segments is None else 1
-    draw = Draw(batch, tokens, segments or batch, dtype, _generator(device, seed), sizes or {})
+    sampler = InputSampler(batch, tokens, segments or batch, dtype, _generator(device, seed), sizes or {})
     with torch.device(device):
-        return maker(draw, variant or variants[0])
+        return maker(sampler, variant or variants[0])
 
 
 def _generator(device: torch.device | str, seed: int) -> torch.Generator | None:
@@ -242,25 +242,25 @@ def _generator(device: torch.device | str, seed: int) -> torch.Generator | None:
     "correlated_keys",
     "extreme_decay",
 )
-def _delta_rule(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = draw.size(H=2, K=4, V=3)
-    shape = (draw.batch, draw.tokens, heads)
-    k = draw.unit(*shape, key_dim)
+def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
+    heads, key_dim, value_dim = sampler.size(H=2, K=4, V=3)
+    shape = (sampler.batch, sampler.tokens, heads)
+    k = sampler.unit(*shape, key_dim)
     if variant == "repeated_keys":
         k = k[:, :1].expand_as(k).clone()
     elif variant == "correlated_keys":
         k = F.normalize(k[:, :1] + 0.3 * k, dim=-1)
-    beta = 2 * draw.uniform(*shape)
+    beta = 2 * sampler.uniform(*shape)
     if variant.startswith("beta_"):
         beta = torch.full_like(beta, float(variant[-1]))
-    sequences = {"q": draw.normal(*shape, key_dim), "k": k, "v": draw.normal(*shape, value_dim), "beta": beta}
+    sequences = {"q": sampler.normal(*shape, key_dim), "k": k, "v": sampler.normal(*shape, value_dim), "beta": beta}
     if "write_key" in variant:
-        sequences["write_key"] = F.normalize(k + 0.3 * draw.unit(*shape, key_dim), dim=-1)
+        sequences["write_key"] = F.normalize(k + 0.3 * sampler.unit(*shape, key_dim), dim=-1)
     if "gated" in variant:
-        sequences["g"] = -draw.uniform(*shape)
+        sequences["g"] = -sampler.uniform(*shape)
     elif variant == "extreme_decay":
-        sequences["g"] = draw.decays(*shape)
-    state = draw.normal(draw.rows, heads, key_dim, value_dim)
+        sequences["g"] = sampler.decays(*shape)
+    state = sampler.normal(sampler.rows, heads, key_dim, value_dim)
     return Inputs("delta_rule", sequences, state, options={"scale": 0.5})
 
 
@@ -274,27 +274,27 @@ def _delta_rule(draw: Draw, variant: str) -> Inputs:
     "extreme_channel_decay",
     "extreme_value_decay",
 )
-def _linear_attention(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = draw.size(H=2, K=4, V=3)
-    shape = (draw.batch, draw.tokens, heads)
+def _linear_attention(sampler: InputSampler, variant: str) -> Inputs:
+    heads, key_dim, value_dim = sampler.size(H=2, K=4, V=3)
+    shape = (sampler.batch, sampler.tokens, heads)
     sequences = {
-        "q": draw.normal(*shape, key_dim),
-        "k": draw.normal(*shape, key_dim),
-        "v": draw.normal(*shape, value_dim),
+        "q": sampler.normal(*shape, key_dim),
+        "k": sampler.normal(*shape, key_dim),
+        "v": sampler.normal(*shape, value_dim),
     }
     if variant != "plain":
         width = {"channel": (key_dim,), "value": (value_dim,)}.get(variant.replace("extreme_", "").split("_")[0], ())
-        gate = draw.decays(*shape, *width) if "extreme" in variant else -draw.uniform(*shape, *width)
+        gate = sampler.decays(*shape, *width) if "extreme" in variant else -sampler.uniform(*shape, *width)
         sequences["g_value" if "value" in variant else "g"] = gate
-    state = draw.normal(draw.rows, heads, key_dim, value_dim)
+    state = sampler.normal(sampler.rows, heads, key_dim, value_dim)
     return Inputs("linear_attention", sequences, state, options={"scale": 0.5})
 
 
 @_maker("longhorn_scan", "plain", "beta_0", "beta_1", "repeated_keys", "extreme_decay")
-def _longhorn_scan(draw: Draw, variant: str) -> Inputs:
-    channels, width = draw.size(D=5, N=3)
-    shape = (draw.batch, draw.tokens)
-    k, beta = draw.normal(*shape, width), draw.uniform(*shape, channels)
+def _longhorn_scan(sampler: InputSampler, variant: str) -> Inputs:
+    channels, width = sampler.size(D=5, N=3)
+    shape = (sampler.batch, sampler.tokens)
+    k, beta = sampler.normal(*shape, width), sampler.uniform(*shape, channels)
     if variant == "repeated_keys":
         k = k[:, :1].expand_as(k).clone()
     elif variant == "extreme_decay":
@@ -302,69 +302,69 @@ def _longhorn_scan(draw: Draw, variant: str) -> Inputs:
         beta = 1e6 * beta
     elif variant.startswith("beta_"):
         beta = torch.full_like(beta, float(variant[-1]))
-    sequences = {"x": draw.normal(*shape, channels), "q": draw.normal(*shape, width), "k": k, "beta": beta}
-    return Inputs("longhorn_scan", sequences, draw.normal(draw.rows, channels, width))
+    sequences = {"x": sampler.normal(*shape, channels), "q": sampler.normal(*shape, width), "k": k, "beta": beta}
+    return Inputs("longhorn_scan", sequences, sampler.normal(sampler.rows, channels, width))
 
 
 @_maker("selective_scan", "plain", "extreme_decay")
-def _selective_scan(draw: Draw, variant: str) -> Inputs:
-    channels, width = draw.size(D=5, N=3)
-    shape = (draw.batch, draw.tokens)
-    delta = -draw.decays(*shape, channels) if variant == "extreme_decay" else draw.uniform(*shape, channels)
+def _selective_scan(sampler: InputSampler, variant: str) -> Inputs:
+    channels, width = sampler.size(D=5, N=3)
+    shape = (sampler.batch, sampler.tokens)
+    delta = -sampler.decays(*shape, channels) if variant == "extreme_decay" else sampler.uniform(*shape, channels)
     sequences = {
-        "x": draw.normal(*shape, channels),
+        "x": sampler.normal(*shape, channels),
         "delta": delta,
-        "B": draw.normal(*shape, width),
-        "C": draw.normal(*shape, width),
+        "B": sampler.normal(*shape, width),
+        "C": sampler.normal(*shape, width),
     }
-    rate = -draw.uniform(channels, width).exp()
-    return Inputs("selective_scan", sequences, draw.normal(draw.rows, channels, width), parameters={"A": rate})
+    rate = -sampler.uniform(channels, width).exp()
+    return Inputs("selective_scan", sequences, sampler.normal(sampler.rows, channels, width), parameters={"A": rate})
 
 
 @_maker("cumulative_softmax", "plain", "extreme_logits")
-def _cumulative_softmax(draw: Draw, variant: str) -> Inputs:
-    shape = (draw.batch, draw.tokens, *draw.size(H=2, M=5))
-    x, state = draw.normal(*shape), draw.normal(draw.rows, *shape[2:])
+def _cumulative_softmax(sampler: InputSampler, variant: str) -> Inputs:
+    shape = (sampler.batch, sampler.tokens, *sampler.size(H=2, M=5))
+    x, state = sampler.normal(*shape), sampler.normal(sampler.rows, *shape[2:])
     if variant == "extreme_logits":
-        x = x - draw.decays(*shape) + draw.decays(*shape)
+        x = x - sampler.decays(*shape) + sampler.decays(*shape)
     empty = torch.full_like(state, -1e30)
     return Inputs("cumulative_softmax", {"x": x}, state, absent_state=empty)
 
 
 @_maker("slot_attention", "plain", "write", "identity", "relu_squared", "no_write", "extreme_decay")
-def _slot_attention(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim, slots = draw.size(H=2, K=4, V=3, M=5)
-    shape = (draw.batch, draw.tokens, heads)
-    g = draw.decays(*shape, slots) if variant == "extreme_decay" else -draw.uniform(*shape, slots)
+def _slot_attention(sampler: InputSampler, variant: str) -> Inputs:
+    heads, key_dim, value_dim, slots = sampler.size(H=2, K=4, V=3, M=5)
+    shape = (sampler.batch, sampler.tokens, heads)
+    g = sampler.decays(*shape, slots) if variant == "extreme_decay" else -sampler.uniform(*shape, slots)
     sequences = {
-        "q": draw.normal(*shape, key_dim),
-        "k": draw.normal(*shape, key_dim),
-        "v": draw.normal(*shape, value_dim),
+        "q": sampler.normal(*shape, key_dim),
+        "k": sampler.normal(*shape, key_dim),
+        "v": sampler.normal(*shape, value_dim),
         "g": torch.zeros_like(g) if variant == "no_write" else g,
     }
     if variant == "write":
-        sequences["write"] = draw.uniform(*shape, slots)
-    state = tuple(draw.normal(draw.rows, heads, slots, width) for width in (key_dim, value_dim))
+        sequences["write"] = sampler.uniform(*shape, slots)
+    state = tuple(sampler.normal(sampler.rows, heads, slots, width) for width in (key_dim, value_dim))
     activation = variant if variant in ("identity", "relu_squared") else "softmax"
     return Inputs("slot_attention", sequences, state, options={"scale": 0.5, "activation": activation})
 
 
 @_maker("short_convolution", "plain", "silu", "one_tap", "no_bias")
-def _short_convolution(draw: Draw, variant: str) -> Inputs:
-    channels, width = draw.size(D=5, W=1 if variant == "one_tap" else 4)
-    bias = {} if variant == "no_bias" else {"bias": draw.normal(channels)}
+def _short_convolution(sampler: InputSampler, variant: str) -> Inputs:
+    channels, width = sampler.size(D=5, W=1 if variant == "one_tap" else 4)
+    bias = {} if variant == "no_bias" else {"bias": sampler.normal(channels)}
     return Inputs(
         "short_convolution",
-        {"x": draw.normal(draw.batch, draw.tokens, channels)},
-        draw.normal(draw.rows, channels, width - 1),
-        parameters={"weight": draw.normal(channels, width)} | bias,
+        {"x": sampler.normal(sampler.batch, sampler.tokens, channels)},
+        sampler.normal(sampler.rows, channels, width - 1),
+        parameters={"weight": sampler.normal(channels, width)} | bias,
         options={"activation": "silu" if variant == "silu" else None},
     )
 
 
 @_maker("convolved_features", "plain", "elu_plus_one", "l1", "one_tap", "relu")
-def _convolved_features(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim, width = draw.size(H=2, K=5, V=4, W=1 if variant == "one_tap" else 4)
+def _convolved_features(sampler: InputSampler, variant: str) -> Inputs:
+    heads, key_dim, value_dim, width = sampler.size(H=2, K=5, V=4, W=1 if variant == "one_tap" else 4)
     channels = heads * (2 * key_dim + value_dim)
     features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {}
     if variant in ("elu_plus_one", "relu"):
@@ -373,9 +373,10 @@ def _convolved_features(draw: Draw, variant: str) -> Inputs:
     shift = 0.5 if variant == "relu" else 0.0
     return Inputs(
         "convolved_features",
-        {"x": draw.normal(draw.batch, draw.tokens, channels + heads + 2) + shift},  # the last two channels are ignored
-        draw.normal(draw.rows, channels, width - 1) + shift,
-        parameters={"weight": draw.normal(channels, width) + shift},
+        # The last two channels are ignored.
+        {"x": sampler.normal(sampler.batch, sampler.tokens, channels + heads + 2) + shift},
+        sampler.normal(sampler.rows, channels, width - 1) + shift,
+        parameters={"weight": sampler.normal(channels, width) + shift},
         options={"num_heads": heads, "key_dim": key_dim, **features},
     )
 
@@ -394,64 +395,64 @@ def _convolved_features(draw: Draw, variant: str) -> Inputs:
     "extreme_decay",
     "extreme_values",
 )
-def _orthogonal_recurrence(draw: Draw, variant: str) -> Inputs:
-    heads, slots, width = draw.size(H=2, M=3, D=4)
-    shape = (draw.batch, draw.tokens, heads)
-    k, v, gamma = draw.normal(*shape, slots), draw.normal(*shape, width), draw.uniform(*shape)
+def _orthogonal_recurrence(sampler: InputSampler, variant: str) -> Inputs:
+    heads, slots, width = sampler.size(H=2, M=3, D=4)
+    shape = (sampler.batch, sampler.tokens, heads)
+    k, v, gamma = sampler.normal(*shape, slots), sampler.normal(*shape, width), sampler.uniform(*shape)
     if variant == "repeated_tokens":
         k, v = (x[:, :1].expand_as(x).clone() for x in (k, v))
     elif variant == "extreme_values":
         sizes = torch.tensor([0.0, 1e-3, 1.0, 1e3], dtype=v.dtype)
-        v = v * sizes[torch.randint(len(sizes), shape, generator=draw.generator)][..., None]
+        v = v * sizes[torch.randint(len(sizes), shape, generator=sampler.generator)][..., None]
     elif variant == "gamma_0":
         gamma = torch.zeros_like(gamma)
-    sequences = {"q": draw.normal(*shape, slots), "k": k, "v": v, "gamma": gamma}
+    sequences = {"q": sampler.normal(*shape, slots), "k": k, "v": v, "gamma": gamma}
     options: dict[str, Any] = {"scale": 0.5}
     if variant in ("encode", "similarity", "ttt"):
         options["objective"] = variant
     elif variant == "unnormalized":
         options["normalize"] = False
     elif variant == "l1":
-        sequences["threshold"] = 0.5 * draw.uniform(*shape)
+        sequences["threshold"] = 0.5 * sampler.uniform(*shape)
     if variant in ("gated", "unnormalized"):
-        sequences["g"] = -draw.uniform(*shape)
+        sequences["g"] = -sampler.uniform(*shape)
     elif variant == "extreme_decay":
-        sequences["g"] = draw.decays(*shape)
-    columns = draw.normal(draw.rows, heads, width, slots).double()
+        sequences["g"] = sampler.decays(*shape)
+    columns = sampler.normal(sampler.rows, heads, width, slots).double()
     state = F.normalize(columns, dim=-2) if slots > width else torch.linalg.qr(columns)[0]
-    state = state.to(draw.dtype)
+    state = state.to(sampler.dtype)
     return Inputs("orthogonal_recurrence", sequences, state, options=options, needs_state=True)
 
 
-def _inverse_state(draw: Draw, heads: int, width: int) -> tuple[Tensor, Tensor]:
+def _inverse_state(sampler: InputSampler, heads: int, width: int) -> tuple[Tensor, Tensor]:
     """A positive definite matrix, and counters that stand at different places in the period of a refresh."""
-    root = draw.normal(draw.rows, heads, width, width)
-    steps = torch.randint(50, (draw.rows,), generator=draw.generator)
-    return root @ root.mT / width + 0.5 * torch.eye(width, dtype=draw.dtype), steps
+    root = sampler.normal(sampler.rows, heads, width, width)
+    steps = torch.randint(50, (sampler.rows,), generator=sampler.generator)
+    return root @ root.mT / width + 0.5 * torch.eye(width, dtype=sampler.dtype), steps
 
 
-def _directions(draw: Draw, variant: str, *shape: int) -> Tensor:
+def _directions(sampler: InputSampler, variant: str, *shape: int) -> Tensor:
     """Penalty directions u of the given kind."""
-    u = draw.normal(*shape)
+    u = sampler.normal(*shape)
     if variant == "repeated_directions":
         return u[:, :1].expand_as(u).clone()
     if variant == "extreme_directions":
         sizes = torch.tensor([0.0, 1e-3, 1.0, 1e3], dtype=u.dtype)
-        return u * sizes[torch.randint(len(sizes), shape[:3], generator=draw.generator)][..., None]
+        return u * sizes[torch.randint(len(sizes), shape[:3], generator=sampler.generator)][..., None]
     return u
 
 
 @_maker("recursive_least_squares", "plain", "no_refresh", "repeated_directions", "extreme_directions")
-def _recursive_least_squares(draw: Draw, variant: str) -> Inputs:
-    heads, width = draw.size(H=2, K=4)
-    shape = (draw.batch, draw.tokens, heads, width)
-    first = torch.eye(width, dtype=draw.dtype).expand(draw.rows, heads, width, width) / 0.1
+def _recursive_least_squares(sampler: InputSampler, variant: str) -> Inputs:
+    heads, width = sampler.size(H=2, K=4)
+    shape = (sampler.batch, sampler.tokens, heads, width)
+    first = torch.eye(width, dtype=sampler.dtype).expand(sampler.rows, heads, width, width) / 0.1
     return Inputs(
         "recursive_least_squares",
-        {"x": draw.normal(*shape), "u": _directions(draw, variant, *shape)},
-        _inverse_state(draw, heads, width),
+        {"x": sampler.normal(*shape), "u": _directions(sampler, variant, *shape)},
+        _inverse_state(sampler, heads, width),
         options={"refresh_period": None if variant == "no_refresh" else 7, "refresh": 0.05},
-        absent_state=(first, torch.zeros(draw.rows, dtype=torch.int64)),
+        absent_state=(first, torch.zeros(sampler.rows, dtype=torch.int64)),
     )
 
 
@@ -466,21 +467,22 @@ def _recursive_least_squares(draw: Draw, variant: str) -> Inputs:
     "unnormalized_alpha",
     "no_normalizer",
 )
-def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = draw.size(H=2, K=8, V=5)
-    shape = (draw.batch, draw.tokens, heads)
-    k = draw.uniform(*shape, key_dim)
+def _variational_linear_attention(sampler: InputSampler, variant: str) -> Inputs:
+    heads, key_dim, value_dim = sampler.size(H=2, K=8, V=5)
+    shape = (sampler.batch, sampler.tokens, heads)
+    k = sampler.uniform(*shape, key_dim)
     if variant == "repeated_keys":
         k = k[:, :1].expand_as(k).clone()
     elif variant == "unnormalized_key":
         k = 0.3 * k
-    sequences = {"q": draw.uniform(*shape, key_dim), "k": k, "v": draw.normal(*shape, value_dim)}
+    sequences = {"q": sampler.uniform(*shape, key_dim), "k": k, "v": sampler.normal(*shape, value_dim)}
     if variant != "fixed":
-        sequences["u"] = draw.unit(*shape, key_dim) / (math.sqrt(key_dim) if variant == "paper" else 1)
-    inverse, steps = _inverse_state(draw, heads, key_dim)
+        sequences["u"] = sampler.unit(*shape, key_dim) / (math.sqrt(key_dim) if variant == "paper" else 1)
+    inverse, steps = _inverse_state(sampler, heads, key_dim)
     if variant == "unnormalized_alpha":
         inverse = 0.2 * inverse
-    memory, sums = draw.normal(draw.rows, heads, key_dim, value_dim), draw.uniform(draw.rows, heads, key_dim)
+    memory = sampler.normal(sampler.rows, heads, key_dim, value_dim)
+    sums = sampler.uniform(sampler.rows, heads, key_dim)
     options: dict[str, Any] = {"refresh_period": None if variant == "no_refresh" else 7, "refresh": 0.05}
     if variant == "paper":
         options = {}  # a refresh too weak to be seen in a few tokens, directions as short as a layer's
@@ -488,7 +490,7 @@ def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
         options[variant.replace("unnormalized", "normalize")] = False
     elif variant == "no_normalizer":
         options["normalizer"] = False
-    first = torch.eye(key_dim, dtype=draw.dtype).expand_as(inverse) / 0.1
+    first = torch.eye(key_dim, dtype=sampler.dtype).expand_as(inverse) / 0.1
     return Inputs(
         "variational_linear_attention",
         sequences,
@@ -499,70 +501,71 @@ def _variational_linear_attention(draw: Draw, variant: str) -> Inputs:
 
 
 @_maker("head_features", "silu", "relu", "elu_plus_one", "identity", "l1", "logits", "logits_pair")
-def _head_features(draw: Draw, variant: str) -> Inputs:
-    heads, key_dim, value_dim = draw.size(H=2, K=5, V=3)
-    rows = 2 * draw.batch if variant == "logits_pair" else draw.batch
-    sequences = {"x": draw.normal(rows, draw.tokens, heads * (2 * key_dim + value_dim))}
+def _head_features(sampler: InputSampler, variant: str) -> Inputs:
+    heads, key_dim, value_dim = sampler.size(H=2, K=5, V=3)
+    rows = 2 * sampler.batch if variant == "logits_pair" else sampler.batch
+    sequences = {"x": sampler.normal(rows, sampler.tokens, heads * (2 * key_dim + value_dim))}
     features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {"feature_map": variant}
     if variant.startswith("logits"):
-        sequences["logits"], features = 3 * draw.normal(draw.batch, draw.tokens, heads), {}
+        sequences["logits"], features = 3 * sampler.normal(sampler.batch, sampler.tokens, heads), {}
     return Inputs("head_features", sequences, (), options={"num_heads": heads, "key_dim": key_dim, **features})
 
 
 @_maker("map_features", "silu", "relu", "elu_plus_one", "l1", "l2")
-def _map_features(draw: Draw, variant: str) -> Inputs:
-    x = draw.normal(draw.batch, draw.tokens, *draw.size(H=2, K=5))
+def _map_features(sampler: InputSampler, variant: str) -> Inputs:
+    x = sampler.normal(sampler.batch, sampler.tokens, *sampler.size(H=2, K=5))
     options = {"norm": variant} if variant in ("l1", "l2") else {"feature_map": variant}
     return Inputs("map_features", {"x": x}, (), options={"scale": 0.5, **options})
 
 
 @_maker("add_norm", "plain", "branch", "bias", "centred", "centred_branch", "pair")
-def _add_norm(draw: Draw, variant: str) -> Inputs:
-    shape = (draw.batch, draw.tokens, *draw.size(D=6))
+def _add_norm(sampler: InputSampler, variant: str) -> Inputs:
+    shape = (sampler.batch, sampler.tokens, *sampler.size(D=6))
     if variant == "pair":
-        x, weight = draw.normal(2 * shape[0], *shape[1:]), draw.normal(2, shape[2])
+        x, weight = sampler.normal(2 * shape[0], *shape[1:]), sampler.normal(2, shape[2])
         return Inputs("add_norm", {"x": x}, (), {"weight": weight})
-    sequences = {"x": draw.normal(*shape)} | ({"branch": draw.normal(*shape)} if "branch" in variant else {})
-    bias = {} if variant in ("plain", "branch") else {"bias": draw.normal(shape[2])}
-    parameters = {"weight": draw.normal(shape[2])} | bias
+    sequences = {"x": sampler.normal(*shape)} | ({"branch": sampler.normal(*shape)} if "branch" in variant else {})
+    bias = {} if variant in ("plain", "branch") else {"bias": sampler.normal(shape[2])}
+    parameters = {"weight": sampler.normal(shape[2])} | bias
     return Inputs("add_norm", sequences, (), parameters, options={"centred": "centred" in variant})
 
 
 @_maker("silu_product", "plain", "skip", "pair")
-def _silu_product(draw: Draw, variant: str) -> Inputs:
-    shape = (draw.batch, draw.tokens, *draw.size(D=6))
+def _silu_product(sampler: InputSampler, variant: str) -> Inputs:
+    shape = (sampler.batch, sampler.tokens, *sampler.size(D=6))
     if variant == "pair":
-        x, skip = (draw.normal(2 * shape[0], *shape[1:]) for _ in range(2))
-        sequences = {"x": x, "gate": 3 * draw.normal(*shape), "skip": skip}
-        return Inputs("silu_product", sequences, (), {"skip_weight": draw.normal(2, shape[2])})
-    sequences, parameters = {"x": draw.normal(*shape), "gate": 3 * draw.normal(*shape)}, {}
+        x, skip = (sampler.normal(2 * shape[0], *shape[1:]) for _ in range(2))
+        sequences = {"x": x, "gate": 3 * sampler.normal(*shape), "skip": skip}
+        return Inputs("silu_product", sequences, (), {"skip_weight": sampler.normal(2, shape[2])})
+    sequences, parameters = {"x": sampler.normal(*shape), "gate": 3 * sampler.normal(*shape)}, {}
     if variant == "skip":
-        sequences["skip"], parameters["skip_weight"] = draw.normal(*shape), draw.normal(shape[2])
+        sequences["skip"], parameters["skip_weight"] = sampler.normal(*shape), sampler.normal(shape[2])
     return Inputs("silu_product", sequences, (), parameters)
 
 
 @_maker("longhorn_pair", "plain")
-def _longhorn_pair(draw: Draw, variant: str) -> Inputs:
-    channels, entries, columns, width = draw.size(D=6, N=4, R=4, W=3)
+def _longhorn_pair(sampler: InputSampler, variant: str) -> Inputs:
+    channels, entries, columns, width = sampler.size(D=6, N=4, R=4, W=3)
     ranks = columns - 1  # the last one is the bias's
     parameters = {
-        "taps": draw.normal(2, channels, width),
-        "offset": draw.normal(2, channels),
-        "selection": draw.normal(2, ranks + 2 * entries, channels) / math.sqrt(channels),
-        "rate": draw.normal(2, channels, ranks),
-        "rate_offset": draw.normal(2, channels),
-        "skip": draw.normal(2, channels),
+        "taps": sampler.normal(2, channels, width),
+        "offset": sampler.normal(2, channels),
+        "selection": sampler.normal(2, ranks + 2 * entries, channels) / math.sqrt(channels),
+        "rate": sampler.normal(2, channels, ranks),
+        "rate_offset": sampler.normal(2, channels),
+        "skip": sampler.normal(2, channels),
     }
-    return Inputs("longhorn_pair", {"projected": draw.normal(draw.batch, draw.tokens, 2 * channels)}, (), parameters)
+    projected = sampler.normal(sampler.batch, sampler.tokens, 2 * channels)
+    return Inputs("longhorn_pair", {"projected": projected}, (), parameters)
 
 
 @_maker("token_loss", "plain", "ignored")
-def _token_loss(draw: Draw, variant: str) -> Inputs:
-    shape = (draw.batch, draw.tokens, *draw.size(D=6))
-    target = torch.randint(shape[2], shape[:2], generator=draw.generator)
+def _token_loss(sampler: InputSampler, variant: str) -> Inputs:
+    shape = (sampler.batch, sampler.tokens, *sampler.size(D=6))
+    target = torch.randint(shape[2], shape[:2], generator=sampler.generator)
     if variant == "ignored":
         target = torch.where(target % 2 == 0, target, -100)
-    return Inputs("token_loss", {"logits": 3 * draw.normal(*shape), "target": target}, ())
+    return Inputs("token_loss", {"logits": 3 * sampler.normal(*shape), "target": target}, ())
 
 
 def list_forms(op: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[str, ...]:
@@ -635,9 +638,9 @@ def gradients(inputs: Inputs, run: Callable[..., tuple[Tensor, Any]] = Inputs.ru
     returned = results(*run(inputs, **options))
     differentiable = [x for x in returned.values() if x.is_floating_point()]
     device = "meta" if any(x.is_meta for x in differentiable) else "cpu"
-    draw = Draw(1, 1, 1, torch.float64, _generator(device, 1))
+    sampler = InputSampler(1, 1, 1, torch.float64, _generator(device, 1))
     with torch.device(device):
-        weights = [draw.normal(*x.shape) for x in differentiable]
+        weights = [sampler.normal(*x.shape) for x in differentiable]
     pairs = zip(differentiable, weights, strict=True)
     loss = torch.stack([(x.double() * weight.to(x.device)).sum() for x, weight in pairs]).sum()
     grads = torch.autograd.grad(loss, list(inputs.tensors.values()), materialize_grads=True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
-PLAIN = ["T", "H", "tokens", "beta_row", "beta_token", "beta_head", "g_row", "g_token", "g_head"]
+SIZES_AND_STRIDES = ["T", "H", "tokens", "beta_row", "beta_token", "beta_head", "g_row", "g_token", "g_head"]
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 # REVERSE, how a kernel reads its sequences, is 0 for from their start, 1 for from their end, or this: the first half of

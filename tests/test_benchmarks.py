@@ -62,8 +62,8 @@ def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(scri
     from_file = training_batches(script, tmp_path / "file.npz")
     assert from_file.split.source.class_names == ["cat", "dog"]
     assert np.array_equal(from_file.split.indices, from_folder.split.indices)
-    draws = [script("entry").Draw(position, 0, 1) for position in range(len(from_file))]
-    for of_file, of_folder in zip(from_file[draws][:2], from_folder[draws][:2], strict=True):
+    indices = [script("entry").SampleIndex(position, 0, 1) for position in range(len(from_file))]
+    for of_file, of_folder in zip(from_file[indices][:2], from_folder[indices][:2], strict=True):
         assert torch.equal(of_file, of_folder)
     picture = tmp_path / "pictures" / "cifar10_0.webp"
     changed = np.array(Image.open(picture))
@@ -84,10 +84,10 @@ def test_augmented_images_of_the_files_are_those_of_the_command(script, folder, 
     assert isinstance(read, entry.AugmentedBatches)
     seen = []
     for epoch in (0, 1):
-        draws = [entry.Draw(position, 0, epoch) for position in (2, 0)]
-        seen.append(read[draws].images)
-        assert torch.equal(read[draws].images, batches[draws].images)
-        assert torch.equal(read[draws].targets, batches[draws].targets)
+        indices = [entry.SampleIndex(position, 0, epoch) for position in (2, 0)]
+        seen.append(read[indices].images)
+        assert torch.equal(read[indices].images, batches[indices].images)
+        assert torch.equal(read[indices].targets, batches[indices].targets)
     assert not torch.equal(*seen)
 
 

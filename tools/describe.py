@@ -208,11 +208,11 @@ def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict
     Layers that call one operation differently can have one backend each, and reasons that hold for some of them.
     """
     judged: dict[str, Any] = {}
-    for op, asked, call in _find_calls(model):
+    for op, requested, call in _find_calls(model):
         sizes = call.sizes if tokens is None or "T" not in call.sizes else {**call.sizes, "T": tokens}
         reasons = explain_call(op, dataclasses.replace(call, device=torch.device(device), sizes=sizes))
-        willing = [backend for backend, against in reasons.items() if not against and asked in ("auto", backend)]
-        found = judged.setdefault(op, {"asked": asked, "runs": [], "backends": {name: [] for name in reasons}})
+        willing = [backend for backend, against in reasons.items() if not against and requested in ("auto", backend)]
+        found = judged.setdefault(op, {"requested": requested, "runs": [], "backends": {name: [] for name in reasons}})
         found["runs"] = list(dict.fromkeys([*found["runs"], *willing[:1]]))
         for name, against in reasons.items():
             found["backends"][name] = list(dict.fromkeys([*found["backends"][name], *against]))

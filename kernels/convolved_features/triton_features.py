@@ -51,7 +51,7 @@ STRENGTHS = 32  # tokens whose strengths are found together
 ALIGNMENT = 16  # numbers that rows of a gradient are a multiple of apart, so that a thread stores several at once
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
-PLAIN = ["B", "T", "P", "stretch"]
+UNSPECIALISED = ["B", "T", "P", "stretch"]
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def _place_strengths(first, end, t, head, H: tl.constexpr, GROUP: tl.constexpr, 
     return token.to(tl.int64), head, (token < end) & (head < H)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def convolve_features(
     x, weight, segment_of, q, k, v, beta, B, T, x_row, x_token, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
@@ -283,7 +283,7 @@ def _store_token(y, t, step, first, end, channel, there, values):
     tl.store(y + t * step + channel, values, mask=_only_if((t >= first) & (t < end), there))
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_convolved(
     x, weight, segment_of, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,

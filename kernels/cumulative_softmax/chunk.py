@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.kernels.chunks import scan
-from longseq.kernels.cumulative_softmax.reference import NOTHING, nothing_yet
+from longseq.kernels.cumulative_softmax.reference import NOTHING, empty_state
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -33,7 +33,7 @@ def cumulative_softmax_torch(
         core,
         (x, real),
         initial_state,
-        lambda rows, dtype: nothing_yet(x, rows, dtype),
+        lambda rows, dtype: empty_state(x, rows, dtype),
         output_dtype=x.dtype,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,

@@ -34,7 +34,7 @@ def cumulative_softmax_reference(
         recurrence,
         (x,),
         initial_state,
-        lambda rows, dtype: nothing_yet(x, rows, dtype),
+        lambda rows, dtype: empty_state(x, rows, dtype),
         output_dtype=x.dtype,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -43,6 +43,6 @@ def cumulative_softmax_reference(
     )
 
 
-def nothing_yet(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def empty_state(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """The state before the first token [rows, H, M]."""
     return x.new_full((rows, *x.shape[2:]), NOTHING, dtype=dtype)

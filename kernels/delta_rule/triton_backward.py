@@ -32,7 +32,7 @@ from longseq.kernels.delta_rule.triton_kept import (
 )
 from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, turn_to_tiles
 from longseq.kernels.triton_tiles import (
-    PLAIN,
+    SIZES_AND_STRIDES,
     chunk,
     decay_between,
     decay_since,
@@ -92,7 +92,7 @@ def _load_gradients(
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def weigh_rows(
     q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
     scale, T, H, q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
@@ -119,7 +119,7 @@ def weigh_rows(
         store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
 
 
-@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
+@triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def retreat(
     g, units, d_units, cu_seqlens, squares, queries, writes, erased, written, decays,
     d_output, d_final, d_offsets, d_states, d_written, d_v, d_attention, d_lower, d_initial,
@@ -271,7 +271,7 @@ def retreat(
             store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left), K, V, STEP, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_scores(
     g, units, d_units, cu_seqlens, sequence_of, squares, written, d_output, d_written, d_v, d_attention, d_lower,
     scale, T, H, g_row, g_token, g_head, do_row, do_token, do_head,
@@ -338,7 +338,7 @@ def differentiate_scores(
     _store_scores(d_attention, d_lower, d_units, d_reading, d_erasing, gate, scale, place, GATED, SCALED, CHUNK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_inputs(
     q, k, beta, write_key, g, units, d_units, cu_seqlens, sequence_of, written, states,
     d_output, d_written, d_states, d_attention, d_lower, d_q, d_k, d_beta, d_write_key, d_g,

@@ -30,7 +30,7 @@ from longseq.kernels.delta_rule.triton_kept import (
 from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, load_offered, turn_to_tiles, walk_through
 from longseq.kernels.triton_tiles import (
     MILD,
-    PLAIN,
+    SIZES_AND_STRIDES,
     chunk,
     decay_between,
     decay_since,
@@ -96,7 +96,7 @@ def _largest_of_rows(x):
     return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def prepare(
     q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
     squares, queries, writes, erased, offered, decays, units,
@@ -243,7 +243,7 @@ def prepare(
     store_unit(units, ERASED, unit, SCALED)
 
 
-@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
+@triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def advance(
     initial, units, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
     sequences, span, T, H,
@@ -334,7 +334,7 @@ def advance(
             store_block(final + (n * H + head) * K * V, e, column, left, K, V, STEP, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_out(
     q, g, cu_seqlens, sequence_of, squares, written, states, output, scale, T, H,
     q_row, q_token, q_head, g_row, g_token, g_head,
@@ -366,7 +366,7 @@ def read_out(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_through(
     q, k, v, beta, write_key, g, initial, cu_seqlens,
     squares, queries, writes, erased, written, decays, states, units, output, final,

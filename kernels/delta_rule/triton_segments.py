@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from longseq.kernels.delta_rule.triton_kept import ERASED, TILE, WRITES, WRITTEN
-from longseq.kernels.triton_tiles import PLAIN, load_block, sequence, store_block
+from longseq.kernels.triton_tiles import SIZES_AND_STRIDES, load_block, sequence, store_block
 from longseq.kernels.triton_units import (
     LEAD,
     add_product,
@@ -153,7 +153,7 @@ def load_offered(
     return tile, load_column_units(units + place * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
 
 
-@triton.jit(do_not_specialize=[*PLAIN, "sequences", "span"])
+@triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def summarize(
     initial, units, cu_seqlens, writes, erased, written, decays, offsets, transitions, transition_units,
     sequences, span, T, H,
@@ -231,7 +231,7 @@ def summarize(
                 store_block(transitions + place * K * K, row, e, turned[e // STEP], K, K, BLOCK, STEP)
 
 
-@triton.jit(do_not_specialize=[*PLAIN, "span"])
+@triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "span"])
 def connect(
     cu_seqlens, offsets, transitions, transition_units, span, T, H,
     K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,

@@ -23,7 +23,7 @@ import triton.language as tl
 from longseq.kernels.triton_tiles import SECOND_HALF, direction, sequence, token_after
 
 # Of these, neither the values nor the alignment is compiled into a kernel.
-PLAIN = ["T", "A_half"]
+UNSPECIALISED = ["T", "A_half"]
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -202,7 +202,7 @@ def _take(
     return h
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def forward(
     x, rate, prepared, A, initial, cu_seqlens, sequence_of, products, ends, output, final, checkpoints,
     T, D, A_half, x_row, x_token, rate_row, rate_token,
@@ -282,7 +282,7 @@ def _compose(
     return product, h
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def summarize(
     x, rate, prepared, A, cu_seqlens, sequence_of, products, ends,
     T, D, A_half, x_row, x_token, rate_row, rate_token,

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from longseq.kernels.dispatch import Call, is_exporting
-from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, are_read_twice, head_features_torch
+from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, has_two_readings, head_features_torch
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
@@ -69,7 +69,7 @@ def head_features(
 
 def _check_logits(x: Tensor, logits: Tensor, num_heads: int) -> None:
     alike = logits.dim() == x.dim()
-    rows = 2 * logits.shape[0] if alike and are_read_twice(x, logits) else x.shape[0]
+    rows = 2 * logits.shape[0] if alike and has_two_readings(x, logits) else x.shape[0]
     if not alike or (rows, *logits.shape[1:]) != (*x.shape[:-1], num_heads):
         raise ValueError(
             f"head_features: x has shape {tuple(x.shape)} and logits {tuple(logits.shape)}, which must have the rows "

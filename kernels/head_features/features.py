@@ -47,9 +47,9 @@ def head_features_torch(
         if logits is None:
             return features
         beta = logits.to(dtype).sigmoid()
-        return *features, torch.cat((beta, beta)) if are_read_twice(x, logits) else beta
+        return *features, torch.cat((beta, beta)) if has_two_readings(x, logits) else beta
 
 
-def are_read_twice(x: Tensor, logits: Tensor) -> bool:
+def has_two_readings(x: Tensor, logits: Tensor) -> bool:
     """Whether x are two readings of the batch that the logits belong to."""
     return x.shape[0] != logits.shape[0]

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
-    PLAIN,
+    SIZES_AND_STRIDES,
     chunk,
     decay_between,
     decay_since,
@@ -34,7 +34,7 @@ from longseq.kernels.triton_tiles import (
     token_after,
 )
 
-UNSPECIALISED = [*PLAIN, "sequences", "slot_of_finals", "gamma_row", "gamma_token", "gamma_head"]
+UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "slot_of_finals", "gamma_row", "gamma_token", "gamma_head"]
 
 
 @triton.jit

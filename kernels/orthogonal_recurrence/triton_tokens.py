@@ -20,9 +20,17 @@ program's own (written and read soon after each other, so mostly in the cache), 
 import triton
 import triton.language as tl
 
-from longseq.kernels.triton_tiles import PLAIN, direction, first_read, load_block, sequence, store_block, token_after
+from longseq.kernels.triton_tiles import (
+    SIZES_AND_STRIDES,
+    direction,
+    first_read,
+    load_block,
+    sequence,
+    store_block,
+    token_after,
+)
 
-UNSPECIALISED = [*PLAIN, "sequences", "gamma_row", "gamma_token", "gamma_head"]
+UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "gamma_row", "gamma_token", "gamma_head"]
 UNSPECIALISED += ["threshold_row", "threshold_token", "threshold_head"]
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longseq.kernels.dispatch import Backend, Call, register_plain, select
+from longseq.kernels.dispatch import Backend, Call, register_torch, select
 from longseq.kernels.packed_attention import padded, varlen
 from longseq.kernels.packing import Packing, pack_like
 
@@ -41,7 +41,7 @@ def packed_attention(
     return select("packed_attention", backend, call)(q, k, v, packing, causal=causal, window=window)
 
 
-register_plain(
+register_torch(
     "packed_attention",
     Backend("varlen", varlen.packed_attention, varlen.reasons),
     Backend("torch", padded.packed_attention),

@@ -17,7 +17,7 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
     respond,
 )
 from longseq.kernels.triton_tiles import (
-    PLAIN,
+    SIZES_AND_STRIDES,
     chunk,
     direction,
     load_block,
@@ -54,7 +54,7 @@ def _product_of_halves(a_high, a_low, b_high, b_low):
     return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def linearize(
     x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
     transitions, read, d_read, weights, d_weights, solved, d_x,
@@ -184,7 +184,7 @@ def retreat(
         store_block(d_initial + (n * H + head) * K * K, 0, 0, d_state, K, K, BLOCK, BLOCK)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_directions(
     u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
     T, H, u_row, u_token, u_head,

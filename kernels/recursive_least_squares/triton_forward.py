@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from longseq.kernels.triton_tiles import (
-    PLAIN,
+    SIZES_AND_STRIDES,
     chunk,
     direction,
     load_block,
@@ -20,7 +20,7 @@ from longseq.kernels.triton_tiles import (
 )
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
-WALK = [*PLAIN, "span", "segments"]
+WALK = [*SIZES_AND_STRIDES, "span", "segments"]
 MOST_SEGMENTS = tl.constexpr(128)
 
 
@@ -270,7 +270,7 @@ def finish(
     return y
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_out(
     x, u, added, cu_seqlens, sequence_of, states, inverse, written, output,
     T, H, x_row, x_token, x_head, u_row, u_token, u_head,

@@ -31,7 +31,7 @@ from longseq.kernels.recursive_least_squares.triton_forward import (
     transpose,
 )
 from longseq.kernels.triton_tiles import (
-    PLAIN,
+    SIZES_AND_STRIDES,
     direction,
     load_block,
     load_numbers,
@@ -41,7 +41,7 @@ from longseq.kernels.triton_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def transfer(
     u, added, meeting, entering, T, H, u_row, u_token, u_head,
     K: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,

@@ -37,7 +37,7 @@ WALKS = {
 PROGRAMS = {"forward": 16384, "backward": 4096}
 
 # Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
-PLAIN = ["B", "T", "stretch"]
+UNSPECIALISED = ["B", "T", "stretch"]
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def _convolve_stretch(
         y_at += UNROLL * y_step
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward(
     x, weight, bias, state, cu_seqlens, segment_of, y, B, T, D, x_row, x_token, stretch,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
@@ -330,7 +330,7 @@ def _differentiate_stretch(
             tl.store(sums + WIDTH * D + d, dbias, mask=d < D)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward(
     x, weight, bias, state, cu_seqlens, segment_of, dy, skipped, skip_weight, dx, sums, B, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, stretch,
@@ -360,7 +360,7 @@ def _backward(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_state(
     x, weight, bias, state, cu_seqlens, dy, dstate, B, T, D, x_row, x_token, dy_row, dy_token,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SHARED: tl.constexpr,

@@ -22,7 +22,7 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 from longseq.kernels.triton_tiles import (
-    PLAIN,
+    SIZES_AND_STRIDES,
     direction,
     load_numbers,
     load_tokens,
@@ -57,7 +57,7 @@ def _add_up(sums, begin, end, H, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.
     return total
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def sum_keys(
     k, cu_seqlens, sequence_of, sums, T, H, k_row, k_token, k_head,
     K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -72,7 +72,7 @@ def sum_keys(
     tl.store(sums + (slot * H + head) * K + e, tl.sum(key.to(tl.float32), 0), mask=e < K)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def divide(
     values, q, k, initial, cu_seqlens, sequence_of, sums, output, products, final,
     eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, k_row, k_token, k_head,
@@ -103,7 +103,7 @@ def divide(
     store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, 0, value, V, CHUNK, BLOCK_V)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_values(
     values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, sums,
     eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, do_row, do_token, do_head,
@@ -136,7 +136,7 @@ def differentiate_values(
     tl.store(sums + (slot * H + head) * K + e, total, mask=e < K)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def differentiate_keys(
     q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
     d_q, d_k, d_initial, T, H, q_row, q_token, q_head, k_row, k_token, k_head,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.image.datasets import Batch, Failure, StreamBatches
 from longseq.tasks.training.processes import prepare_data_worker
+
+_log = logging.getLogger(__name__)
+
+# What the order of samples depends on, and how an effective batch is spread over processes and accumulated batches.
+SAME = ("num_samples", "effective_batch_size", "repeats", "seed")
+SPREAD = ("batch_size", "world_size", "accumulate")
 
 
 class BatchLoader(DataLoader[Batch]):
@@ -23,7 +30,7 @@ class BatchLoader(DataLoader[Batch]):
     def __init__(
         self,
         dataset: Dataset[Batch],
-        sampler: TrainingSampler | EvaluationSampler | None,
+        sampler: UpdateSampler[Any] | EvaluationSampler | None,
         *,
         num_workers: int,
         pin_memory: bool,
@@ -53,23 +60,25 @@ class TrainingLoader(BatchLoader):
     """A BatchLoader with the state that Lightning saves: the epoch and how many of its batches are done.
 
     `trained` tells how many batches of the epoch have been trained on; a batch that was handed out but failed is given
-    again.
+    again. `respread(then, now)` is called where a checkpoint is continued with another number of accumulated batches.
     """
 
-    sampler: TrainingSampler
+    sampler: UpdateSampler[Any]
 
     def __init__(
         self,
         dataset: Dataset[Batch],
-        sampler: TrainingSampler,
+        sampler: UpdateSampler[Any],
         *,
         num_workers: int,
         pin_memory: bool,
         report: Callable[[list[Failure]], None],
         trained: Callable[[], int] | None = None,
+        respread: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report)
         self._trained = trained
+        self._respread = respread
         self._position = (0, 0)  # epoch, batches handed out
         self._resuming = False
 
@@ -89,22 +98,49 @@ class TrainingLoader(BatchLoader):
         epoch, batches = self._position
         if self._trained is not None and not self._resuming:
             batches = min(batches, self._trained())
-        return {"epoch": epoch, "batches": batches, **self._order()}
+        return {"epoch": epoch, "batches": batches, **self._read_sampler(SAME + SPREAD)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues there. ValueError where another order of samples would follow."""
-        for name, value in self._order().items():
-            if state_dict[name] != value:
+        """Continues there, also over another number of devices or of accumulated batches.
+
+        ValueError where another order of samples would follow.
+        """
+        then, now = state_dict, self._read_sampler(SAME + SPREAD)
+        for name in SAME:
+            if then[name] != now[name]:
                 raise ValueError(
-                    f"the checkpoint was trained with {name}={state_dict[name]}, now it is {value}: "
-                    f"resume with {name}={state_dict[name]}, or start a new run"
+                    f"the checkpoint was trained with {name}={then[name]}, now it is {now[name]}: "
+                    f"resume with {name}={then[name]}, or start a new run"
                 )
-        self._position = (state_dict["epoch"], state_dict["batches"])
+        updates, accumulated = divmod(then["batches"], then["accumulate"])
+        batches = updates * now["accumulate"] + accumulated
+        if any(then[name] != now[name] for name in SPREAD):
+            if accumulated:
+                raise ValueError(
+                    f"the checkpoint was written between two updates ({_spell(then)}): resume it as it was trained, or "
+                    "take one that was written after an update"
+                )
+            if then["batch_size"] != now["batch_size"]:
+                _log.warning(
+                    "the run was trained with %s and continues with %s: samples keep their order, but what is drawn "
+                    "for a batch as a whole (mixing, dropout, drop path) differs from what would have been drawn",
+                    _spell(then),
+                    _spell(now),
+                )
+            if self._respread is not None:
+                self._respread(then["accumulate"], now["accumulate"])
+        self._position = (then["epoch"], batches)
         self._resuming = True
 
-    def _order(self) -> dict[str, int]:
-        names = ("num_samples", "batch_size", "repeats", "seed", "world_size")
+    def _read_sampler(self, names: Sequence[str]) -> dict[str, int]:
         return {name: getattr(self.sampler, name) for name in names}
+
+
+def _spell(state: Mapping[str, int]) -> str:
+    return (
+        f"{state['batch_size']} at a time on {state['world_size']} device(s) x {state['accumulate']} accumulated "
+        "batch(es)"
+    )
 
 
 class StreamLoader(BatchLoader):

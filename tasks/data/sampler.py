@@ -1,18 +1,21 @@
-"""Which samples make a batch: pure functions of seed, epoch, rank and world size."""
+"""Which samples make a batch: pure functions of the seed, the epoch and the place in the epoch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from longseq.tasks.data.seeds import derive_seed
 
+BatchT = TypeVar("BatchT")
 
-class Draw(NamedTuple):
+
+class SampleIndex(NamedTuple):
     """One training sample: its position in the split, which repeat of it this is, and the epoch."""
 
     position: int
@@ -20,44 +23,101 @@ class Draw(NamedTuple):
     epoch: int
 
 
-class TrainingSampler(Sampler[list[Draw]]):
-    """Yields the batches of one rank, from batch `start` of epoch `epoch` on.
+class UpdateSampler(Sampler[BatchT]):
+    """Yields what one process trains on in an epoch, from its batch `start` of epoch `epoch` on.
 
-    An epoch is a permutation of the samples, each `repeats` times in a row, cut to the number of samples (repeated
-    augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours go to different ranks, so a batch over all ranks
-    holds the same draws whatever the number of ranks. What does not fill a batch on every rank is dropped.
+    An epoch is a row of effective batches, one for each update of the weights. It depends on the seed, the epoch and
+    the size of the effective batch alone. An effective batch is dealt out to `world_size * accumulate` parts of
+    `batch_size` samples, as cards are: sample i goes to part `i % parts`. At its n-th accumulated batch a process takes
+    part `n * world_size + rank`. So two processes see the samples that one process sees with twice the accumulated
+    batches, and with the same parts. Samples that do not fill an effective batch are left out.
     """
 
-    def __init__(
-        self, num_samples: int, batch_size: int, *, seed: int, repeats: int = 1, rank: int = 0, world_size: int = 1
-    ) -> None:
-        if batch_size < 1 or repeats < 1:
-            raise ValueError(f"batch_size={batch_size} and repeats={repeats} must be at least 1")
-        if batch_size * world_size > num_samples:
-            raise ValueError(
-                f"a batch of {batch_size} on {world_size} device(s) needs {batch_size * world_size} training images, "
-                f"but there are {num_samples}: choose recipe.batch_size of at most {num_samples}"
-            )
-        self.num_samples, self.batch_size, self.repeats = num_samples, batch_size, repeats
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+    def __init__(self, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        self.batch_size, self.seed = batch_size, seed
+        self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
         self.epoch = 0
         self.start = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many batches an effective batch is dealt out, over processes and accumulated batches."""
+        return self.world_size * self.accumulate
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples of an update."""
+        return self.batch_size * self.parts
+
+    @property
+    @abstractmethod
+    def updates(self) -> int:
+        """Updates of a whole epoch."""
+
+    @abstractmethod
+    def shuffle(self) -> Callable[[int, int], BatchT]:
+        """Order the epoch; returns the function of (update, part) that gives a batch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this before each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on one rank, whatever `start` is."""
-        return self.num_samples // (self.batch_size * self.world_size)
+        """Batches of a whole epoch on one process, whatever `start` is."""
+        return self.updates * self.accumulate
 
-    def __iter__(self) -> Iterator[list[Draw]]:
-        epoch, stride = self.epoch, self.batch_size * self.world_size
+    def __iter__(self) -> Iterator[BatchT]:
+        give = self.shuffle()
+        for batch in range(self.start, len(self)):
+            update, turn = divmod(batch, self.accumulate)
+            yield give(update, turn * self.world_size + self.rank)
+
+
+class TrainingSampler(UpdateSampler[list[SampleIndex]]):
+    """Yields the samples of each batch.
+
+    An epoch is a permutation of the samples, each `repeats` times in a row, cut to the number of samples (repeated
+    augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours go to different processes.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int,
+        repeats: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
+    ) -> None:
+        super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} must be at least 1")
+        if self.effective_batch_size > num_samples:
+            accumulated = f" x {accumulate} accumulated batches" if accumulate > 1 else ""
+            raise ValueError(
+                f"a batch of {batch_size} on {world_size} device(s){accumulated} needs {self.effective_batch_size} "
+                f"training images, but there are {num_samples}: choose recipe.batch_size of at most {num_samples}"
+            )
+        self.num_samples, self.repeats = num_samples, repeats
+
+    @property
+    def updates(self) -> int:
+        return self.num_samples // self.effective_batch_size
+
+    def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:
+        epoch, size = self.epoch, self.effective_batch_size
         distinct = math.ceil(self.num_samples / self.repeats)
         order = np.random.default_rng(derive_seed(self.seed, epoch)).permutation(self.num_samples)[:distinct].tolist()
-        for batch in range(self.start, len(self)):
-            positions = range(batch * stride + self.rank, (batch + 1) * stride, self.world_size)
-            yield [Draw(order[p // self.repeats], p % self.repeats, epoch) for p in positions]
+
+        def give(update: int, part: int) -> list[SampleIndex]:
+            places = range(update * size + part, (update + 1) * size, self.parts)
+            return [SampleIndex(order[p // self.repeats], p % self.repeats, epoch) for p in places]
+
+        return give
 
 
 class EvaluationSampler(Sampler[list[int]]):

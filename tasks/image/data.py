@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from longseq.tasks.data.loader import BatchLoader, StreamLoader, TrainingLoader
+from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, TrainingBatches, Unreadable
 from longseq.tasks.image.info import DataInfo
@@ -204,20 +205,18 @@ class ImageDataModule(LightningDataModule):
         transform = training_transform(self.info, self.augmentation)
         if self._splits is None:
             return self._stream_loader("train", transform, training=True)
-        rank, world_size = self._place()
         sampler = TrainingSampler(
             len(self._splits.train),
             self.batch_size,
             seed=self.seed,
             repeats=self.repeats,
-            rank=rank,
-            world_size=world_size,
+            **find_place(self.trainer)._asdict(),
         )
         return TrainingLoader(
             TrainingBatches(self._splits.train, transform, self.seed),
             sampler,
             **self._loader_options(),
-            trained=self._trained_batches if self.trainer else None,
+            **follow(self.trainer),
         )
 
     def val_dataloader(self) -> BatchLoader:
@@ -255,7 +254,7 @@ class ImageDataModule(LightningDataModule):
         if self._splits is None:
             return self._stream_loader(kind, transform, training=False)
         split: Split = getattr(self._splits, kind)
-        rank, world_size = self._place()
+        rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
 
@@ -285,7 +284,7 @@ class ImageDataModule(LightningDataModule):
         return sizes, [str(name) for name in sorted(classes, key=classes.__getitem__)]
 
     def _stream_loader(self, kind: str, transform: Any, training: bool) -> StreamLoader:
-        rank, world_size = self._place()
+        rank, world_size, _ = find_place(self.trainer)
         batches = StreamBatches(
             self._stream(kind, training),
             transform,
@@ -298,14 +297,6 @@ class ImageDataModule(LightningDataModule):
         return StreamLoader(
             batches, **self._loader_options(), epoch=lambda: self.trainer.current_epoch if self.trainer else 0
         )
-
-    def _place(self) -> tuple[int, int]:
-        """This process's rank and the number of processes."""
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    def _trained_batches(self) -> int:
-        assert self.trainer is not None
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
 
     def _loader_options(self) -> dict[str, Any]:
         workers = self.num_workers

@@ -16,7 +16,7 @@ from timm.data.readers.shared_count import SharedCount
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from longseq.tasks.data.sampler import Draw
+from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
@@ -78,7 +78,7 @@ class Unreadable:
 
 
 class TrainingBatches(Dataset[Batch]):
-    """Draws -> a full batch; an unreadable image is replaced by another that the draw's seed picks.
+    """SampleIndexes -> a full batch; an unreadable image is replaced by another that the seed of its index picks.
 
     The batch is empty if that fails too often in a row.
     """
@@ -89,23 +89,23 @@ class TrainingBatches(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, draws: list[Draw]) -> Batch:
+    def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         images: list[Tensor] = []
         targets: list[int] = []
         failures: list[Failure] = []
         with preserved_random_state():
-            for draw in draws:
-                sample = self._read(draw, failures)
+            for index in indices:
+                sample = self._read(index, failures)
                 if sample is None:
                     return Batch(torch.empty(0), torch.empty(0), failures)
-                seed_everything(derive_seed(self.seed, *draw))
+                seed_everything(derive_seed(self.seed, *index))
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
         return Batch(torch.stack(images), torch.tensor(targets), failures)
 
-    def _read(self, draw: Draw, failures: list[Failure]) -> tuple[Image.Image, int] | None:
+    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Image.Image, int] | None:
         for attempt in range(_REPLACEMENTS):
-            position = derive_seed(self.seed, *draw, attempt) % len(self.split) if attempt else draw.position
+            position = derive_seed(self.seed, *index, attempt) % len(self.split) if attempt else index.position
             result = _read_or_failure(self.split, position)
             if not isinstance(result, Failure):
                 return result

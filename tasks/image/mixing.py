@@ -1,4 +1,4 @@
-"""Mixup, CutMix and label smoothing of a batch, as a function of (seed, step, rank)."""
+"""Mixup, CutMix and label smoothing of a batch, as a function of (seed, update, part of its batch)."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class BatchMixing:
                 num_classes=num_classes,
             )
 
-    def __call__(self, images: Tensor, targets: Tensor, *, step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, targets: Tensor, *, update: int, part: int = 0) -> tuple[Tensor, Tensor]:
         """Mixes in place: images [B, C, H, W] float, targets [B] int -> images, soft targets [B, num_classes].
 
-        `step` counts forward passes, so that accumulated batches draw apart. ValueError for an odd B.
+        `update` and `part` are those of `TrainedModule.seed_batch`. ValueError for an odd B.
         """
         if self._mixup is None:
             return images, mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
@@ -55,7 +55,7 @@ class BatchMixing:
             raise ValueError(f"Mixup and CutMix pair the images of a batch: batch size {len(images)} per device is odd")
         # timm draws from numpy's global generator
         state = np.random.get_state()  # noqa: NPY002
-        np.random.seed(derive_seed(self.seed, step, rank) % 2**32)  # noqa: NPY002
+        np.random.seed(derive_seed(self.seed, update, part) % 2**32)  # noqa: NPY002
         try:
             return self._mixup(images, targets)
         finally:

@@ -64,8 +64,8 @@ class ImageClassifier(TrainedModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, targets = batch
-        step = self.seed_batch(batch_idx)
-        images, soft_targets = self.mixing(images, targets, step=step, rank=self.global_rank)
+        update, part = self.seed_batch(batch_idx)
+        images, soft_targets = self.mixing(images, targets, update=update, part=part)
         loss = self.criterion(self._train_forward(images), soft_targets)
         self.log("train/loss", loss.detach())
         return loss

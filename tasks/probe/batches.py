@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from longseq.tasks.data.sampler import EvaluationSampler
+from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.slices import Slice
 
 
-class Asked(NamedTuple):
+class ProbeTargets(NamedTuple):
     """What is asked in a batch: the places `[B, A]`, the answers `[B, A]` and their bits (see `Slice`), the slice."""
 
     places: Tensor
@@ -24,69 +24,77 @@ class Asked(NamedTuple):
     slice_index: int
 
 
-class Pick(NamedTuple):
+class BatchIndices(NamedTuple):
     """The rows of one slice that make a batch."""
 
     slice_index: int
     rows: Any
 
 
-class SliceBatches(Dataset[tuple[Tensor, Asked, list[Any]]]):
-    """Maps a Pick to its batch (tokens `[B, T]`, Asked) and the list of failures that loaders expect, empty here."""
+class SliceBatches(Dataset[tuple[Tensor, ProbeTargets, list[Any]]]):
+    """Maps BatchIndices to a batch (tokens `[B, T]`, ProbeTargets) and the failures that loaders expect: none."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.slices = slices
 
-    def __getitem__(self, pick: Pick) -> tuple[Tensor, Asked, list[Any]]:
-        chosen = self.slices[pick.slice_index]
-        rows = torch.as_tensor(pick.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
+    def __getitem__(self, indices: BatchIndices) -> tuple[Tensor, ProbeTargets, list[Any]]:
+        chosen = self.slices[indices.slice_index]
+        rows = torch.as_tensor(indices.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
         tokens, places, answers = (
             part.index_select(0, rows).long() for part in (chosen.tokens, chosen.places, chosen.answers)
         )
         allowed = None if chosen.allowed is None else chosen.allowed.index_select(0, rows)
-        return tokens, Asked(places, answers, allowed, pick.slice_index), []
+        return tokens, ProbeTargets(places, answers, allowed, indices.slice_index), []
 
 
-class MixtureSampler(Sampler[Pick]):
-    """Yields the batches of one rank, from batch `start` of epoch `epoch` on.
+class MixtureSampler(UpdateSampler[BatchIndices]):
+    """Yields the rows of each batch, all of one slice.
 
-    An epoch shuffles each slice, cuts it into batches over all ranks, and shuffles the batches of all slices. What does
-    not fill a batch is dropped. Everything is a function of (seed, epoch).
+    An epoch shuffles each slice, cuts it into effective batches, and shuffles the effective batches of all slices.
     """
 
     repeats = 1
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
-        stride = batch_size * world_size
-        if small := [size for size in sizes if size < stride]:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
+    ) -> None:
+        super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
+        effective = self.effective_batch_size
+        if small := [size for size in sizes if size < effective]:
+            accumulated = f" x {accumulate} accumulated batches" if accumulate > 1 else ""
             raise ValueError(
-                f"a batch of {batch_size} on {world_size} device(s) needs {stride} training samples, but a slice has "
-                f"{small[0]}: choose recipe.batch_size of at most {small[0]}, or more samples"
+                f"a batch of {batch_size} on {world_size} device(s){accumulated} needs {effective} training samples, "
+                f"but a slice has {small[0]}: choose recipe.batch_size of at most {small[0]}, or more samples"
             )
-        self.sizes, self.batch_size, self.seed, self.rank, self.world_size = sizes, batch_size, seed, rank, world_size
+        self.sizes = sizes
         self.num_samples = sum(sizes)
-        self.epoch = 0
-        self.start = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch."""
-        self.epoch = epoch
+    @property
+    def updates(self) -> int:
+        return sum(size // self.effective_batch_size for size in self.sizes)
 
-    def __len__(self) -> int:
-        """Batches of a whole epoch on one rank, whatever `start` is."""
-        return sum(size // (self.batch_size * self.world_size) for size in self.sizes)
-
-    def __iter__(self) -> Iterator[Pick]:
-        stride = self.batch_size * self.world_size
+    def shuffle(self) -> Callable[[int, int], BatchIndices]:
+        effective = self.effective_batch_size
         random = np.random.default_rng(derive_seed(self.seed, self.epoch))
         orders = [random.permutation(size) for size in self.sizes]
-        planned = [(index, batch) for index, size in enumerate(self.sizes) for batch in range(size // stride)]
-        for turn in random.permutation(len(planned))[self.start :]:
-            index, batch = planned[turn]
-            yield Pick(index, orders[index][batch * stride + self.rank : (batch + 1) * stride : self.world_size])
+        planned = [(index, batch) for index, size in enumerate(self.sizes) for batch in range(size // effective)]
+        turns = random.permutation(len(planned))
+
+        def give(update: int, part: int) -> BatchIndices:
+            index, batch = planned[turns[update]]
+            return BatchIndices(index, orders[index][batch * effective + part : (batch + 1) * effective : self.parts])
+
+        return give
 
 
-class SliceSampler(Sampler[Pick]):
+class SliceSampler(Sampler[BatchIndices]):
     """Yields batches for measuring: every sample of every slice once over all ranks, as many batches on each rank."""
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -95,7 +103,7 @@ class SliceSampler(Sampler[Pick]):
     def __len__(self) -> int:
         return sum(map(len, self.samplers))
 
-    def __iter__(self) -> Iterator[Pick]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         for index, sampler in enumerate(self.samplers):
             for rows in sampler:
-                yield Pick(index, rows)
+                yield BatchIndices(index, rows)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.probe.info import ProbeInfo
@@ -21,8 +22,8 @@ class ProbeDataModule(LightningDataModule):
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
     generator beside those of `options`. Samples are functions of (`draw_seed`, slice), so that runs of several seeds
     share them, and none occurs twice. With `cache` they are kept in a file of that folder. Batches are
-    (tokens `[B, T]`, Asked), picked from tensors that lie on the device; their order is a function of (`seed`, epoch).
-    ValueError for what the user can mend.
+    (tokens `[B, T]`, ProbeTargets), picked from tensors that lie on the device; their order is a function of (`seed`,
+    epoch). ValueError for what the user can mend.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ProbeDataModule(LightningDataModule):
             num_workers=0,
             pin_memory=False,
             report=_nothing_failed,
-            trained=self._trained_batches if self.trainer else None,
+            **follow(self.trainer),
         )
 
     def val_dataloader(self) -> BatchLoader:
@@ -107,7 +108,7 @@ class ProbeDataModule(LightningDataModule):
         return self._evaluation_loader("test")
 
     def _evaluation_loader(self, split: str) -> BatchLoader:
-        rank, world_size = self._place()
+        rank, world_size, _ = find_place(self.trainer)
         sizes = [len(one.tokens) for one in self.slices(split)]
         return BatchLoader(
             SliceBatches(self._on_device(split)),  # type: ignore[arg-type]
@@ -118,21 +119,12 @@ class ProbeDataModule(LightningDataModule):
         )
 
     def _training_sampler(self) -> MixtureSampler:
-        rank, world_size = self._place()
         sizes = [len(one.tokens) for one in self.slices("train")]
-        return MixtureSampler(sizes, self.batch_size, seed=self.seed, rank=rank, world_size=world_size)
+        return MixtureSampler(sizes, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict())
 
     def _on_device(self, split: str) -> list[Slice]:
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         return [one.to(device) for one in self.slices(split)]
-
-    def _place(self) -> tuple[int, int]:
-        """This process's rank and the number of processes."""
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-
-    def _trained_batches(self) -> int:
-        assert self.trainer is not None
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
 
 
 def _nothing_failed(failures: list[Any]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longseq.tasks.probe.batches import Asked
+from longseq.tasks.probe.batches import ProbeTargets
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.training.metrics import WeightedMean
 from longseq.tasks.training.module import TrainedModule
 
-Batch = tuple[Tensor, Asked]
+Batch = tuple[Tensor, ProbeTargets]
 
 
 class ProbeTask(TrainedModule):
@@ -66,8 +66,8 @@ class ProbeTask(TrainedModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
-        tokens, asked = batch
-        loss = _loss(self._train_forward(tokens, asked.places), asked.answers)
+        tokens, targets = batch
+        loss = _loss(self._train_forward(tokens, targets.places), targets.answers)
         self.log("train/loss", loss.detach())
         return loss
 
@@ -79,15 +79,15 @@ class ProbeTask(TrainedModule):
 
     def _evaluate(self, batch: Batch, metrics: Any, stage: str) -> None:
         """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
-        tokens, asked = batch
-        name = f"accuracy_{self.slices[stage][asked.slice_index]}"
+        tokens, targets = batch
+        name = f"accuracy_{self.slices[stage][targets.slice_index]}"
         names = ["loss", "accuracy", "sequence_accuracy"] + [name] * (name in metrics)
         if len(tokens) > 0:
-            scores = self(tokens, asked.places).float()
-            counted = asked.answers != IGNORED
-            right = is_right(scores.argmax(dim=-1), asked.answers, asked.allowed)
+            scores = self(tokens, targets.places).float()
+            counted = targets.answers != IGNORED
+            right = is_right(scores.argmax(dim=-1), targets.answers, targets.allowed)
             share = right.sum() / counted.sum()
-            metrics["loss"].update(_loss(scores, asked.answers), weight=counted.sum())
+            metrics["loss"].update(_loss(scores, targets.answers), weight=counted.sum())
             metrics["sequence_accuracy"].update((right | ~counted).all(dim=1).float().mean(), weight=len(tokens))
             for key in ("accuracy", *names[3:]):
                 metrics[key].update(share, weight=counted.sum())

@@ -109,9 +109,9 @@ def _make(
 
 
 def _pack(name: str, samples: Samples) -> Slice:
-    asked = samples.labels != IGNORED
-    count = int(asked.sum(axis=1).max())
-    places = np.concatenate([np.argsort(~rows, axis=1, kind="stable")[:, :count] for rows in _blocks(asked)])
+    labelled = samples.labels != IGNORED
+    count = int(labelled.sum(axis=1).max())
+    places = np.concatenate([np.argsort(~rows, axis=1, kind="stable")[:, :count] for rows in _blocks(labelled)])
     answers = np.take_along_axis(samples.labels, places, axis=1)
     allowed = None if samples.allowed is None else np.take_along_axis(samples.allowed, places, axis=1)
     places = np.where(answers == IGNORED, 0, places).astype(np.int32)

@@ -25,8 +25,9 @@ class TrainedModule(LightningModule):
     a module that only measures.
     `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.training.checkpoint`). A subclass
     defines the steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those
-    that a run ends with. Batch-level randomness is a function of (seed, micro batch, rank), so that a resumed run
-    repeats the uninterrupted one: a training step calls `seed_batch` first.
+    that a run ends with. Randomness in a batch is a function of (seed, update, part of the effective batch), so
+    that a resumed run repeats the uninterrupted one, also where other processes take the parts: a training step calls
+    `seed_batch` first.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
@@ -67,11 +68,17 @@ class TrainedModule(LightningModule):
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 
-    def seed_batch(self, batch_idx: int) -> int:
-        """Seed what a training step draws; returns the number of the micro batch in the run."""
-        step = self.current_epoch * int(self.trainer.num_training_batches) + batch_idx
-        seed_generators(derive_seed(self.seed, step, self.global_rank), self.device)
-        return step
+    def seed_batch(self, batch_idx: int) -> tuple[int, int]:
+        """Seed what a training step draws; returns the number of the update in the run and the part of its batch.
+
+        An effective batch has as many parts as there are processes times accumulated batches (see `UpdateSampler`).
+        """
+        trainer = self.trainer
+        accumulate, updates = trainer.accumulate_grad_batches, self._updates(int(trainer.num_training_batches))
+        update = self.current_epoch * updates + batch_idx // accumulate
+        part = batch_idx % accumulate * trainer.world_size + self.global_rank
+        seed_generators(derive_seed(self.seed, update, part), self.device)
+        return update, part
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # When the batch ends, the schedule has already set the next update's rate.
@@ -98,7 +105,11 @@ class TrainedModule(LightningModule):
         limit = self.trainer.limit_train_batches
         if limit is not None:
             batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        return max(1, math.ceil(batches / self.trainer.accumulate_grad_batches))
+        return max(1, self._updates(batches))
+
+    def _updates(self, batches: int) -> int:
+        """How many updates an epoch of `batches` has."""
+        return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(self.global_step)

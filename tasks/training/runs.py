@@ -16,8 +16,13 @@ from longseq.tasks.training.lock import is_locked
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
 
-# Keys that change what is printed, where, or how fast, and no weight.
+# Keys that change what is printed, where, how fast, or on how many devices an effective batch is trained, which
+# leaves the order of samples as it is.
 FREE_KEYS = (
+    "trainer.accumulate_grad_batches",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
     "resume",
     "output",
     "optimized_metric",

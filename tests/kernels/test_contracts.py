@@ -100,7 +100,7 @@ def test_a_part_that_runs_again_has_the_same_gradients(op, backend):
     """What an operation keeps may be asked for once: torch's checkpoint finds it by running the operation again."""
     inputs = make_inputs(op, list_variants(op)[0], tokens=5)
     expected = gradients(inputs, backend=backend)
-    actual = gradients(inputs, run=Inputs.run_again, backend=backend)
+    actual = gradients(inputs, run=Inputs.run_checkpointed, backend=backend)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
@@ -185,10 +185,10 @@ def test_reverse_reads_from_the_end(op, backend):
     cu_seqlens = torch.tensor(bounds_of(lengths))
     for variant in list_variants(op)[:4]:
         inputs = make_inputs(op, variant, tokens=19)
-        expected = gradients(inputs, run=Inputs.run_turned, backend="reference")
+        expected = gradients(inputs, run=Inputs.run_reversed, backend="reference")
         assert_same(gradients(inputs, backend=backend, reverse=True), expected)
         inputs = make_inputs(op, variant, tokens=sum(lengths), segments=len(lengths))
-        expected = gradients(inputs, run=Inputs.run_turned, backend="reference", cu_seqlens=cu_seqlens)
+        expected = gradients(inputs, run=Inputs.run_reversed, backend="reference", cu_seqlens=cu_seqlens)
         assert_same(gradients(inputs, backend=backend, reverse=True, cu_seqlens=cu_seqlens), expected)
 
 
@@ -198,7 +198,7 @@ def test_reverse_reads_from_the_end(op, backend):
 def test_padding_stays_where_it_is_in_reverse(op, backend):
     inputs = make_inputs(op, tokens=19)
     mask = torch.rand((2, 19), generator=torch.Generator().manual_seed(0)) < 0.7
-    expected, state = inputs.run_turned(backend="reference", mask=mask.flip(1))
+    expected, state = inputs.run_reversed(backend="reference", mask=mask.flip(1))
     actual, last = inputs.run(backend=backend, mask=mask, reverse=True)
     assert_same(results(actual[mask], last), results(expected[mask], state))
 

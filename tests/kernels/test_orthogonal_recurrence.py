@@ -139,7 +139,7 @@ def test_chunks_count_from_where_reading_begins(backend, variant):
         (make_inputs(OP, variant, tokens=29), "second_half", {}),
     ]
     for inputs, reverse, options in calls:
-        run = Inputs.run_turned if reverse is True else Inputs.run_both_ways
+        run = Inputs.run_reversed if reverse is True else Inputs.run_both_ways
         expected = gradients(inputs, run=run, backend="reference", chunk_size=4, **options)
         assert_same(gradients(inputs, backend=backend, chunk_size=4, reverse=reverse, **options), expected)
 

@@ -68,7 +68,7 @@ def test_packed_segments_are_separate(interpreted, op):
 def test_gradients_of_a_part_that_runs_again(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32)
     expected = gradients(inputs, backend="triton")
-    actual = gradients(inputs, run=Inputs.run_again, backend="triton")
+    actual = gradients(inputs, run=Inputs.run_checkpointed, backend="triton")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
@@ -94,7 +94,7 @@ def test_reading_in_reverse(interpreted, op, packed):
     unordered = ("identity", "relu_squared", "repeated_directions", "extreme_directions", "fixed", "paper")
     for variant in [name for name in list_variants(op)[:4] if name not in unordered]:
         inputs = make_inputs(op, variant, tokens=tokens, **shape)
-        exact = gradients(inputs, run=Inputs.run_turned, backend="reference", **options)
+        exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
         inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32, **shape)
         assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
 
@@ -214,7 +214,7 @@ def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype, r
     monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 1024 if form == "short" else 0)
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, segments=4, dtype=dtype)
-    run = Inputs.run_turned if reverse else Inputs.run
+    run = Inputs.run_reversed if reverse else Inputs.run
     exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
     for name, value in exact.items():
@@ -361,7 +361,7 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, variant, re
     inputs = lasting(make_inputs("delta_rule", variant, tokens=560, segments=5, dtype=torch.float16, sizes={"H": 1}))
     if "g" in inputs.sequences:
         inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
-    run = Inputs.run_turned if reverse else Inputs.run
+    run = Inputs.run_reversed if reverse else Inputs.run
     exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
     assert set(delta_segments) == {560 // 128 + 6}
@@ -638,7 +638,7 @@ def test_least_squares_of_what_is_not_a_number(interpreted, op):
 def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
     inputs = make_inputs(op, tokens=20, dtype=torch.float32)
     mask = torch.rand((2, 20), generator=torch.Generator().manual_seed(0)) < 0.7
-    expected = inputs.run_turned(backend="reference", mask=mask.flip(1))
+    expected = inputs.run_reversed(backend="reference", mask=mask.flip(1))
     actual = inputs.run(backend="triton", mask=mask, reverse=True)
     for name, value in results(expected[0][mask], expected[1]).items():
         torch.testing.assert_close(results(actual[0][mask], actual[1])[name], value, rtol=1e-4, atol=1e-5)
@@ -731,7 +731,7 @@ def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
     monkeypatch.setattr(kernels, "sequence_of_slots", lambda *args: split.append(args) or sequence_of_slots(*args))
     for options in ({"cu_seqlens": torch.tensor([0, 3, 3, 50])}, {}):
         inputs = make_inputs(op, batch=1, segments=3 if options else None, tokens=50, sizes={"N": 20})
-        exact = gradients(inputs, run=Inputs.run_turned if reverse else Inputs.run, backend="reference", **options)
+        exact = gradients(inputs, run=Inputs.run_reversed if reverse else Inputs.run, backend="reference", **options)
         inputs = make_inputs(
             op, batch=1, segments=3 if options else None, tokens=50, sizes={"N": 20}, dtype=torch.float32
         )

@@ -118,7 +118,7 @@ def test_half_of_the_rows_is_read_from_the_end(interpreted, short_stretches, var
 def test_packed_segments_read_from_their_ends(interpreted, short_stretches, variant, chunk_size):
     bounds = torch.tensor(BOUNDS)
     inputs = make_inputs(OP, variant, tokens=BOUNDS[-1], segments=len(BOUNDS) - 1, sizes={"H": 1})
-    exact = gradients(inputs, run=Inputs.run_turned, backend="reference", cu_seqlens=bounds, chunk_size=chunk_size)
+    exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", cu_seqlens=bounds, chunk_size=chunk_size)
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=bounds, chunk_size=chunk_size, reverse=True)
 
 

@@ -44,9 +44,9 @@ class Gate:
             torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for y in outputs
         ]
         exact = self._run(call_op(self.inputs, self.options, "torch"), torch.float64)
-        plain = self._run(call_op(self.inputs, self.options, "torch"), dtype)
+        torch_result = self._run(call_op(self.inputs, self.options, "torch"), dtype)
         tokens = self.inputs.tokens
-        self.bars = {name: Bar.of(x, plain[name].to(dtype), tokens, dtype) for name, x in exact.items()}
+        self.bars = {name: Bar.of(x, torch_result[name].to(dtype), tokens, dtype) for name, x in exact.items()}
 
     def judge_backend(self, backend: str) -> Verdict:
         """Compare one of our backends."""

@@ -78,13 +78,13 @@ class _Contestant(NamedTuple):
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Measure what `benchmark_kernels.yaml` asks for; print the table and write it with its rows."""
     device = find_device(cfg.device)
-    asked: Any = OmegaConf.to_container(cfg, resolve=True)
-    if asked["ops"] is not None:
-        check_list("ops", asked["ops"])
-    work = choose_work(asked["shapes"], asked["ops"], device)
-    if asked["backends"] is not None:
-        check_list("backends", asked["backends"], sorted({form.name for item in work for form in backends(item.op)}))
-    dtypes = find_dtypes(asked["dtypes"])
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    if config["ops"] is not None:
+        check_list("ops", config["ops"])
+    work = choose_work(config["shapes"], config["ops"], device)
+    if config["backends"] is not None:
+        check_list("backends", config["backends"], sorted({form.name for item in work for form in backends(item.op)}))
+    dtypes = find_dtypes(config["dtypes"])
     check_output(cfg.output)
     rows: list[dict[str, Any]] = []
     compiled: set[Any] = set()
@@ -95,7 +95,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     ):
         for item in work:
             for dtype in dtypes:
-                rows += measure_work(item, dtype, device, asked, compiled)
+                rows += measure_work(item, dtype, device, config, compiled)
                 notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
                 result = make_result("Operations and their peers", rows, device, notes)
                 write_result(result, cfg.output)  # after every shape: a kernel that crashes takes no row with it
@@ -104,12 +104,12 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
 
 def measure_work(
-    work: Work, dtype: torch.dtype, device: torch.device, asked: Mapping[str, Any], compiled: set[Any]
+    work: Work, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any], compiled: set[Any]
 ) -> list[dict[str, Any]]:
     """The rows of one shape: each of our backends, then the peers."""
     head = {"op": work.op, "variant": work.variant, "shape": work.shape, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        contestants, refused = _enter(work, dtype, device, asked)
+        contestants, refused = _enter(work, dtype, device, config)
         rows = {name: {**head, "implementation": name} for name in (*contestants, *refused)}
         for name, reason in refused.items():
             rows[name]["verdict"] = f"refused: {reason}"
@@ -123,7 +123,7 @@ def measure_work(
             if not verdict.passed:
                 contestants.pop(name)
                 rows[name].pop("first_call_s", None)
-        _time(rows, contestants, device, asked["seconds"])
+        _time(rows, contestants, device, config["seconds"])
     except Exception as error:  # too little memory, say: the other shapes are measured all the same
         return [{**head, "implementation": "all", "verdict": f"not measured: {one_line(error)}"}]
     finally:
@@ -139,7 +139,7 @@ def _widths(work: Work) -> tuple[int, ...]:
 
 
 def _enter(
-    work: Work, dtype: torch.dtype, device: torch.device, asked: Mapping[str, Any]
+    work: Work, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any]
 ) -> tuple[dict[str, _Contestant], dict[str, str]]:
     """Who can run a call, and who cannot, with the reasons."""
     inputs = work.make(dtype, device)
@@ -147,14 +147,14 @@ def _enter(
     tensors = {name: _leaf(x) for name, x in tensors_of(inputs).items()}
     contestants, refused = {}, {}
     for backend, reasons in explain(work.op, device=device, dtype=dtype, sizes=work.sizes).items():
-        wanted = backend in asked["backends"] if asked["backends"] else backend != "reference"
+        wanted = backend in config["backends"] if config["backends"] else backend != "reference"
         if wanted and reasons:
             refused[backend] = "; ".join(reasons)
         elif wanted:
             function = call_op(inputs, options, backend)
             modules = find_modules(work.op) if backend == "triton" else ()
             contestants[backend] = _Contestant(backend, tensors, function, modules)
-    for peer in find_peers(work, tensors, device) if asked["peers"] else ():
+    for peer in find_peers(work, tensors, device) if config["peers"] else ():
         leaves = {name: _leaf(x) for name, x in peer.prepare({k: x.detach() for k, x in tensors.items()}).items()}
         contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, options), peer.modules, peer)
     return contestants, refused

@@ -48,15 +48,15 @@ Task = tuple[Row, Callable[[], Row]]  # what a row is about, and the function th
 def run(cfg: DictConfig) -> Row:
     """Measure what `benchmark_models.yaml` asks for; print the table and write it with its rows."""
     device = find_device(cfg.device)
-    asked: Any = OmegaConf.to_container(cfg, resolve=True)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
     known = sorted({"auto", *(backend.name for op in list_ops() for backend in backends(op))})
-    if asked["backend"] not in known:
-        raise ValueError(f"backend={asked['backend']} is unknown: take {', '.join(known)}")
-    if asked["compile"] is not None and asked["compile"] not in (modes := torch._inductor.list_mode_options()):
-        raise ValueError(f"compile={asked['compile']} is unknown: take null, {', '.join(sorted(modes))}")
-    work = plan(asked, device)
+    if config["backend"] not in known:
+        raise ValueError(f"backend={config['backend']} is unknown: take {', '.join(known)}")
+    if config["compile"] is not None and config["compile"] not in (modes := torch._inductor.list_mode_options()):
+        raise ValueError(f"compile={config['compile']} is unknown: take null, {', '.join(sorted(modes))}")
+    work = plan(config, device)
     check_output(cfg.output)
-    notes = NOTES if asked["compile"] is None else (*NOTES, COMPILED)
+    notes = NOTES if config["compile"] is None else (*NOTES, COMPILED)
     rows: list[Row] = []
     result: Row = {}
     caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE)
@@ -75,38 +75,38 @@ def run(cfg: DictConfig) -> Row:
     return result
 
 
-def plan(asked: Row, device: torch.device) -> list[Task]:
+def plan(config: Row, device: torch.device) -> list[Task]:
     """All that is to be measured. Raises ValueError for what does not exist, before anything is."""
-    if asked["image"] is None and asked["text"] is None:
+    if config["image"] is None and config["text"] is None:
         raise ValueError("image=null text=null leaves nothing to measure: keep one")
     tasks: list[Task] = []
     for part, find in (("image", _plan_images), ("text", _plan_text)):
-        if asked[part] is None:
+        if config[part] is None:
             continue
         for name in LISTS:
-            if name in asked[part] and not isinstance(asked[part][name], list):
-                raise ValueError(f"{part}.{name}={asked[part][name]} is no list: write {part}.{name}=[...]")
-        found = list(find(asked, device))
+            if name in config[part] and not isinstance(config[part][name], list):
+                raise ValueError(f"{part}.{name}={config[part][name]} is no list: write {part}.{name}=[...]")
+        found = list(find(config, device))
         if not found:
-            empty = " ".join(f"{part}.{name}=[]" for name, value in asked[part].items() if value == [])
+            empty = " ".join(f"{part}.{name}=[]" for name, value in config[part].items() if value == [])
             raise ValueError(f"{empty} leaves nothing to measure: name something, or give {part}=null")
         tasks += found
     return tasks
 
 
-def _plan_images(asked: Row, device: torch.device) -> Iterator[Task]:
-    for pixels, batch in _read_sizes(asked["image"]["sizes"]):
-        for head, make in image_models(asked["image"], pixels, asked["backend"]):
+def _plan_images(config: Row, device: torch.device) -> Iterator[Task]:
+    for pixels, batch in _read_sizes(config["image"]["sizes"]):
+        for head, make in image_models(config["image"], pixels, config["backend"]):
             head = {"task": "image", **head, "pixels": pixels, "batch": batch}
-            yield head, partial(measure_image, make, pixels, batch, asked, device)
+            yield head, partial(measure_image, make, pixels, batch, config, device)
 
 
-def _plan_text(asked: Row, device: torch.device) -> Iterator[Task]:
-    for head, make in language_models(asked["text"], asked["backend"]):
-        for tokens in asked["text"]["lengths"]:
-            yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, asked, device)
-        for batch in asked["text"]["decoding_batches"]:
-            yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, asked, device)
+def _plan_text(config: Row, device: torch.device) -> Iterator[Task]:
+    for head, make in language_models(config["text"], config["backend"]):
+        for tokens in config["text"]["lengths"]:
+            yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, config, device)
+        for batch in config["text"]["decoding_batches"]:
+            yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, config, device)
 
 
 def _relate(rows: list[Row]) -> list[Row]:
@@ -211,16 +211,16 @@ def _autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def build_model(
-    make: Callable[[], nn.Module], asked: Row, device: torch.device
+    make: Callable[[], nn.Module], config: Row, device: torch.device
 ) -> tuple[nn.Module, Callable[..., Any]]:
     """The model, and what is called: the model compiled if that is asked for."""
     with torch.device(device):
         torch.manual_seed(0)
         model = make()
-    if asked["compile"] is None:
+    if config["compile"] is None:
         return model.to(device), model
     torch.compiler.reset()  # blocks of earlier models would count against the limit of recompilations
-    return model.to(device), torch.compile(model, mode=asked["compile"])
+    return model.to(device), torch.compile(model, mode=config["compile"])
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Run:
@@ -237,10 +237,10 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.de
     return step
 
 
-def _measure_step(step: Run, units: int, unit: str, before: int, asked: Row, device: torch.device) -> Row:
+def _measure_step(step: Run, units: int, unit: str, before: int, config: Row, device: torch.device) -> Row:
     """The first step, the speed of the others, and memory; `before` are the bytes there before the model was built."""
     row: Row = {"first_step_s": round(time_once(step, device), 2)}
-    row[f"training_{unit}_per_s"] = _rate(step, units, asked, device)
+    row[f"training_{unit}_per_s"] = _rate(step, units, config, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         there = torch.cuda.memory_allocated(device) - before
@@ -248,8 +248,8 @@ def _measure_step(step: Run, units: int, unit: str, before: int, asked: Row, dev
     return row
 
 
-def _rate(step: Run, units: int, asked: Row, device: torch.device) -> float:
-    times, failure = time_in_turn({"step": step}, device, asked["seconds"])["step"]
+def _rate(step: Run, units: int, config: Row, device: torch.device) -> float:
+    times, failure = time_in_turn({"step": step}, device, config["seconds"])["step"]
     if times is None:
         raise RuntimeError(failure)
     rate = 1e3 * units / times.median
@@ -260,32 +260,32 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def measure_image(make: Callable[[], nn.Module], pixels: int, batch: int, asked: Row, device: torch.device) -> Row:
+def measure_image(make: Callable[[], nn.Module], pixels: int, batch: int, config: Row, device: torch.device) -> Row:
     """Training and inference of an image classifier."""
     before = _allocated(device)
-    model, called = build_model(make, asked, device)
+    model, called = build_model(make, config, device)
     images = torch.randn(batch, 3, pixels, pixels, device=device)
-    labels = torch.randint(asked["image"]["classes"], (batch,), device=device)
+    labels = torch.randint(config["image"]["classes"], (batch,), device=device)
     model.train()
     step = training_step(model, lambda: nn.functional.cross_entropy(called(images), labels), device)
-    row = {"parameters": count_parameters(model), **_measure_step(step, batch, "images", before, asked, device)}
+    row = {"parameters": count_parameters(model), **_measure_step(step, batch, "images", before, config, device)}
     model.eval()
 
     def infer() -> Tensor:
         with torch.inference_mode(), _autocast(device):
             return called(images)
 
-    row["inference_images_per_s"] = _rate(infer, batch, asked, device)
+    row["inference_images_per_s"] = _rate(infer, batch, config, device)
     if device.type == "cuda":
         row["inference_gib"] = round(added_bytes(infer, device) / 2**30, 2)
     return row
 
 
-def measure_training(make: Callable[[], nn.Module], tokens: int, asked: Row, device: torch.device) -> Row:
+def measure_training(make: Callable[[], nn.Module], tokens: int, config: Row, device: torch.device) -> Row:
     """Training of a language model, with as many sequences as a step's tokens hold."""
     before = _allocated(device)
-    model, called = build_model(make, asked, device)
-    text = asked["text"]
+    model, called = build_model(make, config, device)
+    text = config["text"]
     batch = max(1, text["step_tokens"] // tokens)
     read = torch.randint(text["vocabulary"], (batch, tokens + 1), device=device)
     model.train()
@@ -296,16 +296,16 @@ def measure_training(make: Callable[[], nn.Module], tokens: int, asked: Row, dev
 
     step = training_step(model, loss, device)
     head = {"parameters": count_parameters(model), "batch": batch}
-    return head | _measure_step(step, batch * tokens, "tokens", before, asked, device)
+    return head | _measure_step(step, batch * tokens, "tokens", before, config, device)
 
 
 @torch.inference_mode()
-def measure_decoding(make: Callable[[], nn.Module], batch: int, asked: Row, device: torch.device) -> Row:
+def measure_decoding(make: Callable[[], nn.Module], batch: int, config: Row, device: torch.device) -> Row:
     """Token by token after a prompt."""
     before = _allocated(device)
-    model, _ = build_model(make, {**asked, "compile": None}, device)
+    model, _ = build_model(make, {**config, "compile": None}, device)
     model.to(torch.bfloat16).eval()
-    text, step = asked["text"], getattr(model, "step")  # noqa: B009  of modules, the checker knows tensors alone
+    text, step = config["text"], getattr(model, "step")  # noqa: B009  of modules, the checker knows tensors alone
     prompt = torch.randint(text["vocabulary"], (batch, text["prompt"]), device=device)
     token = prompt[:, -1].clone()
     _, start = model(prompt)
@@ -318,14 +318,14 @@ def measure_decoding(make: Callable[[], nn.Module], batch: int, asked: Row, devi
             start.crop(-text["new_tokens"])
 
     row: Row = {"parameters": count_parameters(model)}
-    row["decoding_tokens_per_s"] = _rate(decode, batch * text["new_tokens"], asked, device)
+    row["decoding_tokens_per_s"] = _rate(decode, batch * text["new_tokens"], config, device)
     if device.type == "cuda":
         row["decoding_gib"] = round((_allocated(device) - before + added_bytes(decode, device)) / 2**30, 2)
-        row |= _measure_graph(model, start, token, asked, device)
+        row |= _measure_graph(model, start, token, config, device)
     return row
 
 
-def _measure_graph(model: nn.Module, start: Any, token: Tensor, asked: Row, device: torch.device) -> Row:
+def _measure_graph(model: nn.Module, start: Any, token: Tensor, config: Row, device: torch.device) -> Row:
     """The step as a CUDA graph, for models whose state does not grow."""
     layers = [layer for layer in model.modules() if isinstance(layer, mixers.Mixer)]
     if not isinstance(model, TokenBackbone) or any(layer.growing_state for layer in layers):
@@ -334,4 +334,4 @@ def _measure_graph(model: nn.Module, start: Any, token: Tensor, asked: Row, devi
         graph = StepGraph(model, start)
     except RuntimeError as error:
         return {"remark": f"no graph: {one_line(error)}"}
-    return {"decoding_graph_tokens_per_s": _rate(lambda: graph(token), token.shape[0], asked, device)}
+    return {"decoding_graph_tokens_per_s": _rate(lambda: graph(token), token.shape[0], config, device)}

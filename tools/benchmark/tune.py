@@ -68,28 +68,28 @@ class Place(NamedTuple):
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Tune what `benchmark_tune.yaml` asks for, and write the launches with every candidate's row."""
     device = find_device(cfg.device)
-    asked: Any = OmegaConf.to_container(cfg, resolve=True)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
     if device.type != "cuda" and not is_emulated():
         raise ValueError(f"device={device} runs no Triton kernels: tune on a CUDA device")
     if os.environ.get(LAUNCHES_VARIABLE):
         raise ValueError(f"{LAUNCHES_VARIABLE} replaces the tables that tuning starts from: unset it")
     tables = find_tables()
     names = tables_of(cfg.op, tables)
-    work = choose_shapes(cfg.op, asked["shapes"], device)
-    dtypes = find_dtypes(asked["dtypes"])
-    gradients = asked["gradients"]
+    work = choose_shapes(cfg.op, config["shapes"], device)
+    dtypes = find_dtypes(config["dtypes"])
+    gradients = config["gradients"]
     if not isinstance(gradients, bool):
         raise ValueError(f"gradients={gradients} is neither true (forward and backward) nor false (forward alone)")
-    if asked["kernels"] is not None:
+    if config["kernels"] is not None:
         known = {name for op in names for launches in tables[op].LAUNCHES.values() for name in launches}
-        check_list("kernels", asked["kernels"], sorted(known))
+        check_list("kernels", config["kernels"], sorted(known))
     capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
     file = File(check_output(cfg.output), tables, capability, circumstances(device))
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
         for dtype in dtypes:
-            trials = [Trial(tables, item, dtype, device, asked["seconds"], gradients) for item in work]
+            trials = [Trial(tables, item, dtype, device, config["seconds"], gradients) for item in work]
             try:
-                for place, launch, row in tune(tables, trials, asked["kernels"], set(file.tuned), file):
+                for place, launch, row in tune(tables, trials, config["kernels"], set(file.tuned), file):
                     Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
                     file.add(place, launch, row)
             except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     f"the GPU failed at {file.trying} ({one_line(error)}): run the command again, which leaves it out"
                 ) from error
     if not file.tuned:
-        raise ValueError(f"kernels={asked['kernels']}: no shape that was tried launches any of them, name other shapes")
+        raise ValueError(f"kernels={config['kernels']}: no shape that was tried launches any of them: name others")
     print(f"written: {cfg.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
     return file.held
 

@@ -22,8 +22,8 @@ def copy(random: np.random.Generator, samples: int, *, vocab_size: int = 128, to
     original = random.integers(0, vocab_size - 1, (samples, half))
     separator = np.full((samples, 1), vocab_size - 1)
     whole = np.concatenate([original, separator, original], axis=1)
-    asked = np.arange(tokens + 1) >= half
-    return Samples(whole[:, :-1], next_token_labels(whole, asked[None])[:, :-1])
+    labelled = np.arange(tokens + 1) >= half
+    return Samples(whole[:, :-1], next_token_labels(whole, labelled[None])[:, :-1])
 
 
 def selective_copying(

@@ -47,10 +47,10 @@ def recall(
     sequence[..., 0], sequence[..., 1] = keys, np.take_along_axis(value_of, keys, axis=1)
     if noise > 0:
         sequence = np.where(noisy[..., None], words + random.integers(0, noise_vocab_size, sequence.shape), sequence)
-    asked = np.zeros(sequence.shape, dtype=bool)
-    asked[..., 0] = _shown_before(np.where(noisy, size, keys), size) & ~noisy
+    labelled = np.zeros(sequence.shape, dtype=bool)
+    labelled[..., 0] = _shown_before(np.where(noisy, size, keys), size) & ~noisy
     flat = sequence.reshape(samples, tokens)
-    return Samples(flat, next_token_labels(flat, None if label_all else asked.reshape(samples, tokens)))
+    return Samples(flat, next_token_labels(flat, None if label_all else labelled.reshape(samples, tokens)))
 
 
 def fuzzy_recall(
@@ -95,12 +95,12 @@ def fuzzy_recall(
     value = np.take_along_axis(value_of, drawn, axis=1)
     known = _shown_before(np.where(used, drawn, len(keys)), len(keys)) & used
     pieces = np.concatenate([keys[drawn], values[value]], axis=2)  # [N, pairs, key_size + value_size], -1 where shorter
-    asked = np.zeros(pieces.shape, dtype=bool)
-    asked[..., key_size:] = known[..., None]
+    labelled = np.zeros(pieces.shape, dtype=bool)
+    labelled[..., key_size:] = known[..., None]
     filled = (pieces >= 0) & used[..., None]
-    sequence, asked = _right_aligned(pieces, asked, filled, tokens, padding=words)
+    sequence, labelled = _right_aligned(pieces, labelled, filled, tokens, padding=words)
     # The label of a place is the token behind it.
-    following = np.concatenate([asked[:, 1:], np.zeros((samples, 1), dtype=bool)], axis=1)
+    following = np.concatenate([labelled[:, 1:], np.zeros((samples, 1), dtype=bool)], axis=1)
     return Samples(sequence, next_token_labels(sequence, None if label_all else following))
 
 
@@ -176,15 +176,15 @@ def _draw_motifs(random: np.random.Generator, sizes: Integers, shape: tuple[int,
 
 
 def _right_aligned(
-    pieces: Integers, asked: np.ndarray, filled: np.ndarray, tokens: int, *, padding: int
+    pieces: Integers, labelled: np.ndarray, filled: np.ndarray, tokens: int, *, padding: int
 ) -> tuple[Integers, np.ndarray]:
     """Put the filled entries of `pieces [N, P, S]` side by side at the right end of `[N, tokens]`."""
     samples = len(pieces)
-    pieces, asked, filled = (part.reshape(samples, -1) for part in (pieces, asked, filled))
+    pieces, labelled, filled = (part.reshape(samples, -1) for part in (pieces, labelled, filled))
     place = tokens - filled.sum(axis=1, keepdims=True) + filled.cumsum(axis=1) - 1
     row = np.broadcast_to(np.arange(samples)[:, None], place.shape)
     sequence = np.full((samples, tokens), padding)
     marks = np.zeros((samples, tokens), dtype=bool)
     sequence[row[filled], place[filled]] = pieces[filled]
-    marks[row[filled], place[filled]] = asked[filled]
+    marks[row[filled], place[filled]] = labelled[filled]
     return sequence, marks

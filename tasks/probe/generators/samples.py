@@ -110,11 +110,11 @@ def _repeats(numbers: Integers) -> NDArray[np.bool_]:
     return marks
 
 
-def next_token_labels(tokens: Integers, asked: NDArray[np.bool_] | None = None) -> Integers:
-    """Labels `[N, T]`: at each place the token that follows, where `asked [N, T]` (everywhere without it)."""
+def next_token_labels(tokens: Integers, labelled: NDArray[np.bool_] | None = None) -> Integers:
+    """Labels `[N, T]`: at each place the token that follows, where `labelled [N, T]` (everywhere without it)."""
     labels = np.full(tokens.shape, IGNORED, dtype=tokens.dtype)
     labels[:, :-1] = tokens[:, 1:]
-    return labels if asked is None else np.where(asked, labels, IGNORED)
+    return labels if labelled is None else np.where(labelled, labels, IGNORED)
 
 
 def _narrowed(samples: Samples) -> Samples:

@@ -10,18 +10,18 @@ IMAGES = torch.arange(8 * 3 * 6 * 6, dtype=torch.float32).view(8, 3, 6, 6)
 TARGETS = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
 
 
-def mix(seed=0, step=0, rank=0, **options):
+def mix(seed=0, update=0, part=0, **options):
     options = {"mixup": 0.8, "cutmix": 1.0} | options
-    return BatchMixing(5, seed=seed, **options)(IMAGES.clone(), TARGETS, step=step, rank=rank)
+    return BatchMixing(5, seed=seed, **options)(IMAGES.clone(), TARGETS, update=update, part=part)
 
 
 def test_the_same_step_mixes_the_same():
-    for one, other in zip(mix(step=7, rank=1), mix(step=7, rank=1), strict=True):
+    for one, other in zip(mix(update=7, part=1), mix(update=7, part=1), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}, {"rank": 1}])
-def test_seed_step_and_rank_each_draw_anew(change):
+@pytest.mark.parametrize("change", [{"seed": 1}, {"update": 1}, {"part": 1}])
+def test_seed_update_and_part_each_draw_anew(change):
     assert not torch.equal(mix()[1], mix(**change)[1])
 
 
@@ -51,7 +51,7 @@ def test_the_global_generator_is_left_alone():
 
 def test_an_odd_batch_is_refused():
     with pytest.raises(ValueError, match="batch size 7 per device is odd"):
-        BatchMixing(5, seed=0, mixup=1.0)(IMAGES[:7], TARGETS[:7], step=0)
+        BatchMixing(5, seed=0, mixup=1.0)(IMAGES[:7], TARGETS[:7], update=0)
 
 
 def test_an_unknown_mode_lists_the_known():

@@ -65,11 +65,17 @@ def test_the_state_does_not_depend_on_the_rank():
     assert "rank" not in state
 
 
-@pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 128}, "batch_size")])
+@pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 128}, "effective_batch_size")])
 def test_another_order_of_samples_is_refused(options, name):
     state = digits().train_dataloader().state_dict()
     with pytest.raises(ValueError, match=rf"trained with {name}=.*resume with {name}="):
         digits(**options).train_dataloader().load_state_dict(state)
+
+
+def test_a_checkpoint_between_two_updates_goes_on_as_it_was_trained_only():
+    state = digits().train_dataloader().state_dict() | {"batches": 3, "batch_size": 128, "accumulate": 2}
+    with pytest.raises(ValueError, match=r"between two updates \(128 at a time on 1 device\(s\) x 2 accumulated"):
+        digits().train_dataloader().load_state_dict(state)
 
 
 def test_the_global_generator_is_left_alone():
@@ -131,7 +137,7 @@ class Interrupt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1):
+def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1, **options):
     trainer = Trainer(
         max_epochs=3,
         accelerator="cpu",
@@ -144,7 +150,7 @@ def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1):
         accumulate_grad_batches=accumulate,
         callbacks=list(callbacks),
     )
-    trainer.fit(module, datamodule=digits(num_workers), ckpt_path=checkpoint)
+    trainer.fit(module, datamodule=digits(num_workers, **options), ckpt_path=checkpoint)
     return module
 
 
@@ -169,3 +175,18 @@ def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_pat
     resumed = train(Recorder(), checkpoint=path, num_workers=num_workers, accumulate=accumulate)
     assert interrupted.seen + resumed.seen == whole.seen
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("hook", "place"), [("batch", (1, 3)), ("epoch", (0, 0))])
+def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(hook, place, tmp_path):
+    """With 4 x 64 images to an update, from where 2 x 128 were trained: the images of all epochs, once and in order."""
+    path = tmp_path / "interrupted.ckpt"
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        train(Recorder(), [Interrupt(hook, place, path)], accumulate=2, batch_size=128)
+    done = torch.load(path, weights_only=True)["global_step"]
+    whole = train(Recorder(), accumulate=4, batch_size=64)
+    resumed = train(Recorder(), checkpoint=path, accumulate=4, batch_size=64)
+    assert resumed.seen == whole.seen[4 * done :]
+    assert resumed.trainer.global_step == whole.trainer.global_step == 3 * BATCHES
+    torch.testing.assert_close(resumed.layer.weight, whole.layer.weight, rtol=0, atol=1e-5)

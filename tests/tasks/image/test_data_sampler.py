@@ -20,9 +20,9 @@ def test_training_draws_every_sample_at_most_once_without_repeats():
     sampler = TrainingSampler(103, 10, seed=5)
     batches = list(sampler)
     assert len(batches) == len(sampler) == 10
-    positions = [draw.position for batch in batches for draw in batch]
+    positions = [index.position for batch in batches for index in batch]
     assert len(positions) == len(set(positions)) == 100
-    assert all(draw.repeat == 0 for batch in batches for draw in batch)
+    assert all(index.repeat == 0 for batch in batches for index in batch)
 
 
 def test_epochs_and_seeds_differ_but_are_reproducible():
@@ -36,10 +36,10 @@ def test_epochs_and_seeds_differ_but_are_reproducible():
 
 
 def test_repeated_augmentation_keeps_the_length_of_an_epoch():
-    draws = [draw for batch in TrainingSampler(90, 9, seed=0, repeats=3) for draw in batch]
-    assert len(draws) == 90
-    assert len({draw.position for draw in draws}) == 30
-    assert len(set(draws)) == 90
+    indices = [index for batch in TrainingSampler(90, 9, seed=0, repeats=3) for index in batch]
+    assert len(indices) == 90
+    assert len({index.position for index in indices}) == 30
+    assert len(set(indices)) == 90
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -50,6 +50,25 @@ def test_all_ranks_together_draw_what_one_process_draws(world_size):
         for rank in range(world_size)
     ]
     assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == whole
+
+
+@pytest.mark.parametrize("spread", [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (3, 4)])
+def test_an_effective_batch_is_dealt_out_to_the_same_parts_whoever_takes_them(spread):
+    world_size, accumulate = spread
+    parts = world_size * accumulate
+    one, two = TrainingSampler(103, 24, seed=3, repeats=2), {"seed": 3, "repeats": 2}
+    shares = [
+        list(TrainingSampler(103, 24 // parts, rank=rank, world_size=world_size, accumulate=accumulate, **two))
+        for rank in range(world_size)
+    ]
+    assert [len(share) for share in shares] == [4 * accumulate] * world_size, (
+        "what fills no effective batch is left out"
+    )
+    for update, effective in enumerate(one):
+        turns = range(update * accumulate, (update + 1) * accumulate)
+        assert [shares[rank][turn] for turn in turns for rank in range(world_size)] == [
+            effective[part::parts] for part in range(parts)
+        ]
 
 
 def test_start_skips_batches_without_changing_the_rest():
@@ -63,6 +82,8 @@ def test_start_skips_batches_without_changing_the_rest():
 def test_a_batch_that_does_not_fit_names_the_number_to_choose():
     with pytest.raises(ValueError, match=r"needs 80 training images, but there are 50.*at most 50"):
         TrainingSampler(50, 40, seed=0, world_size=2)
+    with pytest.raises(ValueError, match=r"batch of 20 on 2 device\(s\) x 2 accumulated batches needs 80 training"):
+        TrainingSampler(50, 20, seed=0, world_size=2, accumulate=2)
 
 
 @pytest.mark.parametrize(

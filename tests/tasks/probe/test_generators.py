@@ -62,15 +62,15 @@ def test_mqar(filler: str) -> None:
         keys, values = tokens[0:12:2], tokens[1:12:2]
         assert len(set(keys)) == len(set(values)) == 6
         assert 1 <= min(keys) <= max(keys) < 20 <= min(values)
-        asked = [place for place, label in enumerate(labels) if label != IGNORED]
-        assert len(asked) == 6
-        for place in asked:
+        labelled = [place for place, label in enumerate(labels) if label != IGNORED]
+        assert len(labelled) == 6
+        for place in labelled:
             assert place >= 12
             assert place % 2 == 0
             assert labels[place] == dict(zip(keys, values, strict=True))[tokens[place]]
             gaps.append((place - 12) // 2)
         if filler == "zero":
-            assert all(token == 0 for place, token in enumerate(tokens) if place >= 12 and place not in asked)
+            assert all(token == 0 for place, token in enumerate(tokens) if place >= 12 and place not in labelled)
     assert {tokens.count(0) > 20 for tokens, _ in rows(make("mqar", filler=filler))} == {filler == "zero"}
 
 

@@ -192,29 +192,35 @@ def test_every_preset_can_be_generated(preset, compose_config, tmp_path):
     datamodule = assemble.build_datamodule(config)
     assert datamodule.info.sizes["test"] == 3 * len(config["data"]["test"])
     for batches in (datamodule.train_dataloader(), datamodule.val_dataloader(), datamodule.test_dataloader()):
-        for tokens, asked in batches:
+        for tokens, targets in batches:
             assert 0 <= int(tokens.min()) <= int(tokens.max()) < datamodule.info.vocab_size
             assert tokens.shape[1] <= datamodule.info.longest
-            assert int(asked.answers.max()) < datamodule.info.vocab_size
+            assert int(targets.answers.max()) < datamodule.info.vocab_size
 
 
 def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
     whole = list(MixtureSampler([10, 7], 2, seed=0))
     assert len(whole) == 5 + 3
-    assert sorted(row for pick in whole if pick.slice_index == 0 for row in pick.rows) == list(range(10))
-    assert {pick.slice_index for pick in whole[:5]} == {0, 1}, "slices are mixed"
+    assert sorted(row for batch in whole if batch.slice_index == 0 for row in batch.rows) == list(range(10))
+    assert {batch.slice_index for batch in whole[:5]} == {0, 1}, "slices are mixed"
     for index in range(4):
         ranks = [list(MixtureSampler([10, 7], 1, seed=0, rank=rank, world_size=2))[index] for rank in (0, 1)]
         assert ranks[0].slice_index == ranks[1].slice_index
         assert not set(ranks[0].rows) & set(ranks[1].rows)
+    shares = [list(MixtureSampler([10, 7], 1, seed=0, rank=rank, world_size=2)) for rank in (0, 1)]
+    turns = list(MixtureSampler([10, 7], 1, seed=0, accumulate=2))
+    assert len(turns) == 2 * len(whole)
+    for index, (pick, *spread) in enumerate(zip(whole, turns[::2], turns[1::2], *shares, strict=True)):
+        assert {one.slice_index for one in spread} == {pick.slice_index}
+        assert [list(one.rows) for one in spread] == [[pick.rows[0]], [pick.rows[1]]] * 2, index
     later = MixtureSampler([10, 7], 2, seed=0)
     later.start = 3
-    assert [list(pick.rows) for pick in later] == [list(pick.rows) for pick in whole[3:]]
+    assert [list(batch.rows) for batch in later] == [list(batch.rows) for batch in whole[3:]]
     later.set_epoch(1)
-    assert [list(pick.rows) for pick in later] != [list(pick.rows) for pick in whole[3:]]
+    assert [list(batch.rows) for batch in later] != [list(batch.rows) for batch in whole[3:]]
     measured = [list(SliceSampler([5, 3], 2, rank=rank, world_size=2)) for rank in (0, 1)]
-    assert [len(picks) for picks in measured] == [len(SliceSampler([5, 3], 2, world_size=2))] * 2
-    seen = [(pick.slice_index, row) for picks in measured for pick in picks for row in pick.rows]
+    assert [len(batches) for batches in measured] == [len(SliceSampler([5, 3], 2, world_size=2))] * 2
+    seen = [(batch.slice_index, row) for batches in measured for batch in batches for row in batch.rows]
     assert sorted(seen) == [(0, row) for row in range(5)] + [(1, row) for row in range(3)]
     with pytest.raises(ValueError, match=r"recipe\.batch_size of at most 7"):
         MixtureSampler([10, 7], 8, seed=0)
@@ -226,11 +232,11 @@ def test_scores_are_those_of_the_places_asked_about(compose_config, tmp_path):
     backbone = assemble.build_backbone(config, datamodule.info).eval()
     task = assemble.build_task(config, backbone, datamodule.info)
     assert isinstance(task, ProbeTask)
-    tokens, asked = next(iter(datamodule.val_dataloader()))
+    tokens, targets = next(iter(datamodule.val_dataloader()))
     expected = backbone(tokens)[0]
-    scores = task(tokens, asked.places)
+    scores = task(tokens, targets.places)
     for row in range(len(tokens)):
-        torch.testing.assert_close(scores[row], expected[row, asked.places[row]])
+        torch.testing.assert_close(scores[row], expected[row, targets.places[row]])
 
 
 def test_what_an_automaton_allows_is_right():

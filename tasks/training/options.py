@@ -1,0 +1,368 @@
+"""Checks of what a person writes: a dictionary against a dataclass, options of a function against its signature.
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    root: str | None = None
+    img_size: Annotated[int, Range(1)]
+    val_fraction: Annotated[float, Range(0, below=1)] = 0.1
+    on_error: Literal["skip", "raise"] = "skip"
+
+read(Data, {"img_size": 32}, "data")      Data(root=None, img_size=32, val_fraction=0.1, on_error="skip")
+read(Data, {"img_size": 32.5}, "data")    ValueError: data.img_size=32.5 must be a whole number of at least 1
+read(Data, {"img_sise": 32}, "data")      ValueError: data.img_sise is unknown: did you mean data.img_size? ...
+
+A field without a default must be there. A type is bool, int, float, str, None, Any, Literal, a dataclass, or a list,
+Sequence, tuple, Mapping or union of those; `Annotated` narrows it by the classes below. Numbers are finite. A dataclass
+refuses values that contradict each other in its `__post_init__`, by a ValueError.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_LONGEST = 100  # characters of a value in a message
+_MANY = 40  # names in a message
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`, both included, above `above` and below `below`. For a list: each number."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            return f"from {self.least} to {self.most}"
+        limits = (("of at least", self.least), ("above", self.above), ("of at most", self.most), ("below", self.below))
+        return " and ".join(f"{word} {limit}" for word, limit in limits if limit is not None)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of the names that `names` returns: a choice that is known when the program runs."""
+
+    names: Callable[[], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Length:
+    """The number of entries of a list: from `least` to `most`."""
+
+    least: int = 1
+    most: int | None = None
+
+    def holds(self, length: int) -> bool:
+        return length >= self.least and (self.most is None or length <= self.most)
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"of at least {self.least}"
+        return f"of {self.least}" if self.least == self.most else f"of {self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
+class Required:
+    """A key that is null in the YAML file and that a person must give; `remedy` says how."""
+
+    remedy: str
+
+
+class _Unfit(Exception):
+    """A value that its type does not take; `near` is a value that may have been meant."""
+
+    def __init__(self, place: str, value: Any, needed: str, near: str | None = None) -> None:
+        super().__init__()
+        self.place, self.value, self.needed, self.near = place, value, needed, near
+
+    def __str__(self) -> str:
+        hint = f"; did you mean {self.near}?" if self.near else ""
+        return f"{self.place}={spell(self.value)} must be {self.needed}{hint}"
+
+
+def read(cls: type[T], values: Any, place: str = "") -> T:
+    """The dataclass `cls` with the values of a dictionary; `place` is the dotted key under which it stands.
+
+    ValueError, in one line, for a key that the dataclass does not have, a missing key, and a value of another type or
+    outside its range.
+    """
+    try:
+        return _read(cls, values, place)
+    except _Unfit as error:
+        raise ValueError(str(error)) from None
+
+
+def check_value(hint: Any, value: Any, place: str) -> Any:
+    """`value` as the type `hint` wants it. ValueError, in one line, where it cannot be."""
+    try:
+        return _convert(hint, value, place)
+    except _Unfit as error:
+        raise ValueError(str(error)) from None
+
+
+def check_call(
+    function: Callable[..., Any], values: Mapping[str, Any], place: str, *, given: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`values` as keywords that `function` takes, checked against its annotations.
+
+    `given` names parameters that the program passes itself: they are no options of a person. ValueError, in one line,
+    for an option that the function does not have, one that is missing, and a value that its annotation does not take.
+    Annotations that are no types of this module's list are not looked at.
+    """
+    signature = inspect.signature(function)
+    known, hints, taken = signature_options(function), _hints_of(function), set(given)
+    for name in taken:
+        known.pop(name, None)
+    rest = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if not rest:
+        refuse_unknown(values, known, place)
+    for name, default in known.items():
+        if default is inspect.Parameter.empty and name not in values:
+            raise ValueError(_missing(_join(place, name)))
+    checked = {}
+    for name, value in values.items():
+        hint = hints.get(name, Any)
+        # A default says that the value it holds is allowed, whatever the annotation says.
+        same = name in known and type(known[name]) is type(value) and known[name] == value
+        checked[name] = value if same or not _is_known(hint) else check_value(hint, value, _join(place, name))
+    return checked
+
+
+def signature_options(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of a function that can be given by name, with their defaults (`inspect.Parameter.empty`: none)."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind in kinds}
+
+
+def refuse_unknown(values: Iterable[Any], known: Iterable[str], place: str = "") -> None:
+    """ValueError for the first key that is none of `known`, with the nearest that is."""
+    known = list(known)
+    for key in values:
+        if key not in known:
+            raise ValueError(unknown_key(str(key), known, place))
+
+
+def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
+    """Tell that there is no key `key` below `place`, and which may have been meant."""
+    close = nearest(key, known)
+    hint = f"did you mean {_join(place, close)}? " if close else ""
+    shown = ", ".join(known[:_MANY]) + (", ..." if len(known) > _MANY else "")
+    owner = f"the keys of {place}" if place else "the keys"
+    return f"{_join(place, key)} is unknown: {hint}{owner} are {shown}" if known else f"{_join(place, key)} is unknown"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name of `known` that `name` may be a slip of."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+
+
+def spell(value: Any) -> str:
+    """A value as a person writes it on the command line, cut where it is long."""
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = " ".join(str(value).split()) if isinstance(value, str) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _read(cls: type[T], values: Any, place: str) -> T:
+    if not isinstance(values, Mapping):
+        raise _Unfit(place, values, "a dictionary of its keys: " + ", ".join(f.name for f in fields(cls)))  # type: ignore[arg-type]
+    hints = get_type_hints(cls, include_extras=True)
+    own = [field for field in fields(cls) if field.init]  # type: ignore[arg-type]
+    refuse_unknown(values, [field.name for field in own], place)
+    read_values = {}
+    for field in own:
+        where = _join(place, field.name)
+        if field.name in values:
+            read_values[field.name] = _convert(hints[field.name], values[field.name], where)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(_missing(where))
+    return cls(**read_values)
+
+
+def _convert(hint: Any, value: Any, place: str) -> Any:
+    """`value` as `hint` wants it: numbers of a float become floats, dictionaries of a dataclass the dataclass."""
+    if get_origin(hint) is Annotated:
+        return _convert_annotated(hint, value, place)
+    if hint is Any:
+        return value
+    if is_dataclass(hint):
+        return _read(hint, value, place)  # type: ignore[arg-type]
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Literal:
+        if any(type(value) is type(name) and value == name for name in inner):
+            return value
+        raise _Unfit(place, value, _expected(hint), _near_value(value, [name for name in inner if type(name) is str]))
+    if origin in (Union, types.UnionType):
+        return _convert_union(hint, value, place)
+    if origin in (list, Sequence, tuple):
+        return _convert_list(hint, value, place)
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise _Unfit(place, value, _expected(hint))
+        kinds = inner or (Any, Any)
+        return {key: _convert(kinds[1], one, _join(place, str(key))) for key, one in value.items()}
+    if not _fits(origin, value):
+        raise _Unfit(place, value, _expected(hint))
+    return float(value) if origin is float else value
+
+
+def _fits(kind: type, value: Any) -> bool:
+    if kind is type(None):
+        return value is None
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
+    kind, *narrowings = get_args(hint)
+    if value is None and (required := next((one for one in narrowings if isinstance(one, Required)), None)):
+        raise ValueError(required.remedy)
+    try:
+        found = _convert(kind, value, place)
+    except _Unfit as error:
+        if error.place != place:  # a value inside of it, which says more
+            raise
+        raise _Unfit(place, value, _expected(hint), error.near) from None
+    for one in narrowings:
+        numbers = [found] if isinstance(found, int | float) else found if isinstance(found, list | tuple) else []
+        if isinstance(one, Range) and not all(one.holds(number) for number in numbers):
+            raise _Unfit(place, value, _expected(hint))
+        if isinstance(one, Length) and isinstance(found, list | tuple) and not one.holds(len(found)):
+            raise _Unfit(place, value, _expected(hint))
+        if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := list(one.names())):
+            raise _Unfit(place, value, _expected(hint), _near_value(value, names))
+    return found
+
+
+def _convert_union(hint: Any, value: Any, place: str) -> Any:
+    kinds = get_args(hint)
+    if value is None and type(None) in kinds:
+        return None
+    # A whole number of `int | float` stays one.
+    kinds = tuple(sorted((kind for kind in kinds if kind is not type(None)), key=lambda kind: kind is float))
+    failures = []
+    for kind in kinds:
+        try:
+            return _convert(kind, value, place)
+        except _Unfit as error:
+            failures.append(error)
+    deeper = next((error for error in failures if error.place != place), None)
+    if deeper is not None:
+        raise deeper
+    raise _Unfit(place, value, _expected(hint), next((error.near for error in failures if error.near), None))
+
+
+def _convert_list(hint: Any, value: Any, place: str) -> Any:
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if not isinstance(value, list | tuple):
+        raise _Unfit(place, value, _expected(hint))
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        if len(value) != len(inner):
+            raise _Unfit(place, value, _expected(hint))
+        kinds: Sequence[Any] = inner
+    else:
+        kinds = [inner[0] if inner else Any] * len(value)
+    try:
+        found = [
+            _convert(kind, one, f"{place}[{index}]") for index, (kind, one) in enumerate(zip(kinds, value, strict=True))
+        ]
+    except _Unfit as error:
+        if any(is_dataclass(kind) for kind in kinds):
+            raise
+        raise _Unfit(place, value, _expected(hint), error.near) from None
+    return tuple(found) if origin is tuple else found
+
+
+def _expected(hint: Any) -> str:
+    """In words, what a type takes."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        words = _expected(inner[0])
+        for one in inner[1:]:
+            if isinstance(one, OneOf):
+                names = sorted(one.names())
+                words = "one of " + ", ".join(names[:_MANY]) + (", ..." if len(names) > _MANY else "")
+            elif isinstance(one, Length):
+                words = words.replace("a list", f"a list {one}", 1)
+            elif isinstance(one, Range):
+                null = words.endswith(" or null")
+                words = f"{words.removesuffix(' or null')} {one}" + (" or null" if null else "")
+        return words
+    if origin is Literal:
+        shown = [spell(name) for name in inner]
+        return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
+    if origin in (Union, types.UnionType):
+        kinds = [kind for kind in inner if kind is not type(None)]
+        if int in kinds and float in kinds:
+            kinds.remove(int)
+        words = [_expected(kind) for kind in kinds]
+        return " or ".join(dict.fromkeys(words + ["null"] * (type(None) in inner)))
+    if origin is tuple and inner and inner[-1] is not Ellipsis:
+        return f"a list of {len(inner)}: {', '.join(_expected(kind) for kind in inner)}"
+    if origin in (list, Sequence, tuple):
+        return f"a list, each entry {_expected(inner[0])}" if inner and inner[0] is not Any else "a list"
+    if is_dataclass(hint):
+        return "a dictionary of " + ", ".join(field.name for field in fields(hint))
+    if origin in (dict, Mapping):
+        return "a dictionary"
+    words_of = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return "null" if hint is type(None) else words_of.get(origin, getattr(origin, "__name__", str(origin)))
+
+
+def _is_known(hint: Any) -> bool:
+    """Whether `_convert` knows a type and all that it is made of."""
+    if get_origin(hint) is Annotated:
+        return _is_known(get_args(hint)[0])
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Literal or is_dataclass(hint):
+        return True
+    containers = (list, Sequence, tuple, dict, Mapping, Union, types.UnionType)
+    if origin in containers:
+        return all(_is_known(kind) for kind in inner if kind is not Ellipsis)
+    return origin in (bool, int, float, str, Any, type(None))
+
+
+def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    call = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    try:
+        return get_type_hints(call, include_extras=True)
+    except (NameError, TypeError):
+        return {}  # names that its module imports for type checkers alone
+
+
+def _missing(place: str) -> str:
+    return f"{place} is missing: give {place}=..."
+
+
+def _near_value(value: Any, names: Sequence[str]) -> str | None:
+    return nearest(value, names) if isinstance(value, str) else None
+
+
+def _join(place: str, key: str) -> str:
+    return f"{place}.{key}" if place else key
