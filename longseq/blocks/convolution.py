@@ -57,7 +57,7 @@ class ShortConvolution(nn.Module):
         mask: Tensor | None = None,
         reverse: Reverse = False,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token, if wanted.
 
         With `reverse` the taps see later tokens, and the states are behind the last token and before the first; with
@@ -89,7 +89,9 @@ class ShortConvolution(nn.Module):
         )
         return y
 
-    def features(self, x: Tensor, state: Tensor | None = None, **options: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def features(
+        self, x: Tensor, state: Tensor | None = None, **options: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """q, k, v and β of `x [B, T, channels + H + ...]`, and the state after the last real token, if wanted.
 
         The options are those of `convolved_features`, of which a layer without activation and bias is a part.
@@ -110,7 +112,9 @@ class ShortConvolution(nn.Module):
         backend = backend_of_step(self.backend)
         return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation, backend=backend)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Tensor:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return zeros `[batch, channels, width - 1]`."""
         return torch.zeros(batch, self.channels, self.width - 1, device=device, dtype=dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Mixer
+from longseq.mixers.base import Mixer, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
 
@@ -30,7 +30,7 @@ class KeyValueState(NamedTuple):
     length: Tensor
 
 
-class SoftmaxAttention(Mixer):
+class SoftmaxAttention(Mixer[KeyValueState]):
     """Shared frame of the mixers with softmax attention; a subclass decides which tokens a token sees.
 
     H query heads and G = num_kv_heads heads of keys and values, each read by H/G query heads; `in_proj` gives queries,
@@ -79,7 +79,7 @@ class SoftmaxAttention(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: KeyValueState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -99,11 +99,11 @@ class SoftmaxAttention(Mixer):
         assert length is not None
         return o.flatten(-2), KeyValueState(*kept, length)
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, KeyValueState | None]:
+    def scan_step(self, projected: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
         if not self.causal:
             raise ValueError("non-causal attention cannot run token by token; build it with causal=True")
-        y, state = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), state
+        y, following = self.scan(projected.unsqueeze(1), state)
+        return y.squeeze(1), required(following)
 
     def _attend(
         self,
@@ -181,7 +181,9 @@ class Attention(SoftmaxAttention):
             backend=backend,
         )
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> KeyValueState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> KeyValueState:
         empty = torch.zeros(batch, 0, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 

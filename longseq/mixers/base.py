@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from timm.layers import register_notrace_module
@@ -90,6 +90,11 @@ class Mixer(nn.Module, Generic[StateT]):
     def orders(self) -> tuple[str, ...]:
         """The one order in which this layer reads."""
         return (BACKWARD if self.reverse else FORWARD,)
+
+    @property
+    def readers(self) -> list[Self]:
+        """The mixer of each order: this one."""
+        return [self]
 
     def forward(
         self,
@@ -268,6 +273,15 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
 
 def _flip_rows(x: Tensor) -> Tensor:
     return x.flip(0)
+
+
+Found = TypeVar("Found")
+
+
+def required(state: Found | None) -> Found:
+    """The state that an operation was asked for; it returns None only where nobody asked."""
+    assert state is not None
+    return state
 
 
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:

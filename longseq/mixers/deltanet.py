@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.hooks import is_replaceable
@@ -17,7 +18,7 @@ from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -31,7 +32,7 @@ class DeltaNetState(NamedTuple):
 
 
 @register("deltanet")
-class DeltaNet(Mixer):
+class DeltaNet(Mixer[DeltaNetState]):
     """Multi-head delta rule with normalised keys.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
@@ -92,7 +93,7 @@ class DeltaNet(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: DeltaNetState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -110,9 +111,9 @@ class DeltaNet(Mixer):
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
         o, memory = self._recur(features, memory, cu_seqlens, mask, reverse, output_final_state)
-        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory) if output_final_state else None
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
             mixed, logits = self._split(projected)
             features = self._features(repeat_rows(mixed), logits)
@@ -124,7 +125,7 @@ class DeltaNet(Mixer):
     def _recur(
         self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, K]` and the last memory."""
         q, k, v, beta = features
         beta = self._scale(beta)
@@ -145,18 +146,20 @@ class DeltaNet(Mixer):
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:
+    def scan_step(self, projected: Tensor, state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = state
         mixed, logits = self._split(projected)
         if self.convolution is not None:
-            mixed, convolution = self.convolution.step(mixed, convolution)
+            mixed, convolution = self.convolution.step(mixed, required(convolution))
         q, k, v, beta = self._features(mixed, logits)
         o, memory = delta_rule_step(
             q, k, v, self._scale(beta), memory, scale=self.head_dim**-0.5, backend=self.step_backend
         )
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> DeltaNetState:
         dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
@@ -96,7 +95,7 @@ class GatedSlotAttention(SlotMixer):
         g, _, _ = self.write_step(logits, None)
         return g if mask is None else g * mask[..., None, None], None, None
 
-    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+    def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
         g, _, _ = self.write(logits, None, None, mask, False)
         if self.gate is None:
             return repeat_rows(g), None

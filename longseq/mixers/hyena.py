@@ -17,7 +17,7 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.registry import register
 
 LOWEST_BAND = 1e-4  # of the inputs of filters
@@ -35,7 +35,7 @@ class HyenaState(NamedTuple):
 
 
 @register("hyena")
-class Hyena(Mixer):
+class Hyena(Mixer[HyenaState]):
     """Projections that gate one another between causal convolutions as long as the sequence.
 
         x⁰, ..., x^{N−1}, v = conv(W_in u);   z ← h ∗ (x ⊙ z) + D x ⊙ z  for x = x^{N−1}, ..., x¹;   y = W_out (x⁰ ⊙ z)
@@ -119,7 +119,7 @@ class Hyena(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: HyenaState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -146,13 +146,15 @@ class Hyena(Mixer):
             length = start + real.sum(1)
         if packing is not None:
             y = pack_rows(y, packing)
-        return y, HyenaState(convolution, torch.stack(inputs, dim=2), length) if output_final_state else None
+        return y, HyenaState(required(convolution), torch.stack(inputs, dim=2), length) if output_final_state else None
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, HyenaState]:
-        y, state = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), state
+    def scan_step(self, projected: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
+        y, following = self.scan(projected.unsqueeze(1), state)
+        return y.squeeze(1), required(following)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> HyenaState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> HyenaState:
         convolution = self.convolution.initial_state(batch, device, memory_dtype(dtype))
         inputs = torch.zeros(batch, 0, self.order - 1, self.d_model, device=device, dtype=dtype)
         return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))

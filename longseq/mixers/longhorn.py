@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Self
 
 from longseq.blocks.pairs import stack_pair
 from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
@@ -52,7 +51,7 @@ class Longhorn(SelectiveMixer):
             backend=backend,
         )
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         is_wide = self.rate_rank > TRITON_RANKS or self.state_size > TRITON_ENTRIES
         if mask is not None or self.backend == "reference" or is_wide:
             return super().scan_pair(backward, projected, mask)
@@ -71,9 +70,9 @@ class Longhorn(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
         self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
@@ -74,9 +73,9 @@ class Mamba(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         A_log: Tensor = self.A_log
         if backward is None:
             step = step_size(rate, self.rate_bias)

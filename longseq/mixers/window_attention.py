@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -69,7 +67,9 @@ class WindowAttention(SoftmaxAttention):
             raise ValueError(f"window={window}: at least 1 (the token itself)")
         self.window = window
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> KeyValueState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> KeyValueState:
         shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
         empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
