@@ -68,11 +68,12 @@ class ImageBlock(Block):
                 in between only.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
-        moved = layout is not None and token_first
-        if moved:
-            x, mask = move_token_back(x, layout), None if mask is None else move_token_back(mask, layout)
-        x, _ = super().forward(x, layout=layout, mask=mask, output_final_state=False)
-        return move_token_first(x, layout) if moved else x
+        if layout is None or not token_first:
+            return super().forward(x, layout=layout, mask=mask, output_final_state=False)[0]
+        if mask is not None:
+            mask = move_token_back(mask.unsqueeze(-1), layout).squeeze(-1)
+        y, _ = super().forward(move_token_back(x, layout), layout=layout, mask=mask, output_final_state=False)
+        return move_token_first(y, layout)
 
 
 class ImageBackbone(nn.Module):

@@ -28,8 +28,8 @@ def layout_of(height: int, width: int, place: str) -> Layout:
 
 
 def insert_token(patches: Tensor, token: Tensor, layout: Layout) -> Tensor:
-    """Put `token [1 or B, 1, ...]` into `patches [B, N, ...]` at its index: `[B, N + 1, ...]`."""
-    token = token.expand(patches.shape[0], *[-1] * (token.dim() - 1))
+    """Put `token [1 or B, 1, D]` into `patches [B, N, D]` at its index: `[B, N + 1, D]`."""
+    token = token.expand(patches.shape[0], -1, -1)
     return torch.cat([patches[:, : layout.token], token, patches[:, layout.token :]], dim=1)
 
 
