@@ -30,14 +30,12 @@ from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
-from longseq.mixers.pattern import Pattern, spell_pattern
+from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
+from longseq.models import PretrainedModel, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.state import StateTree
 
-NORMS: dict[str, Callable[..., nn.Module]] = {
-    "rms": partial(ResidualRMSNorm, eps=1e-5),
-    "layer": partial(ResidualLayerNorm, eps=1e-5),
-}
+NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
@@ -65,7 +63,8 @@ class TokenState(NamedTuple):
     position: Tensor | None
 
 
-class TokenBackbone(nn.Module):
+@register_kind("token")
+class TokenBackbone(PretrainedModel, nn.Module):
     """Embedding, `depth` times (norm, mixer, add; norm, MLP, add), norm, head.
 
     With direction="forward" it is a language model: a sequence, any split of it with the state carried over, and
@@ -84,7 +83,7 @@ class TokenBackbone(nn.Module):
         merge: sum or mean of the two readings.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
-        norm: rms or layer.
+        norm, norm_eps: rms or layer, and what they add to the variance.
         positions: none (the recurrence tells the order), or learned: a table of `max_length` vectors that is added to
             the embeddings.
         tie_embeddings: the head scores a token by its embedding.
@@ -98,6 +97,8 @@ class TokenBackbone(nn.Module):
     Raises:
         ValueError: an option has a value that does not exist or contradicts another.
     """
+
+    decided_options = ("causal",)
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class TokenBackbone(nn.Module):
         mlp: str | None = "swiglu",
         mlp_ratio: float | None = None,
         norm: str = "rms",
+        norm_eps: float = 1e-5,
         positions: str = "none",
         max_length: int | None = None,
         tie_embeddings: bool = True,
@@ -148,9 +150,10 @@ class TokenBackbone(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
-        make_norm = partial(NORMS[norm], d_model, backend=backend)
+        make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
-        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, mlp_width(d_model, mlp_ratio), **switches)
+        width = mlp_width(d_model, mlp_ratio)
+        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, **switches)
         blocks = build_blocks(
             Block,
             depth,
@@ -169,6 +172,13 @@ class TokenBackbone(nn.Module):
         self.blocks: Any = nn.ModuleList(blocks)
         self.norm = make_norm()
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
+        self.resolve_arguments(
+            mixer=self.mixer_name,
+            mixer_options=mixer_options_of(
+                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
+            ),
+            mlp_ratio=width / d_model,
+        )
         restore_rng_state()
         self.init_weights()
 

@@ -10,6 +10,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from longseq.arguments import KeepsArguments
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
 from longseq.blocks.recompute import checkpoint_if
@@ -22,7 +23,7 @@ from longseq.state import StateT, map_state
 
 
 @register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
-class Mixer(nn.Module, Generic[StateT]):
+class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     """A layer that mixes information along a sequence: project in, scan, project out.
 
         y, state = mixer(x, state)              x, y [B, T, d_model]
@@ -52,6 +53,7 @@ class Mixer(nn.Module, Generic[StateT]):
         recomputable: `recompute` saves memory. False where `scan` keeps little for its gradient beside its arguments.
 
     Attributes:
+        arguments: those of the constructor, with which a saved model builds the mixer again (see `KeepsArguments`).
         revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
             of an earlier one are refused (see `check_revisions`).
         reverse: set by models: the layer reads from the last token to the first. A state is then the one behind the
