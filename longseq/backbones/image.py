@@ -66,7 +66,7 @@ torch.fx.wrap("at_least_float32")
 torch.fx.wrap("resize_positions")
 
 
-class ImageBlock(Block):
+class ImageBlock(Block[Any]):
     """A residual block over an image, which takes and returns tokens alone, as timm's tools and hooks expect it."""
 
     def forward(  # type: ignore[override]
@@ -492,8 +492,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
 
     timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
-    `blocks.i.mixer.out_proj`. The position of timm's class token joins the token
-    itself, which stands at no place of the grid.
+    `blocks.i.mixer.out_proj`. The position of timm's class token joins the token itself, which stands at no place of
+    the grid.
 
     A state dict does not tell its grid. Positions as many as the model's patches, or one more, are those of the model's
     own grid, without or with one for timm's class token; others are taken for a square grid, without or with one, and

@@ -12,7 +12,7 @@ from longseq.blocks.residual import Block
 from longseq.mixers import Mixer, make_reading
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 
-BlockT = TypeVar("BlockT", bound=Block)
+BlockT = TypeVar("BlockT", bound=Block[Any])
 
 
 def build_blocks(

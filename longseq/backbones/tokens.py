@@ -339,11 +339,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
                 f"temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature is at least 0, top_k at least "
                 "1, and top_p in (0, 1]"
             )
+        if max_new_tokens < 1:
+            return prompt.clone()
         tokens = [prompt]
-        state: Any = None
-        if max_new_tokens > 0:
-            features, state = self.forward_features(prompt)
-            logits = self.forward_head(features[:, -1])
+        features, last = self.forward_features(prompt)
+        assert last is not None
+        state, logits = last, self.forward_head(features[:, -1])
         graph = StepGraph(self, state) if cuda_graph and max_new_tokens > 1 else None
         for index in range(max_new_tokens):
             token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)

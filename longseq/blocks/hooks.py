@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import nn
 
@@ -32,7 +31,7 @@ def has_observers(module: nn.Module) -> bool:
     return any(not _is_of_sharding(hook) for kind in hooks for hook in kind.values())
 
 
-def _is_of_sharding(hook: Any) -> bool:
+def _is_of_sharding(hook: object) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longseq.blocks.positions import Layout, split_token
 from longseq.kernels.packing import Packing
+from longseq.state import StateT
 
 DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
 
@@ -18,7 +19,7 @@ FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD = "forward", "backward", "columns",
 REVERSED = {BACKWARD: FORWARD, COLUMNS_BACKWARD: COLUMNS}
 
 
-class Reading(Protocol):
+class Reading(Protocol[StateT]):
     """What a residual block does along a sequence: a mixer, or several that read in different directions.
 
         y, state = reading(x, state)
@@ -35,13 +36,13 @@ class Reading(Protocol):
     def __call__(
         self,
         x: Tensor,
-        state: Any = None,
+        state: StateT | None = None,
         *,
         layout: Layout | None = None,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, StateT | None]:
         """Read a batch of sequences.
 
         Args:
@@ -56,7 +57,7 @@ class Reading(Protocol):
             `y [B, T, D]`, and the state after the last real token, or None. A reading of several directions has none.
         """
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Read one more token `x [B, D]`. Raises ValueError where a token's output depends on those that follow it."""
 
     def flops(self, tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic
 
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from longseq.blocks.positions import Layout
 from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing
+from longseq.state import StateT
 
 
-class Block(nn.Module):
+class Block(nn.Module, Generic[StateT]):
     """A pre-norm residual block around a reading of the sequence and an optional MLP.
 
         x = x + mixer(norm1(x));   x = x + mlp(norm2(x))
@@ -28,11 +29,11 @@ class Block(nn.Module):
         drop_path: probability of leaving a branch out for a sample, in training.
     """
 
-    mixer: Reading
+    mixer: Reading[StateT]
 
     def __init__(
         self,
-        mixer: Reading,
+        mixer: Reading[StateT],
         norm: nn.Module,
         *,
         mlp: nn.Module | None = None,
@@ -50,15 +51,15 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: StateT | None = None,
         *,
         layout: Layout | None = None,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, StateT | None]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
-        y, state = self.mixer(
+        y, following = self.mixer(
             self.norm1(x),
             state,
             layout=layout,
@@ -66,13 +67,13 @@ class Block(nn.Module):
             mask=mask,
             output_final_state=output_final_state,
         )
-        return self._add_branches(x, y), state
+        return self._add_branches(x, y), following
 
     @gathers_parameters
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
-        y, state = self.mixer.step(self.norm1(x), state)
-        return self._add_branches(x, y), state
+        y, following = self.mixer.step(self.norm1(x), state)
+        return self._add_branches(x, y), following
 
     def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
         branch = self.drop_path(branch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from timm.layers import register_notrace_module
@@ -112,7 +112,8 @@ class Directions(nn.Module):
                 )
             if packing is not None:
                 raise ValueError("direction='cross' reads one grid of patches a row; leave cu_seqlens out")
-        first, readers = self.readers[0], self.readers
+        readers = self.readers
+        first = readers[0]
         if self.share == "none":
             return self._merge(
                 [
@@ -131,7 +132,7 @@ class Directions(nn.Module):
             readings = [_read(mixer, projected, order, layout, packing, mask) for mixer, order in pairs]
         return first.project_out(self._merge(readings)), None
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, None]:
+    def step(self, x: Tensor, state: Any) -> NoReturn:
         """Raise ValueError: what follows a token changes its output."""
         raise ValueError(NO_STATE)
 
