@@ -44,7 +44,8 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     The halves may also be apart, [2, B, T, I]: so `expand` gives both layers the same rows.
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
-    weight, bias = stack_pair(forward.weight, backward.weight), stack_pair(forward.bias, backward.bias)
+    weight = stack_pair(forward.weight, backward.weight)
+    bias: Tensor | None = stack_pair(forward.bias, backward.bias)
     rows = halves.flatten(1, 2)
     gains = gains_by_alignment(forward.weight)
     if gains and forward.out_features % ALIGNMENT:

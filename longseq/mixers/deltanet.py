@@ -118,7 +118,9 @@ class DeltaNet(Mixer[DeltaNetState]):
             mixed, logits = self._split(projected)
             features = self._features(repeat_rows(mixed), logits)
         else:
-            features = self.convolution.features_pair(backward.convolution, projected, mask=mask, **self._options)
+            features = self.convolution.features_pair(
+                required(backward.convolution), projected, mask=mask, **self._options
+            )
         o, _ = self._recur(features, None, None, repeat_rows(mask), "second_half")
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 

@@ -23,6 +23,7 @@ from longseq.blocks.reading import (
     restore,
 )
 from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, check_rows
 from longseq.mixers.registry import create, get
 
@@ -158,12 +159,13 @@ class Directions(nn.Module):
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
         """All orders in one batch, of which a mixer that can reads the second half from the end."""
-        mixer, orders, options = self.readers[0], self.orders, {}
+        mixer, orders = self.readers[0], self.orders
+        reverse: Reverse = False
         if mixer.reads_backwards and are_pairs(orders):
-            orders, options = orders[::2] * 2, {"reverse": "second_half"}
+            orders, reverse = orders[::2] * 2, "second_half"
         stacked = _stack([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
-        y, _ = mixer.read(stacked, mask=masks, output_final_state=False, **options)
+        y, _ = mixer.read(stacked, reverse=reverse, mask=masks, output_final_state=False)
         readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 

@@ -156,7 +156,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
             mixed, logits = self._split_logits(mixed)
             features = self._features(repeat_rows(mixed), logits)
         else:
-            features = self.convolution.features_pair(backward.convolution, mixed, mask=mask, **self._options)
+            features = self.convolution.features_pair(required(backward.convolution), mixed, mask=mask, **self._options)
         o, _ = self._recur(features, g, None, None, repeat_rows(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 

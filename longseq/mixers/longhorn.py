@@ -11,6 +11,7 @@ from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.longhorn_pair import TRITON_RANKS
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
+from longseq.mixers.base import required
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -60,7 +61,7 @@ class Longhorn(SelectiveMixer):
         return longhorn_pair(
             projected,
             stack_pair(convolution.weight, other.weight),
-            stack_pair(convolution.bias, other.bias),
+            stack_pair(required(convolution.bias), required(other.bias)),
             stack_pair(self.x_proj.weight, backward.x_proj.weight),
             stack_pair(rate.weight, other_rate.weight),
             stack_pair(rate.bias, other_rate.bias),

@@ -144,7 +144,7 @@ class VLA(Mixer[VLAState]):
             u,
             **self._options(),
             **reading,
-            initial_state=None if state is None else tuple(state[1:]),
+            initial_state=None if state is None else state[1:],
             output_final_state=self.needs_state(output_final_state),
             backend=self.backend,
         )
@@ -157,7 +157,7 @@ class VLA(Mixer[VLAState]):
             q, k, v, u = self._features(projected, backward)
             q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         else:
-            both = self.convolution.convolve_pair(backward.convolution, projected, mask)
+            both = self.convolution.convolve_pair(required(backward.convolution), projected, mask)
             q, k, v, u = self._features(both.unflatten(0, (2, -1)), backward)
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         o, _ = variational_linear_attention(
@@ -178,7 +178,7 @@ class VLA(Mixer[VLAState]):
             projected, convolution = self.convolution.step(projected, required(convolution))
         o, memory = variational_linear_attention_step(
             *self._features(projected),
-            state=tuple(state[1:]),
+            state=state[1:],
             **self._options(),
             backend=self.step_backend,
         )

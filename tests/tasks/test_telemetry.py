@@ -65,7 +65,7 @@ def test_an_exploding_state_shows(tiny, tmp_path):
 
     fit(tiny("mixer=linear_attention", "recipe.epochs=1", "callbacks.telemetry.every_n_steps=5"), Explode())
     found = scalars(tmp_path / "run")
-    spoilt, sound = (found[f"telemetry/blocks.{layer}.rows/state_norm"] for layer in (1, 0))
+    spoilt, sound = (found[f"telemetry/blocks.{layer}.forward/state_norm"] for layer in (1, 0))
     assert spoilt[9] > 1e4 * spoilt[4]
     assert sound[9] < 10 * sound[4]
 
