@@ -51,6 +51,7 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     folder = Path(config["output"])
+    registry.of(config)  # before the check of what it may name: a task brings callbacks of its own
     targets.check(config)
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
