@@ -20,6 +20,7 @@ from longseq.mixers.pattern import options_by_name, spell_pattern
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
+from longseq.tasks.image.model import state_data
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.probe import build as probe
 from longseq.tasks.probe.data import ProbeDataModule
@@ -144,9 +145,11 @@ def build_backbone(config: DictConfig | Config, info: Info) -> nn.Module:
         options = _sizes(name, info.img_size) | options
     torch.manual_seed(config["seed"])
     try:
-        return timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **options)
+        backbone = timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **options)
     except TypeError as error:
         raise ValueError(f"model {name} does not take these options: {error}") from error
+    state_data(backbone, info)
+    return backbone
 
 
 def initialize(backbone: nn.Module, trained: nn.Module) -> None:

@@ -10,12 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from longseq.mixers import check_revisions, mixer_revisions
+from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
-
-# Where a checkpoint tells which functions of their weights its mixers compute.
-REVISIONS = "mixer_revisions"
 
 
 class TrainedModule(LightningModule):
@@ -23,7 +20,8 @@ class TrainedModule(LightningModule):
 
     `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, or None in
     a module that only measures.
-    `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.training.checkpoint`). A subclass
+    `hyperparameters` is a plain container for the checkpoint, which also holds the description of the backbone, where
+    that is of a registered kind (see `longseq.models`). A subclass
     defines the steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those
     that a run ends with. Randomness in a batch is a function of (seed, update, part of the effective batch), so
     that a resumed run repeats the uninterrupted one, also where other processes take the parts: a training step calls
@@ -60,11 +58,12 @@ class TrainedModule(LightningModule):
         self._schedule = schedule
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[REVISIONS] = mixer_revisions(self.backbone)
+        if kind_of(self.backbone) is not None:
+            checkpoint[CHECKPOINT_CONFIG] = describe(self.backbone)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         try:
-            check_revisions(self.backbone, checkpoint.get(REVISIONS))
+            check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 
