@@ -16,7 +16,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from longseq.tasks import evaluate, predict, train
+from longseq.tasks.image.report import per_class_accuracy
 from longseq.tools import cli
+
+pytestmark = pytest.mark.slow  # they share a trained model
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,7 @@ def pictures(tmp_path):
     return tmp_path / "pictures"
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     metrics = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu"))
     trained = json.loads((run / "metrics.json").read_text())
@@ -54,8 +58,8 @@ def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     assert written["test/loss"] == pytest.approx(trained["test/loss"])
     raw = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu", "weights=model"))
     assert raw["test/loss"] != pytest.approx(trained["test/loss"])
-    assert [row["class"] for row in written["per_class"]] == [str(digit) for digit in range(10)]
-    assert sum(row["images"] for row in written["per_class"]) == written["test/images"] == 359
+    assert [row["class"] for row in written["test/per_class"]] == [str(digit) for digit in range(10)]
+    assert sum(row["images"] for row in written["test/per_class"]) == written["test/images"] == 359
 
 
 def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_config, tmp_path):
@@ -79,7 +83,7 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     shutil.rmtree(tmp_path / "other" / "train")
     shutil.rmtree(tmp_path / "other" / "val" / "3")
     evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
-    third = json.loads(output.read_text())["per_class"][3]
+    third = json.loads(output.read_text())["val/per_class"][3]
     assert third == {"class": "3", "top1": None, "images": 0}
     (tmp_path / "other" / "val" / "4").rename(tmp_path / "other" / "val" / "four")
     with pytest.raises(ValueError, match=r"1 class folder\(s\) that the 10 classes .* lack \(four\).*data.class_map"):
@@ -90,6 +94,7 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     assert again["val/top1"] > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "val", "test"])
 def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
     layout, checkpoint, compose_config, command, tmp_path
@@ -132,7 +137,7 @@ def test_evaluate_at_another_resolution_and_crop(checkpoint, compose_config, tmp
 
 def test_classes_of_one_name_keep_their_rows():
     info = SimpleNamespace(class_names=["crane", "crane", "owl"])
-    rows = train.per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
+    rows = per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
     assert [tuple(row.values()) for row in rows] == [("crane", 0.75, 4), ("crane", 1.0, 2), ("owl", None, 0)]
 
 
@@ -218,6 +223,7 @@ def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp
             command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))
 
 
+@pytest.mark.slow
 def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command, command_here, tiny_overrides):
     for call, arguments, message in (
         (command_here, ("train", *tiny_overrides, "mixer=longhron"), "longhorn_exact"),

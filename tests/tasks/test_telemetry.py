@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.tasks import assemble, train
+from longseq.tasks import train
 from longseq.tasks.training.callbacks.telemetry import Telemetry, evaluating, name_mixers, watching
+from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
 
@@ -23,17 +24,16 @@ def scalars(folder):
 
 def fit(config, *callbacks):
     torch.manual_seed(0)
-    datamodule = assemble.build_datamodule(config)
-    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
-    assemble.build_trainer(config, [*assemble.build_callbacks(config), *callbacks]).fit(task, datamodule=datamodule)
+    datamodule, task = train.build(config)
+    build_trainer(config, [*build_callbacks(config, task), *callbacks]).fit(task, datamodule=datamodule)
     return task
 
 
 def build(tiny, *overrides):
-    config = tiny(*overrides)
-    return assemble.build_backbone(config, assemble.build_datamodule(config).info)
+    return train.build(tiny(*overrides)).module.backbone
 
 
+@pytest.mark.slow
 def test_each_reading_has_its_charts(tiny, tmp_path):
     train.run(tiny(*LONGHORN, "callbacks.telemetry.every_n_steps=10"))
     found = scalars(tmp_path / "run")
@@ -70,6 +70,7 @@ def test_an_exploding_state_shows(tiny, tmp_path):
     assert sound[9] < 10 * sound[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_training_is_the_same_with_and_without(precision, tiny, tmp_path):
     """With what draws random numbers in each step (drop path, mixing), averaged weights and accumulation."""
@@ -112,6 +113,7 @@ def test_a_watched_pass_leaves_no_trace(tiny):
     assert all("observed" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_the_compiled_pass_stays_as_it_is(tiny, tmp_path, monkeypatch):
     compiled = []
 
