@@ -67,6 +67,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     datamodule, module = build(config, initialized=checkpoint is None)
+    module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     trainer = build_trainer(config, build_callbacks(config, module))
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):

@@ -27,9 +27,10 @@ from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.model import ImageModel, model_name
+from longseq.tasks.image.model import ImageModel
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import resolve
+from longseq.timm_models import model_name
 
 __all__ = [
     "describe_image_model",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from longseq.models import WEIGHTS_FILE, SavedModel, read, restore
-from longseq.tasks.image.model import model_name, stated_data, takes_any_resolution
+from longseq.timm_models import model_name, stated_data, takes_any_resolution
 
 __all__ = ["Loaded", "load", "sha256"]
 

@@ -23,6 +23,8 @@ from longseq.tasks.training.model import TaskModel, mixer_options
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.options import Range
 
+STOP: int | None = None  # the update before which a training is interrupted
+
 
 @dataclass(frozen=True, kw_only=True)
 class MajorityKeys:
@@ -86,9 +88,7 @@ class MajorityData(TaskData):
         return self._measured(seed=2)
 
     def _sampler(self):
-        return TrainingSampler(
-            self.keys.samples, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict()
-        )
+        return TrainingSampler(self.keys.samples, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict())
 
     def _measured(self, seed):
         place = find_place(self.trainer)
@@ -99,10 +99,9 @@ class MajorityData(TaskData):
 class MajorityModel(TaskModel):
     def build(self, config, info):
         torch.manual_seed(config["seed"])
-        model, mixer = config["model"], config["mixer"]["name"]
-        return TokenBackbone(
-            vocab_size=2, d_model=model["d_model"], depth=model["depth"], mixer=mixer, mixer_options=mixer_options(config)
-        )
+        options = {key: config["model"][key] for key in ("d_model", "depth")}
+        mixer = {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
+        return TokenBackbone(vocab_size=2, **options, **mixer)
 
 
 class MajorityModule(TrainedModule):
@@ -122,6 +121,8 @@ class MajorityModule(TrainedModule):
 
     def training_step(self, batch, batch_idx):
         self.seed_batch(batch_idx)
+        if STOP is not None and self.global_step == STOP:
+            raise InterruptedError
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("train/loss", loss.detach())
         return loss
