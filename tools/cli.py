@@ -107,8 +107,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from longseq import plugins
     from longseq.tools.groups import check_choices
+    from longseq.tools.plugin_options import load_plugins
 
+    overrides = load_plugins(overrides)
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
 
@@ -116,6 +119,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run by repeating the command line, which must hold the verb again.
         sys.argv = command_line
         try:
+            plugins.load(cfg.plugins)  # also those that a configuration file names
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:
