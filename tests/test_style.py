@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "conf", "kernels", "longseq", "tasks", "tests", "tools")
+FOLDERS = ("benchmarks", "conf", "docs", "kernels", "longseq", "tasks", "tests", "tools")
 
 
 def run_tool(name: str, *arguments: str | Path, cwd: Path = ROOT) -> None:

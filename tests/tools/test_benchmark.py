@@ -721,13 +721,13 @@ def test_kernels_that_no_shape_launches_leave_no_file(monkeypatch, tmp_path, mod
     assert not (tmp_path / "l.json").exists()
 
 
-def test_readme_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
+def test_the_page_of_kernels_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
     named = ", ".join(tune.list_tuned(tune.find_tables()))
     with initialize_config_module("longseq.conf", version_base="1.3"):
         text = compose("benchmark_tune", return_hydra_config=True).hydra.help.template
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    for page in (text, readme):
+    kernels = (Path(__file__).parents[2] / "docs" / "pages" / "kernels.md").read_text()
+    for page in (text, kernels):
         assert named in " ".join(page.replace("`", "").split())
 
 
