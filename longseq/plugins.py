@@ -65,9 +65,12 @@ def check_loaded(names: Iterable[str], label: str) -> None:
         )
 
 
-def plugins_of(kinds: Iterable[type[Any]]) -> list[str]:
-    """The plug-ins that define these classes, sorted; another class outside longseq counts by its module."""
-    return sorted({name for kind in kinds if (name := _plugin_of(kind.__module__)) is not None})
+def plugin_of(part: Any) -> str | None:
+    """The loaded plug-in that defines a class or a function; None for those of longseq and of other packages."""
+    module = getattr(part, "__module__", None) or ""
+    own = [name for name in _LOADED if module == name or module.startswith(f"{name}.")]
+    kin = [name for name in _LOADED if name.partition(".")[0] == module.partition(".")[0]]
+    return max(own, key=len) if own else next(iter(kin), None)
 
 
 def conf_folders() -> list[Path]:
@@ -78,15 +81,6 @@ def conf_folders() -> list[Path]:
 
 def _is_package(module: ModuleType) -> bool:
     return hasattr(module, "__path__")
-
-
-def _plugin_of(module: str) -> str | None:
-    root = module.partition(".")[0]
-    if root == "longseq":
-        return None
-    own = [name for name in _LOADED if module == name or module.startswith(f"{name}.")]
-    kin = [name for name in _LOADED if name.partition(".")[0] == root]
-    return max(own, key=len) if own else next(iter(kin), module)
 
 
 def _load(name: str, what: str, remedy: str) -> None:

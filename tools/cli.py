@@ -75,6 +75,7 @@ def overview() -> str:
         "longseq trains, evaluates and exports models with recurrent mixers in place of attention.\n\n"
         f"usage: longseq VERB [group=choice] [key=value] ...\n\nverbs:\n{verbs}\n\nexamples:\n{examples}\n"
         "  longseq train mixer=deltanet data=cifar10 data.root=FOLDER scale=tiny\n\n"
+        "plugins=[my_module] in any command loads a module of yours that registers mixers, tasks, data or formats.\n"
         "`longseq VERB --help` lists the verb's groups and keys, `longseq VERB --cfg job` prints the configuration.\n"
         f"{TRACEBACK_VARIABLE}=1 shows the full traceback of an error."
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.mixers import check_revisions
+from longseq.plugins import check_loaded
 from longseq.tasks import registry
 from longseq.tasks.image.model import takes_any_resolution
 from longseq.tasks.training.module import REVISIONS
@@ -77,6 +78,7 @@ def load(
         raise ValueError(f"weights={weights} is unknown: take one of {', '.join(WEIGHTS)}")
     checkpoint = read(path, key)
     config, data = checkpoint["hyper_parameters"]["config"], checkpoint["hyper_parameters"]["data"]
+    check_loaded(config.get("plugins") or [], f"{key}={path}")
     task = _task(config, tasks, path, key)
     _check_class_names(data, path, key)
     averaged = RAW_WEIGHTS in checkpoint
@@ -154,15 +156,21 @@ def _is_whole(file: Path) -> bool:
 
 
 def _task(config: Mapping[str, Any], tasks: Collection[str], path: str | Path, key: str) -> str:
-    """The task of the run, which must be one of `tasks`."""
+    """The task of the run, which must be one of `tasks` or have the data of one, as a plug-in's variant of it has."""
     task = (config.get("task") or {}).get("name")
-    if task is not None and task not in tasks:
+    if task is not None and not _is_one_of(task, tasks):
         taken = " or ".join(f"task={name}" for name in tasks)
         raise ValueError(f"{key}={path} belongs to task={task}; this command takes checkpoints of {taken}")
     if missing := [name for name in ("task", *CONFIG_KEYS) if config.get(name) is None]:
         raise ValueError(_of_another_version(path, key, missing))
     assert task is not None
     return task
+
+
+def _is_one_of(task: str, tasks: Collection[str]) -> bool:
+    if task in tasks or task not in registry.names():
+        return task in tasks
+    return issubclass(registry.get(task).data, tuple(registry.get(name).data for name in tasks))
 
 
 def _check_class_names(data: Mapping[str, Any], path: str | Path, key: str) -> None:
