@@ -116,6 +116,7 @@ metrics = {"parameters": 5, "epochs": 1, "seconds": 2.0, "val/top1": 0.5, "test/
 """
 
 
+@pytest.mark.slow
 def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_path, monkeypatch, capsys):
     trainings = script("trainings")
     (tmp_path / "entry.py").write_text(STAND_IN)

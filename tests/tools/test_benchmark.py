@@ -335,6 +335,7 @@ SMALL_MODELS = (
 )
 
 
+@pytest.mark.slow
 def test_models_are_measured_beside_attention(tmp_path):
     result = run(models, "models", *SMALL_MODELS, f"output={tmp_path}/rows.json")
     image, text, decoding = (
@@ -606,6 +607,7 @@ def test_trials_of_the_real_kernels_find_their_places(real_tables, op, sizes, dt
     assert trial.best < float("inf")
 
 
+@pytest.mark.slow
 def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, tmp_path, real_tables):
     """Emulated: each run extends the file, and the kernels take what it holds."""
     monkeypatch.setattr(tune, "CHOICES", {"tokens": (2, 4, 8), "warps": (4, 8)})
@@ -636,6 +638,7 @@ def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, t
         assert table == real_tables[name].LAUNCHES
 
 
+@pytest.mark.slow
 def test_a_candidate_that_crashes_is_left_out_when_the_run_is_repeated(monkeypatch, tmp_path, real_tables):
     """Emulated, but for the crash."""
     monkeypatch.setattr(tune, "CHOICES", {"warps": (2, 4, 8)})

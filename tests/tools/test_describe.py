@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
 from longseq.blocks.positions import Layout
-from longseq.blocks.scan import Directions
 from longseq.kernels import dispatch
 from longseq.tools.describe import describe_image_model, list_mixers, list_models, run
 
@@ -76,13 +75,13 @@ def test_operations_are_those_that_a_pass_calls(mixer: str, monkeypatch: pytest.
         return select(op, name, call)
 
     model = timm.create_model("longseq_tiny_patch16_224", **SMALL, mixer=mixer)
-    layers = [layer for layer in model.modules() if isinstance(layer, Directions)]
+    readings = [reading for _, reading in mixers.named_readings(model)]
     found = describe_image_model(model, {"img_size": 16, "in_chans": 1})["operations"]
     for module in [module for name, module in sys.modules.items() if name.startswith("longseq.kernels")]:
         if getattr(module, "select", None) is select:
             monkeypatch.setattr(module, "select", watch)
-    for layer in layers:
-        layer(torch.zeros(1, 16, SMALL["embed_dim"]), Layout(4, 4, None))
+    for reading in readings:
+        reading(torch.zeros(1, 16, SMALL["embed_dim"]), layout=Layout(4, 4, None), output_final_state=False)
     if mixer == "longhorn":  # the torch form of its operation is made of others
         assert set(found) == {"longhorn_pair"} < called
     else:
@@ -127,6 +126,7 @@ def test_frozen_parameters_are_not_trainable() -> None:
     assert parameters["trainable"] == parameters["total"] - parameters["parts"]["mixers"] - 2 * 32
 
 
+@pytest.mark.slow
 def test_lists() -> None:
     cards = mixers.list_mixers()
     for row, card in zip(list_mixers(), cards, strict=True):
@@ -137,6 +137,7 @@ def test_lists() -> None:
     )
 
 
+@pytest.mark.slow
 def test_command_describes_a_configuration(longseq_command) -> None:
     result = longseq_command("describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
     assert result.returncode == 0, result.stderr
@@ -155,6 +156,7 @@ def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.Capture
     assert (facts["mixer"], facts["classes"], facts["images"]) == ("attention", 10, [1, 8, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"), [("mixers", ["deltanet", "35,072", "0.73 M", "delta_rule"]), ("models", ["6,852,904"])]
 )
