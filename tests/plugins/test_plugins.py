@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,14 +22,7 @@ TINY = (
     "trainer=cpu model.embed_dim=16 model.depth=2 recipe=digits recipe.epochs=1 recipe.schedule.warmup_epochs=0 "
     "recipe.batch_size=32"
 )
-
-
-class Runs(NamedTuple):
-    """A folder in which commands ran, the checkpoint of a run there, and what the commands printed."""
-
-    folder: Path
-    checkpoint: Path
-    output: str
+BEST = Path("installed/checkpoints/best.ckpt")
 
 
 def run(command: list[str | Path], folder: Path, *, stdin: str = "", path: Path | None = None) -> str:
@@ -43,71 +35,68 @@ def run(command: list[str | Path], folder: Path, *, stdin: str = "", path: Path 
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A run of two processes with a module of the working folder."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which commands ran with an installed plug-in, then with a module of that folder besides.
+
+    `output.txt` there holds what they printed.
+    """
     folder = tmp_path_factory.mktemp("working")
     shutil.copy(HERE / "my_module.py", folder)
-    words = (
-        f"train plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY} trainer=ddp_sim "
-        f"++callbacks.ranks={{_target_:CountRanks}} output={folder / 'local'}"
-    )
-    output = run([Path(sys.executable).with_name("longseq"), *words.split()], folder)
-    return Runs(folder, folder / "local" / "checkpoints" / "best.ckpt", output)
-
-
-@pytest.fixture(scope="module")
-def installed(local: Runs, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Commands of one process that finds an installed plug-in; the last two declare the working folder's besides."""
-    folder = local.folder
     sources, site = shutil.copytree(HERE / "package", folder / "sources"), folder / "site"
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     run([sys.executable, "-m", "pip", "install", *options, "--target", site, sources], folder)
-    best = folder / "installed" / "checkpoints" / "best.ckpt"
+    mine = f"plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY}"
     commands = (
         f"train mixer=scaled_attention mixer.options.gain=0.25 task=stripes data=stripes {TINY} "
-        f"++callbacks.note={{_target_:NoteEnd,name:note.txt}} output={folder / 'installed'}",
-        f"evaluate checkpoint={best} trainer=cpu",
-        f"export checkpoint={best} format=renamed latency=false batch_sizes=[1]",
-        f"describe checkpoint={best}",
-        f"probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 recipe.batch_size=16 "
-        f"plot=false output={folder / 'probe'}",
-        f"describe checkpoint={local.checkpoint} plugins=[my_module]",
-        f"evaluate checkpoint={local.checkpoint} plugins=[my_module] trainer=cpu data.num_workers=1",
+        "++callbacks.note={_target_:NoteEnd,name:note.txt} output=installed",
+        f"evaluate checkpoint={BEST} trainer=cpu",
+        f"export checkpoint={BEST} format=renamed latency=false batch_sizes=[1]",
+        f"describe checkpoint={BEST}",
+        "probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 recipe.batch_size=16 "
+        "plot=false output=probe",
+        f"train {mine} output=local",
+        "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
+        f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
     )
     output = run([sys.executable, HERE / "commands.py"], folder, stdin="\n".join(commands), path=site)
-    return Runs(folder, best, output)
+    (folder / "output.txt").write_text(output)
+    return folder
 
 
 def recorded(checkpoint: Path) -> dict:
     return torch.load(checkpoint, weights_only=True)["hyper_parameters"]["config"]
 
 
-def test_an_installed_plug_in_trains_evaluates_exports_describes_and_probes(installed: Runs) -> None:
-    config = recorded(installed.checkpoint)
+@pytest.mark.slow
+def test_an_installed_plug_in_trains_evaluates_exports_describes_and_probes(runs: Path) -> None:
+    config = recorded(runs / BEST)
     assert config["plugins"] == ["example_plugin"]
     assert config["mixer"] == {"name": "scaled_attention", "options": {"num_heads": None, "gain": 0.25}}
-    assert (installed.folder / "installed" / "note.txt").read_text() == "1 of 2"
-    assert json.loads((installed.folder / "installed" / "evaluation_test.json").read_text())["test/images"] == 16
-    assert installed.checkpoint.with_suffix(".renamed").is_file()
-    assert "mixer scaled_attention" in installed.output
-    (result,) = json.loads((installed.folder / "probe" / "results.json").read_text())["results"]
-    assert "scaled_attention" in str(result)
+    assert (runs / "installed" / "note.txt").read_text() == "1 of 2"
+    assert json.loads((runs / "installed" / "evaluation_test.json").read_text())["test/images"] == 16
+    assert (runs / BEST).with_suffix(".renamed").is_file()
+    assert "mixer scaled_attention" in (runs / "output.txt").read_text()
+    assert len(list((runs / "probe").rglob("metrics.json"))) == 1
 
 
-def test_every_process_of_a_run_has_the_module_of_the_working_folder(local: Runs) -> None:
-    assert {file.name for file in (local.folder / "local").glob("rank*")} == {"rank0", "rank1"}
-    assert recorded(local.checkpoint)["plugins"] == ["my_module"]
+@pytest.mark.slow
+def test_every_process_of_a_run_has_the_module_of_the_working_folder(runs: Path) -> None:
+    assert {file.name for file in (runs / "ranks").glob("rank*")} == {"rank0", "rank1"}
+    assert recorded(runs / "ranks" / "checkpoints" / "best.ckpt")["plugins"] == ["my_module"]
 
 
-def test_a_spawned_data_worker_has_the_module_of_the_working_folder(installed: Runs) -> None:
-    measured = json.loads((installed.folder / "local" / "evaluation_test.json").read_text())
-    assert measured["test/images"] == 16
+@pytest.mark.slow
+def test_a_spawned_data_worker_has_the_module_of_the_working_folder(runs: Path) -> None:
+    assert json.loads((runs / "local" / "evaluation_test.json").read_text())["test/images"] == 16
 
 
-def test_a_checkpoint_whose_plug_in_is_not_declared_is_one_line(local: Runs) -> None:
+@pytest.mark.slow
+def test_a_checkpoint_whose_plug_in_is_not_declared_is_one_line(runs: Path) -> None:
     with pytest.raises(ValueError, match=r"needs the plug-in my_module.*add plugins=\[my_module\]") as error:
-        checkpoints.load(local.checkpoint)
+        checkpoints.load(runs / "local" / "checkpoints" / "best.ckpt")
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"needs the plug-in my_module.*longseq\.plugins\.load\(\['my_module'\]\)"):
+        longseq.from_pretrained(runs / "local" / "checkpoints" / "best.ckpt")
 
 
 @pytest.mark.parametrize(
