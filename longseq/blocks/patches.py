@@ -10,7 +10,6 @@ from longseq.blocks.linear import needs_alignment
 from longseq.blocks.precision import product_dtype
 
 
-@layers.register_notrace_module  # it looks at types and sizes, which a symbolic trace does not have
 class PatchProjection(nn.Conv2d):
     """A convolution over patches; of patches side by side, one matrix product where a GPU computes in half precision.
 
@@ -40,6 +39,10 @@ class PatchProjection(nn.Conv2d):
         patches = x[..., : rows * height, : columns * width]
         patches = patches.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
         return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+# It looks at types and sizes, which a symbolic trace does not have. (As a decorator it would hide the class's type.)
+layers.register_notrace_module(PatchProjection)
 
 
 class PatchEmbed(layers.PatchEmbed):

@@ -35,7 +35,6 @@ NO_STATE = "a reading in several directions has no state and no steps; build the
 AnyMixer = Mixer[Any]
 
 
-@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
 class Directions(nn.Module):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
@@ -181,6 +180,11 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
+# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+register_notrace_module(Directions)
 
 
 def check_sharing(share: str, merge: str) -> None:
