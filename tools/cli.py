@@ -107,6 +107,8 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from longseq.tools.groups import check_choices
+
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
 
@@ -114,6 +116,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run by repeating the command line, which must hold the verb again.
         sys.argv = command_line
         try:
+            check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:
             if not _is_users(error) or os.environ.get(TRACEBACK_VARIABLE):

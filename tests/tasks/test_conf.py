@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -30,17 +31,6 @@ EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
 
-# Options that belong to task=probe; all others are composed with the default task.
-PROBES = {
-    *(("data", path.stem) for path in (CONF / "data").glob("*.yaml") if path.stem.startswith(("mad_", "mqar"))),
-    *(("data", name) for name in ("copy", "listops", "regbench")),
-    *(("recipe", name) for name in ("probe", "zoology", "vla", "mad")),
-    ("callbacks", "probe"),
-    ("model", "token"),
-    ("scale", "probe"),
-    ("task", "probe"),
-}
-
 
 def bind(target: Any, **arguments: Any) -> None:
     """Raise TypeError where the call would not bind; nothing is called."""
@@ -49,8 +39,8 @@ def bind(target: Any, **arguments: Any) -> None:
 
 def chosen(group: str, option: str) -> list[str]:
     """Overrides that choose an option, with the task that it belongs to."""
-    task = ["task=probe"] if (group, option) in PROBES and group != "task" else []
-    return [*task, f"{group}={option}"]
+    tasks = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()).get("tasks", ["image"])
+    return [f"{group}={option}"] if "image" in tasks else [f"task={tasks[0]}", f"{group}={option}"]
 
 
 def test_the_groups_are_those_tested_here():

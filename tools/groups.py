@@ -1,0 +1,101 @@
+"""Options of configuration groups and the tasks that they are for: `tasks: [image]` in an option's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf
+
+from longseq.tasks.training.options import nearest
+
+# The group that chooses the others, first; then the one that all samples come from.
+_FIRST = ("experiment", "data", "model", "recipe")
+
+
+def check_choices(cfg: DictConfig, runtime: DictConfig) -> None:
+    """ValueError, in one line with the remedy, where a chosen option is for another task than `cfg.task`, or is none.
+
+    `runtime` is Hydra's `hydra.runtime`: the option of each group, and where the files lie. A file without the key
+    `tasks` is for every task; a task's key `like: [NAME]` says that it takes the options of another task too.
+    """
+    groups = _Groups(runtime.config_sources)
+    chosen = {group: option for group, option in runtime.choices.items() if not group.startswith("hydra/")}
+    task = chosen.get("task")
+    if task is None:
+        return
+    served = {task, *(OmegaConf.select(cfg, "task.like") or [])}
+    for group in sorted(chosen, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST)):
+        option = chosen[group]
+        if option in (None, "null") or group == "task":
+            continue
+        if not groups.has(group, option):
+            raise ValueError(_no_such_option(groups, group, option, chosen, served))
+        tasks = groups.tasks(group, option)
+        if tasks is not None and not served & set(tasks):
+            raise ValueError(_wrong_task(groups, group, option, tasks, task, served))
+
+
+class _Groups:
+    """The files of the configuration groups, those of plug-ins among them."""
+
+    def __init__(self, places: Iterable[Any]) -> None:
+        kinds = {kind.scheme(): kind for kind in Plugins.instance().discover(ConfigSource)}
+        sources = [kinds[place.schema](place.provider, f"{place.schema}://{place.path}") for place in places]
+        self.sources: list[ConfigSource] = [source for source in sources if source.available()]
+
+    def has(self, group: str, option: str) -> bool:
+        return any(source.is_config(f"{group}/{option}") for source in self.sources)
+
+    def tasks(self, group: str, option: str) -> list[str] | None:
+        """The tasks that an option names, or the option that it begins with; None where it is for every task."""
+        path = f"{group}/{option}"
+        source = next((source for source in self.sources if source.is_config(path)), None)
+        if source is None:
+            return None
+        content = source.load_config(path).config
+        if "tasks" in content:
+            return list(content["tasks"])
+        parents = [name for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
+        named = [tasks for parent in parents if (tasks := self.tasks(group, parent)) is not None]
+        return named[-1] if named else None
+
+    def options(self, group: str, served: Iterable[str]) -> list[str]:
+        """The options of a group for any of the tasks `served`, in alphabetical order."""
+        return [
+            name for name in self.names(group) if (tasks := self.tasks(group, name)) is None or set(tasks) & set(served)
+        ]
+
+    def names(self, group: str, prefix: str = "") -> list[str]:
+        """All options of a group, those of its folders as FOLDER/NAME."""
+        path = f"{group}/{prefix}".rstrip("/")
+        names, folders = set(), set()
+        for source in self.sources:
+            if source.is_group(path):
+                names.update(source.list(path, ObjectType.CONFIG))
+                folders.update(source.list(path, ObjectType.GROUP))
+        below = (name for folder in folders for name in self.names(group, f"{prefix}{folder}/"))
+        return sorted([*(f"{prefix}{name}" for name in names), *below])
+
+
+def _wrong_task(groups: _Groups, group: str, option: str, tasks: list[str], task: str, served: set[str]) -> str:
+    wanted = " or ".join(f"task={name}" for name in tasks)
+    here = groups.options(group, served)
+    other = f"; for task={task}, give {group}={_one_of(here)}" if here else ""
+    return f"{group}={option} belongs to {wanted}: add {wanted}{other}"
+
+
+def _no_such_option(groups: _Groups, group: str, option: str, chosen: Mapping[str, Any], served: set[str]) -> str:
+    here = f"{group}={_one_of(groups.options(group, served))}"
+    if group == "recipe" and option == chosen.get("data"):
+        return f"data={option} has no recipe of its own name: give {here}"
+    near = nearest(option, groups.names(group))
+    hint = f"did you mean {group}={near}? " if near else ""
+    return f"{group}={option} is unknown: {hint}for task={chosen['task']}, give {here}"
+
+
+def _one_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
