@@ -71,7 +71,9 @@ class RunLength:
         for prefix in ("", "warmup_", "validate_every_"):
             self._find(prefix)
         if self._find("") is None:
-            raise ValueError("recipe.epochs, recipe.updates and recipe.tokens are null: give one, the length of the run")
+            raise ValueError(
+                "recipe.epochs, recipe.updates and recipe.tokens are null: give one, the length of the run"
+            )
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:

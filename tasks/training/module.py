@@ -35,6 +35,9 @@ class TrainedModule(LightningModule):
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
 
+    # The update after which the run ends, where it is told one.
+    last_update: int | None = None
+
     # Counts [true class, predicted class] of the last test, of tasks that have classes.
     confusion_matrix: Tensor | None = None
 

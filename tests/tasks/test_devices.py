@@ -25,7 +25,9 @@ def run(folder: Path, notes: str, stop_after: int, *words: str) -> list[list[lis
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 143), done.stderr
     assert "continuing from" in done.stdout or notes == "first", done.stdout
-    told = "continues with 32 at a time on 2 device(s) x 1 accumulated batch(es): samples keep their order" in done.stderr
+    told = (
+        "continues with 32 at a time on 2 device(s) x 1 accumulated batch(es): samples keep their order" in done.stderr
+    )
     assert told == (notes == "second"), done.stderr
     files = sorted((folder / notes).iterdir())
     return [[[int(word) for word in line.split()] for line in file.read_text().splitlines()] for file in files]
