@@ -23,14 +23,16 @@ import torch
 from entry import augment, file_of, read_cifar10_from
 from hydra import compose, initialize_config_module
 
-from longseq.tasks import assemble
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.recipe import device_batch_size
 
 EXPERIMENT = "experiment=image/cifar10"
 
 
 def find_overrides(words: tuple[str, ...], overrides: list[str], folder: Path) -> Any:
     with initialize_config_module("longseq.conf", version_base="1.3"):
-        return assemble.resolve(compose("train", [*words, *overrides, f"output={folder}"]))
+        return resolve(compose("train", [*words, *overrides, f"output={folder}"]))
 
 
 def augment_epoch(task: tuple[int, int], file: str, folder: Path, overrides: list[str]) -> None:
@@ -39,7 +41,7 @@ def augment_epoch(task: tuple[int, int], file: str, folder: Path, overrides: lis
     torch.set_num_threads(1)
     read_cifar10_from(file)
     config = find_overrides((EXPERIMENT, f"seed={seed}", f"data.root={file}"), overrides, folder)
-    datamodule = assemble.build_datamodule(config)
+    datamodule = ImageDataModule.from_config(config, device_batch_size(config))
     augment(datamodule.train_dataloader().dataset, folder, epoch)
 
 

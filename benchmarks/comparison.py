@@ -3,8 +3,8 @@
 python benchmarks/comparison.py RESULTS.json NAME TITLE [NOTE ...]
 
 Writes NAME.json. Of a comparison in several columns it holds a row for each name with the value of each seed in each
-column, and NAME.png is the plot. Of a comparison in one column it holds sizes, seconds and speeds, too. RESULTS.json may
-be several files of one commit, with commas between them: the columns of one table.
+column, and NAME.png is the plot. Of a comparison in one column it holds sizes, seconds and speeds, too. RESULTS.json
+may be several files of one commit, with commas between them: the columns of one table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The cells of a row of a comparison in one column."""
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
     if not finished:
-        return {"model": name, "test_top1": "diverged", "measured": results["measured"]}
+        return {"model": name, results["report"].replace("/", "_"): "diverged", "measured": results["measured"]}
     first, report, metric = finished[0]["metrics"], results["report"], results["selected_by"]
     cells = {
         "model": name,

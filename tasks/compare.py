@@ -26,11 +26,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks import comparison
-from longseq.tasks.assemble import device_count
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import processes, runs
 from longseq.tasks.training.files import write_text
+from longseq.tasks.training.recipe import device_count
 
 # Keys of this command; every other override goes to each `longseq train`.
 OWN_KEYS = (
