@@ -116,8 +116,10 @@ class TrainedModule(LightningModule, ABC):
         # When the batch ends, the schedule has already set the next update's rate.
         self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
         if self.global_step + 1 == self.last_update and not self._ends_an_epoch():
-            # Before the callbacks of the batch see it: the run ends with a validation.
+            # Before the callbacks of the batch see it: the run ends here, with a validation.
             self.trainer.should_stop = True
+            if self.trainer.check_val_every_n_epoch is not None:
+                self.trainer.check_val_every_n_epoch = 1
 
     def _ends_an_epoch(self) -> bool:
         """Whether the validations of the run follow its epochs, and this update is the last one of an epoch."""

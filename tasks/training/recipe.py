@@ -18,9 +18,9 @@ class Training:
 
     `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=..., updates_per_epoch=...)` are
     partials, such as those of `timm.optim.create_optimizer_v2` and `timm.scheduler.create_scheduler_v2`. `length` says
-    how long the run, its warm-up and the way to a validation are; None leaves that to the Trainer and the schedule. `compile_mode` compiles the
-    training pass (see `torch.compile`); the first step then takes a minute or so. `hyperparameters` are plain values
-    for the checkpoint (see `longseq.tasks.training.checkpoint`).
+    how long the run, its warm-up and the way to a validation are; None leaves that to the Trainer and the schedule.
+    `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes a minute or so.
+    `hyperparameters` are plain values for the checkpoint (see `longseq.tasks.training.checkpoint`).
     """
 
     optimizer: Callable[..., torch.optim.Optimizer]
