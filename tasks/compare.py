@@ -109,7 +109,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         "command": shlex.join(["longseq", "compare", *words]),
         "report": report,
         "selected_by": metric,
-        "measured": find_circumstances(torch.device("cuda" if places else "cpu")),
+        "measured": find_circumstances(torch.device("cuda" if places and torch.cuda.is_available() else "cpu")),
         "jobs": jobs,
     }
     started = time.monotonic()
@@ -203,7 +203,7 @@ def _check(own: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} names {twice[0]} more than once: name each once")
     rows = own["rows"]
     if rows is not None and (not isinstance(rows, dict) or not all(isinstance(words, str) for words in rows.values())):
-        raise ValueError(f"rows={rows} must name overrides, such as rows={{narrow: mixer=mamba model.mlp_ratio=2.2}}")
+        raise ValueError(f"rows={rows} must name overrides, such as 'rows={{wide: \"mixer=mamba model.mlp_ratio=5\"}}'")
     _check_swept(own["sweep"])
     jobs = own["jobs"]
     if jobs is not None and (not isinstance(jobs, int) or jobs < 1):

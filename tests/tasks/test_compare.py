@@ -199,7 +199,7 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_pat
         ("sweep={mixer: [gla, mamba]}", "sweep: mixer is set by longseq compare itself: give mixers=[...]"),
         ("jobs=0", "jobs=0 must be at least 1"),
         ("jobs=many", "jobs=many must be at least 1"),
-        ("rows=[a]", "must name overrides, such as rows={narrow: mixer=mamba model.mlp_ratio=2.2}"),
+        ("rows=[a]", "must name overrides, such as 'rows={wide: "),
         ("mixers=deltanet", "mixers=deltanet must be a list, such as mixers=[deltanet,mamba]"),
         ("mixers=[deltanet,deltanet]", "mixers names deltanet more than once"),
         ("mixers=['']", "mixers is empty"),
@@ -277,8 +277,8 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,5")
-    rows = "rows={wide: mixer=mamba model.d_model=48, 'deep one': mixer=gla model.depth=5}"
-    words = ("mixers=[]", rows, "overrides=[recipe.learning_rate=2,model.d_model=32]", "plot=false", "seeds=[0,3]")
+    rows = "rows={wide: 'mixer=mamba model.d_model=48', 'deep one': 'mixer=gla model.depth=5'}"
+    words = ("mixers=[]", rows, "overrides=['recipe.learning_rate=2','model.d_model=32']", "plot=false", "seeds=[0,3]")
     several = ("trainer.accelerator=gpu", "trainer.devices=2")
     assert comparing(monkeypatch, tmp_path, script, *words, *several, "report=test/accuracy") == 0
     found = results_of(tmp_path)
@@ -298,7 +298,8 @@ def test_comparisons_of_the_tables_can_be_planned(name, tmp_path):
     with initialize_config_module("longseq.conf", version_base="1.3"):
         own = compare._own_keys(compose("compare", [f"comparison={name}", f"output={tmp_path}"]))
         trials = compare.plan(own, ["data.root=FOLDER"] if name == "cifar10" else [])
-        labels = {compose("train", trial.overrides).model.label for trial in trials if trial.seed == 0}
+        composed = [compose("train", trial.overrides) for trial in trials if trial.seed == 0]
+        labels = {(config.model.name, config.mixer.name) for config in composed}
     assert len(trials) == {"digits": 30, "cifar10": 48}[name]
     assert len(labels) == {"digits": 6, "cifar10": 7}[name]
 
