@@ -23,7 +23,8 @@ class Epoch(NamedTuple):
     tokens_per_update: float | None = None
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """A part of a run: so many of one of UNITS, and the key that says so."""
 
     count: float
