@@ -49,6 +49,7 @@ def results_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "compared" / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")

@@ -33,6 +33,7 @@ def run(folder: Path, notes: str, stop_after: int, *words: str) -> list[list[lis
     return [[[int(word) for word in line.split()] for line in file.read_text().splitlines()] for file in files]
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_two_devices_and_again_on_one(tmp_path, tiny_overrides):
     words = (*tiny_overrides, "callbacks.samples=null", "callbacks.confusion=null")
     (first,) = run(tmp_path, "first", 7, *words)

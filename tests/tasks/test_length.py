@@ -84,6 +84,7 @@ def test_the_trainer_is_not_told_what_the_recipe_says(tiny):
         train.run(tiny("+trainer.max_steps=5"))
 
 
+@pytest.mark.slow
 def test_one_epoch_alone_trains_with_a_shorter_warmup(compose_config, tmp_path, caplog):
     words = ("mixer=attention", "trainer=cpu", "model.embed_dim=16", "model.depth=1", "recipe.epochs=1")
     with caplog.at_level(logging.WARNING, "longseq"):
@@ -116,6 +117,7 @@ def whole(tmp_path_factory, compose_config, tiny_overrides):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_in_updates_validates_within_epochs_and_at_its_end(whole):
     metrics = json.loads((whole / "metrics.json").read_text())
     assert (metrics["updates"], metrics["epochs"]) == (27, 1.35)
@@ -123,6 +125,7 @@ def test_a_run_in_updates_validates_within_epochs_and_at_its_end(whole):
     assert [event.step + 1 for event in validated] == [8, 16, 24, 27]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [7, 8, 17])
 def test_a_run_in_updates_continues_bitwise(stop, whole, tiny, tmp_path, monkeypatch):
     """Interrupted before a validation, after its update, and after it."""
