@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -65,6 +65,7 @@ RUNS = "runs"
 SAMPLES = "samples"  # what the runs share
 RESULTS_FILE = "results.json"
 LOG_FILE = "log.txt"
+MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
 ERROR = "longseq: error: "  # how a run begins the line that tells its failure
 
 
@@ -109,7 +110,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         "command": shlex.join(["longseq", "compare", *words]),
         "report": report,
         "selected_by": metric,
-        "measured": find_circumstances(torch.device("cuda" if places and torch.cuda.is_available() else "cpu")),
+        "measured": find_circumstances(_device(places[0] if places else None)),
         "jobs": jobs,
     }
     started = time.monotonic()
@@ -306,6 +307,7 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         trial.folder.mkdir(parents=True, exist_ok=True)
+        write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(_device(device))) + "\n")
         told_before = log_path.stat().st_size if log_path.is_file() else 0
         command = [
             sys.executable,
@@ -328,9 +330,15 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
         "overrides": trial.overrides,
     }
     metrics = runs.finished(trial.folder)
+    with suppress(OSError, ValueError):
+        row["measured"] = json.loads((trial.folder / MEASURED_FILE).read_text())
     if metrics is None:
         return row | {"status": "failed", "error": _last_error(log_path, told_before, code)}
     return row | {"status": "finished", "metrics": metrics}
+
+
+def _device(place: str | None) -> torch.device:
+    return torch.device("cuda" if place is not None and torch.cuda.is_available() else "cpu")
 
 
 def _last_error(log: Path, start: int, code: int) -> str:
@@ -379,6 +387,10 @@ def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
         if plotted:
             comparison.plot(results, folder / "plot.png")
             written.append("plot.png")
+    commits = {row["measured"]["commit"] for row in results["rows"] if "metrics" in row and "measured" in row}
+    if len(commits) > 1:
+        told = ", ".join(sorted(str(commit).split()[0] for commit in commits))
+        print(f"the runs are of several commits ({told}): another output=FOLDER trains all of them anew")
     print_rows([("written", ", ".join(shorten(folder / name) for name in written))])
     if failed := [row for row in results["rows"] if row["status"] != "finished"]:
         raise ValueError(

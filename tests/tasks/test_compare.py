@@ -88,6 +88,7 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv(COMMIT_VARIABLE, "0123abc 2026-01-02T03:04:05+00:00")
     sweep = ("trainer.accelerator=auto", "seeds=[0,1]", "mixers=[deltanet]", "learning_rates=[0.1,0.2]", "plot=false",
              "sweep={model.depth: [1, 2]}", "jobs=2")  # fmt: skip
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 2
@@ -100,8 +101,11 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("compared/runs/*/metrics.json")}
     assert len(before) == 4
     (tmp_path / "mended").touch()
+    monkeypatch.setenv(COMMIT_VARIABLE, "4567def 2026-01-02T03:04:05+00:00")
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0
-    assert "8 runs, 4 of them finished before" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "8 runs, 4 of them finished before" in told
+    assert "the runs are of several commits (0123abc, 4567def): another output=FOLDER trains all" in told
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
     assert all(entry["metrics"]["test/accuracy"]["runs"] == 2 for entry in results_of(tmp_path)["summary"])
     assert {path.read_text() for path in tmp_path.glob("compared/runs/*/gpu")} == {"4", "6"}
