@@ -49,6 +49,7 @@ class TrainedModule(LightningModule, ABC):
         self.recipe = training
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
+        self._known_epoch: Epoch | None = None
 
     @classmethod
     @abstractmethod
@@ -134,6 +135,7 @@ class TrainedModule(LightningModule, ABC):
     def setup(self, stage: str) -> None:
         """Tell the Trainer how long to train and when to validate, where `Training.length` says it."""
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
+        self._known_epoch = None  # of an earlier Trainer
         if stage != TrainerFn.FITTING or length is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         epoch = self._epoch()
@@ -174,6 +176,12 @@ class TrainedModule(LightningModule, ABC):
         return _whole(round(self.global_step / self._epoch().updates, 3))
 
     def _epoch(self) -> Epoch:
+        """What training takes from the data in an epoch; counted once, as a stream is opened for it."""
+        if self._known_epoch is None:
+            self._known_epoch = self._count_epoch()
+        return self._known_epoch
+
+    def _count_epoch(self) -> Epoch:
         # trainer.estimated_stepping_batches would make the loader here, and Lightning 2.6 gives a loader that exists
         # already no state to resume from.
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
