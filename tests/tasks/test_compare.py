@@ -282,7 +282,7 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,5")
-    rows = "rows={wide: 'mixer=mamba model.d_model=48', 'deep one': 'mixer=gla model.depth=5'}"
+    rows = "rows={wide: 'mixer=mamba model.d_model=48', deep one: 'mixer=gla model.depth=5'}"
     words = ("mixers=[]", rows, "overrides=['recipe.learning_rate=2','model.d_model=32']", "plot=false", "seeds=[0,3]")
     several = ("trainer.accelerator=gpu", "trainer.devices=2")
     assert comparing(monkeypatch, tmp_path, script, *words, *several, "report=test/accuracy") == 0
