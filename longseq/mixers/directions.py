@@ -45,8 +45,8 @@ class Directions(nn.Module):
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
-    The weights of `mixers.i` are those of the order i. The one mixer of all orders is `mixers.0`, and so is the one that
-    has the shared projections.
+    In the state dict `mixers.i` is the mixer of order i. `mixers.0` has the shared projections, and is the one mixer of
+    all orders.
 
     A mixer that can read an order and its reverse at once (`Mixer.scan_pair`) does so, and launches each operation once
     for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
