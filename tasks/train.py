@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.parameters import count_parameters
+from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
@@ -96,8 +97,17 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     if initialized and config["init"] is not None:
         name = config["task"]["name"]
         task.model.initialize(model, checkpoints.load(config["init"], key="init", tasks=(name,)).backbone)
+    config["plugins"] = _find_plugins(config, datamodule, model, task.module)
     training = Training.from_config(config, datamodule.info)
     return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))
+
+
+def _find_plugins(
+    config: Config, datamodule: TaskData, model: torch.nn.Module, module: type[TrainedModule]
+) -> list[str]:
+    """The plug-ins that the command declared, and those that define the data, the model or the steps of training."""
+    parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
+    return sorted({*config["plugins"], *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:

@@ -75,6 +75,7 @@ def overview() -> str:
         "longseq trains, evaluates and exports models with recurrent mixers in place of attention.\n\n"
         f"usage: longseq VERB [group=choice] [key=value] ...\n\nverbs:\n{verbs}\n\nexamples:\n{examples}\n"
         "  longseq train mixer=deltanet data=cifar10 data.root=FOLDER scale=tiny\n\n"
+        "plugins=[my_module] in any command loads a module of yours that registers mixers, tasks, data or formats.\n"
         "`longseq VERB --help` lists the verb's groups and keys, `longseq VERB --cfg job` prints the configuration.\n"
         f"{TRACEBACK_VARIABLE}=1 shows the full traceback of an error."
     )
@@ -107,8 +108,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from longseq import plugins
     from longseq.tools.groups import check_choices
+    from longseq.tools.plugin_options import load_plugins
 
+    overrides = load_plugins(overrides)
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
 
@@ -116,6 +120,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run by repeating the command line, which must hold the verb again.
         sys.argv = command_line
         try:
+            plugins.load(cfg.plugins)  # also those that a configuration file names
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:

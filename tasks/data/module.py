@@ -76,6 +76,11 @@ class TaskData(LightningDataModule, ABC):
         """Training batches that one device takes in an epoch."""
 
     @property
+    def registered_parts(self) -> list[Any]:
+        """Functions and classes that a plug-in may have registered and that make this data: a checkpoint names them."""
+        return []
+
+    @property
     def unreadable(self) -> list[str]:
         """Names of the samples that this process could not read so far."""
         return []

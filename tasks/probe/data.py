@@ -13,7 +13,7 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.config import ProbeKeys
-from longseq.tasks.probe.generators import generator_options
+from longseq.tasks.probe.generators import GENERATORS, generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
 
@@ -102,6 +102,10 @@ class ProbeDataModule(TaskData):
         """What models and checkpoints need to know; there after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
+
+    @property
+    def registered_parts(self) -> list[Any]:
+        return [GENERATORS[self.generator]]
 
     @property
     def batches_per_epoch(self) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier
+from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier, register_format
 from longseq.tools.export.report import ExportReport
 
-__all__ = ["FORMATS", "ExportReport", "export_image_classifier", "run"]
+__all__ = ["FORMATS", "ExportReport", "export_image_classifier", "register_format", "run"]
 
 
 def run(cfg: DictConfig) -> ExportReport:
