@@ -77,7 +77,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         with stoppable():
             _fit(trainer, module, datamodule, config, checkpoint)
             metrics = _test(trainer, module, datamodule, config)
-        metrics |= _run_facts(trainer, module.backbone)
+        metrics |= _run_facts(trainer, module)
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         if isinstance(trainer.logger, RunLogger):
@@ -180,11 +180,11 @@ def best_checkpoint(trainer: Trainer) -> str | None:
     return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
 
-def _run_facts(trainer: Trainer, backbone: torch.nn.Module) -> dict[str, Any]:
+def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "epochs": trainer.current_epoch,
+        "epochs": module.epochs_trained,
         "updates": trainer.global_step,
-        "parameters": count_parameters(backbone),
+        "parameters": count_parameters(module.backbone),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunClock):
@@ -242,7 +242,7 @@ def _record(
     if isinstance(trainer.logger, RunLogger):
         trainer.logger.log_results(dict(runs.flatten(config)), {k: v for k, v in metrics.items() if "/" in k})
         trainer.logger.save()
-    written = metrics | report.extras(module, info, "test")
+    written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     headline = [f"test/{name}" for name in report.headline]

@@ -28,10 +28,10 @@ VERBS = {
     "predict": Verb(
         "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
     ),
-    "probe": Verb(
-        "longseq.tasks.probe.sweep",
-        "compare mixers on a generated task: table and plot",
-        "longseq probe data=mqar mixers=[deltanet,mamba]",
+    "compare": Verb(
+        "longseq.tasks.compare",
+        "train models side by side: table and plot",
+        "longseq compare mixers=[deltanet,mamba]",
     ),
     "describe": Verb(
         "longseq.tools.describe", "parameters, FLOPs and kernels of a model", "longseq describe mixer=mamba scale=small"
@@ -63,6 +63,9 @@ VERBS = {
     ),
 }
 
+# Former verbs, and what says the same now.
+FORMER = {"probe": "longseq compare task=probe"}
+
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
 
 
@@ -92,6 +95,8 @@ def main() -> int:
         return 0
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
+    if name in FORMER:
+        return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
     if name not in VERBS:
         return _fail(f"unknown verb {name!r}: the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     try:

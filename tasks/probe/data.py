@@ -112,6 +112,12 @@ class ProbeDataModule(TaskData):
         """Training batches that one device takes in an epoch."""
         return len(self._training_sampler())
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        sampler = self._training_sampler()
+        size = sampler.effective_batch_size
+        return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
+
     def slices(self, split: str) -> list[Slice]:
         """The slices of train, validation or test; there after `setup`."""
         assert self._splits is not None, "call setup() first"
