@@ -14,6 +14,9 @@ from timm.scheduler import create_scheduler_v2
 from longseq.tasks.training import targets
 from longseq.tasks.training.length import WARMUPS, RunLength
 
+ADAMW = partial(create_optimizer_v2, opt="adamw", weight_decay=0.05)
+COSINE = partial(create_scheduler_v2, sched="cosine", step_on_epochs=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -29,8 +32,8 @@ class Training:
 
     learning_rate: float
     length: RunLength | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(create_optimizer_v2, opt="adamw", weight_decay=0.05)
-    schedule: Callable[..., tuple[Any, int]] = partial(create_scheduler_v2, sched="cosine", step_on_epochs=False)
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    schedule: Callable[..., tuple[Any, int]] = COSINE
     seed: int = 0
     compile_mode: str | None = None
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)

@@ -52,8 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"evaluate checkpoint={BEST} trainer=cpu",
         f"export checkpoint={BEST} format=renamed latency=false batch_sizes=[1]",
         f"describe checkpoint={BEST}",
-        "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 recipe.batch_size=16 "
-        "plot=false output=comparison",
+        "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 "
+        "recipe.batch_size=16 plot=false output=comparison",
         f"train {mine} output=local",
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
