@@ -45,6 +45,9 @@ class Directions(nn.Module):
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
+    In the state dict `mixers.i` is the mixer of order i. `mixers.0` has the shared projections, and is the one mixer of
+    all orders.
+
     A mixer that can read an order and its reverse at once (`Mixer.scan_pair`) does so, and launches each operation once
     for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
     replaced (adapters, quantisation), and in packed rows.
