@@ -131,7 +131,7 @@ def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
         if example.language != "bash":
             continue
         for words in find_commands(example):
-            if example.not_run or words[:1] == ["probe"]:  # it trains each mixer in a process of its own
+            if example.not_run or words[:1] == ["compare"]:  # it trains each mixer in a process of its own
                 compose_command(words)
             elif words not in ALREADY:
                 ALREADY.append(words)

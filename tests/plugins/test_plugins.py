@@ -52,8 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"evaluate checkpoint={BEST} trainer=cpu",
         f"export checkpoint={BEST} format=renamed latency=false batch_sizes=[1]",
         f"describe checkpoint={BEST}",
-        "probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 recipe.batch_size=16 "
-        "plot=false output=probe",
+        "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 "
+        "recipe.batch_size=16 plot=false output=probe",
         f"train {mine} output=local",
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
@@ -68,7 +68,7 @@ def recorded(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_an_installed_plug_in_trains_evaluates_exports_describes_and_probes(runs: Path) -> None:
+def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(runs: Path) -> None:
     config = recorded(runs / BEST)
     assert config["plugins"] == ["example_plugin"]
     assert config["mixer"] == {"name": "scaled_attention", "options": {"num_heads": None, "gain": 0.25}}
