@@ -377,6 +377,10 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     """Write the table and the plot and say where; ValueError if a run failed."""
     report, written = results["report"], [RESULTS_FILE]
+    finished = [row for row in results["rows"] if row["status"] == "finished"]
+    rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]
+    if len(rates) > 1 and comparison.find_direction([row["metrics"] for row in finished], metric) is None:
+        raise ValueError(f"{metric} does not say which values are better: give one of learning_rates={sorted(rates)}")
     if measured := {key for row in results["rows"] if row["status"] == "finished" for key in row["metrics"]}:
         if report not in measured:
             known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
