@@ -52,6 +52,7 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     folder = Path(config["output"])
+    registry.of(config)  # before the check of what it may name: a task brings callbacks of its own
     targets.check(config)
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
@@ -67,6 +68,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     datamodule, module = build(config, initialized=checkpoint is None)
+    module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     trainer = build_trainer(config, build_callbacks(config, module))
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):

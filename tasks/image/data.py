@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.loader import BatchLoader, StreamLoader, TrainingLoader
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import ImageKeys
-from longseq.tasks.image.datasets import EvaluationBatches, ImageFiles, StreamBatches, TrainingBatches, Unreadable
+from longseq.tasks.image.datasets import (
+    EvaluationBatches,
+    ImageFiles,
+    StreamBatches,
+    StreamLoader,
+    TrainingBatches,
+    Unreadable,
+)
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import (
     SOURCES,
