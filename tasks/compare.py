@@ -313,6 +313,7 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
             sys.executable,
             sys.argv[0],
             "train",
+            *_config_folder(),
             *trial.overrides,
             "resume=true",
             f"hydra.run.dir={_spell(str(trial.folder))}",
@@ -339,6 +340,12 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
 
 def _device(place: str | None) -> torch.device:
     return torch.device("cuda" if place is not None and torch.cuda.is_available() else "cpu")
+
+
+def _config_folder() -> list[str]:
+    """The words by which this command was given a folder of configuration beside ours."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
 
 
 def _last_error(log: Path, start: int, code: int) -> str:

@@ -71,6 +71,19 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     assert metrics["val/loss"] == pytest.approx(min(losses)), "the best checkpoint has the lowest loss"
 
 
+@pytest.mark.slow
+def test_a_task_from_outside_is_compared_by_its_own_metric(folder, command_here):
+    """Its metric is a loss, of which lower is better."""
+    words = [word for word in WORDS if not word.startswith(("mixer=", "recipe."))]
+    given = ("plugins=[majority]", "mixers=[linear_attention]", "recipe.epochs=1", "plot=false", "output=compared")
+    done = command_here(folder, "compare", "--config-dir", str(folder / "majority" / "conf"), *words, *given)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((folder / "compared" / "results.json").read_text())
+    assert (results["selected_by"], results["report"]) == ("val/loss", "test/loss")
+    assert results["summary"][0]["metrics"]["test/loss"]["runs"] == 1
+    assert results["rows"][0]["metrics"]["higher_is_better"]["test/loss"] is False
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
