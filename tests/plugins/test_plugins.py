@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"export checkpoint={BEST} format=renamed latency=false batch_sizes=[1]",
         f"describe checkpoint={BEST}",
         "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 "
-        "recipe.batch_size=16 plot=false output=probe",
+        "recipe.batch_size=16 plot=false output=comparison",
         f"train {mine} output=local",
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
@@ -76,7 +76,7 @@ def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(ru
     assert json.loads((runs / "installed" / "evaluation_test.json").read_text())["test/images"] == 16
     assert (runs / BEST).with_suffix(".renamed").is_file()
     assert "mixer scaled_attention" in (runs / "output.txt").read_text()
-    assert len(list((runs / "probe").rglob("metrics.json"))) == 1
+    assert len(list((runs / "comparison").rglob("metrics.json"))) == 1
 
 
 @pytest.mark.slow
