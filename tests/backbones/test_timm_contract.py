@@ -247,7 +247,7 @@ def test_the_symbolic_trace_keeps_the_size_dynamic(direction):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "tiny" in name])  # sizes differ in their numbers alone
 def test_export_parity(name):
     model = small(name, depth=2).eval()
     check_export(model)
