@@ -25,7 +25,7 @@ def run(cfg: DictConfig) -> ExportReport:
     loaded = checkpoint.load(cfg.checkpoint, weights=cfg.weights, any_resolution=cfg.dynamic_resolution)
     report = export_image_classifier(
         loaded.backbone,
-        cfg.output or loaded.path.with_suffix(SUFFIXES.get(format, "")),
+        cfg.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),
         format=format,
         data=loaded.data,
         preprocess=cfg.preprocess,
@@ -36,7 +36,7 @@ def run(cfg: DictConfig) -> ExportReport:
         tolerance=cfg.tolerance,
         measure_latency=cfg.latency,
         extra_metadata={
-            "checkpoint_sha256": checkpoint.sha256(loaded.path),
+            "checkpoint_sha256": checkpoint.sha256(loaded.file),
             "weights": loaded.weights,
             "epoch": loaded.epoch,
             "global_step": loaded.global_step,
