@@ -127,7 +127,9 @@ def test_strided_inputs(interpreted, op, variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", list_local_ops())
-@cases("variant", lambda op: dict.fromkeys((list_variants(op)[0], list_variants(op)[-1])))  # with fewest and most parts
+@cases(
+    "variant", lambda op: dict.fromkeys((list_variants(op)[0], list_variants(op)[-1]))
+)  # all are the same operations
 def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
     torch._dynamo.reset()
     inputs = make_inputs(op, variant, dtype=torch.float32)
