@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
@@ -13,12 +12,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchmetrics.classification import MulticlassAccuracy
 
+from longseq import plugins
 from longseq.tasks import registry
 from longseq.tasks.training.metrics import MeanLoss, WeightedMean
 from longseq.tasks.training.module import TrainedModule
 
 TOY = Path(__file__).parent / "toy" / "majority"
 WORDS = (
+    "plugins=[majority]",
     "task=majority",
     "mixer=linear_attention",
     "trainer=cpu",
@@ -36,14 +37,13 @@ def folder(tmp_path, monkeypatch):
     shutil.copytree(TOY, tmp_path / "majority")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(plugins, "_LOADED", {})
     yield tmp_path
     sys.modules.pop("majority", None)
 
 
 def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
-    importlib.import_module("majority")
-    assert registry.names() == ["image", "probe", "majority"]
-    words = ("train", "--config-dir", str(folder / "majority" / "conf"), *WORDS)
+    words = ("train", *WORDS)
     whole, cut = folder / "whole", folder / "cut"
     done = command_here(folder, *words, f"hydra.run.dir={whole}")
     assert done.returncode == 0, done.stderr
@@ -64,11 +64,22 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     assert all(torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items())
 
     best = whole / "checkpoints" / "best.ckpt"
-    measured = command_here(folder, "evaluate", f"checkpoint={best}", "trainer=cpu", f"output={folder / 'm.json'}")
+    words = ("evaluate", "plugins=[majority]", f"checkpoint={best}", "trainer=cpu", f"output={folder / 'm.json'}")
+    measured = command_here(folder, *words)
     assert measured.returncode == 0, measured.stderr
     assert json.loads((folder / "m.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"])
     losses = [event.value for event in EventAccumulator(str(whole)).Reload().Scalars("val/loss")]
     assert metrics["val/loss"] == pytest.approx(min(losses)), "the best checkpoint has the lowest loss"
+
+
+@pytest.mark.slow
+def test_a_task_from_outside_is_compared(folder, command):
+    words = [word for word in WORDS if not word.startswith("mixer=")]
+    rates = "learning_rates=[0,0.02]"
+    done = command(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")
+    assert done.returncode == 0, done.stderr
+    (chosen,) = json.loads((folder / "compared" / "results.json").read_text())["summary"]
+    assert chosen["learning_rate"] == 0.02, "the lower loss is the better one"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +92,7 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     ],
 )
 def test_what_a_run_monitors_is_checked_before_it_writes(override, message, folder, command_here):
-    importlib.import_module("majority")
-    words = ("train", "--config-dir", str(folder / "majority" / "conf"), *WORDS)
-    refused = command_here(folder, *words, override, f"hydra.run.dir={folder / 'run'}")
+    refused = command_here(folder, "train", *WORDS, override, f"hydra.run.dir={folder / 'run'}")
     assert refused.returncode == 2
     assert message in refused.stderr
     assert refused.stderr.count("\n") == 1
