@@ -97,7 +97,8 @@ def _data_info(config: Mapping[str, Any]) -> DataInfo:
     data = config["data"]
     if data.get("num_classes") is None:
         try:
-            return ImageDataModule.from_config(config, batch_size=1).info
+            # No batch is read; two images are the least that Mixup pairs.
+            return ImageDataModule.from_config(config, batch_size=2).info
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
     classes = int(data["num_classes"])

@@ -6,7 +6,7 @@ from timm import layers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.blocks.linear import gains_by_alignment
+from longseq.blocks.linear import needs_alignment
 from longseq.blocks.precision import product_dtype
 
 
@@ -31,7 +31,7 @@ class PatchProjection(nn.Conv2d):
         height, width = self.kernel_size
         side_by_side = self.stride == self.kernel_size and self.padding == (0, 0) and self.dilation == (1, 1)
         fits = x.ndim == 4 and self.groups == 1 and x.shape[2] >= height and x.shape[3] >= width
-        if not (side_by_side and fits and gains_by_alignment(self.weight)):
+        if not (side_by_side and fits and needs_alignment(self.weight)):
             return super().forward(x)
         dtype = product_dtype(self.weight)
         if dtype != self.weight.dtype:
