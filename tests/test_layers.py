@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ LAYERS = (
     ("longseq.state", ROOT / "longseq" / "state.py"),
     ("longseq.parameters", ROOT / "longseq" / "parameters.py"),
     ("longseq.arguments", ROOT / "longseq" / "arguments.py"),
+    ("longseq.plugins", ROOT / "longseq" / "plugins.py"),
     ("longseq.blocks", ROOT / "longseq" / "blocks"),
     ("longseq.mixers", ROOT / "longseq" / "mixers"),
     ("longseq.timm_models", ROOT / "longseq" / "timm_models.py"),
@@ -24,10 +26,16 @@ LAYERS = (
     ("longseq.models", ROOT / "longseq" / "models.py"),
     ("longseq.backbones", ROOT / "longseq" / "backbones"),
     ("longseq", ROOT / "longseq" / "__init__.py"),
+    ("longseq.timm_script", ROOT / "longseq" / "timm_script.py"),
     ("longseq.tasks", ROOT / "tasks"),
     ("longseq.tools", ROOT / "tools"),
 )
 NAMES = [name for name, _ in LAYERS]
+
+# Inside tasks: what all tasks share, the table of tasks, each task by itself, and the commands above them all.
+SHARED = tuple(f"longseq.tasks.{name}" for name in ("data", "training", "report", "circumstances"))
+TABLE = "longseq.tasks.registry"
+TASKS = tuple(sorted(f"longseq.tasks.{path.parent.name}" for path in (ROOT / "tasks").glob("*/config.py")))
 
 
 def imported_modules(source: str) -> set[str]:
@@ -62,6 +70,46 @@ def test_imports_point_down(name: str, path: Path) -> None:
             if layer == "longseq" and module != "longseq":
                 continue  # a name imported from the package itself, whose layer another entry has named
             assert layer in allowed, f"{file.relative_to(ROOT)} imports {module}, which stands above {name}"
+
+
+def named_modules(source: str) -> set[str]:
+    """Return what a file imports, and the modules of ours that its strings name, such as those of targets."""
+    strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    named = {text for text in strings if isinstance(text, str) and re.fullmatch(r"longseq(\.\w+)+", text)}
+    return imported_modules(source) | named
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module of the tasks: one of SHARED, TABLE or TASKS, or "commands"."""
+    rooms = (*SHARED, TABLE, *TASKS)
+    return next((room for room in rooms if module == room or module.startswith(f"{room}.")), "commands")
+
+
+def test_rooms_of_the_tasks_name_those_below_them():
+    assert len(TASKS) >= 2
+    for file in sorted((ROOT / "tasks").rglob("*.py")):
+        own = room_of(".".join(("longseq.tasks", *file.relative_to(ROOT / "tasks").with_suffix("").parts)))
+        if own == "commands":
+            continue
+        allowed = {*SHARED, *((TABLE,) if own not in SHARED else ()), own}
+        for module in named_modules(file.read_text()):
+            if module.startswith("longseq.tasks."):
+                told = f"{file.relative_to(ROOT)} names {module}"
+                assert room_of(module) in allowed, f"{told}, of a room above it"
+
+
+def test_options_of_a_task_alone_name_its_own_callbacks():
+    classes = {
+        name: room
+        for room in TASKS
+        for file in (ROOT / "tasks" / room.rpartition(".")[2]).rglob("*.py")
+        for name in re.findall(r"^class (\w+)", file.read_text(), re.M)
+    }
+    for file in sorted((ROOT / "conf").rglob("*.yaml")):
+        text = file.read_text()
+        for target in re.findall(r"^ *_target_: (\S+)", text, re.M):
+            if (room := classes.get(target.rpartition(".")[2])) is not None:
+                assert f"tasks: [{room.rpartition('.')[2]}]\n" in text, f"{file.relative_to(ROOT)} names {target}"
 
 
 @pytest.mark.slow

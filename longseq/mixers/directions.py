@@ -35,7 +35,6 @@ NO_STATE = "a reading in several directions has no state and no steps; build the
 AnyMixer = Mixer[Any]
 
 
-@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
 class Directions(nn.Module):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
@@ -45,6 +44,9 @@ class Directions(nn.Module):
         projections   P + n S   a scan for each order between one pair of projections (Vim, Vision Longhorn)
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
+
+    In the state dict `mixers.i` is the mixer of order i. `mixers.0` has the shared projections, and is the one mixer of
+    all orders.
 
     A mixer that can read an order and its reverse at once (`Mixer.scan_pair`) does so, and launches each operation once
     for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
@@ -138,14 +140,14 @@ class Directions(nn.Module):
         raise ValueError(NO_STATE)
 
     def _must_read_separately(self) -> bool:
-        """Whether each mixer, or a part of one, must be called by itself."""
+        """True if each mixer must be called by itself: a callback watches, or a part has hooks or was replaced."""
         if any(mixer.observed is not None for mixer in self.readers):
-            return True  # what a pair reported together could not be told apart
+            return True  # reports of two mixers in one call could not be told apart
         parts = list(self.mixers.modules())
         return [type(part) for part in parts] != self._kinds or any(is_hooked(part) for part in parts)
 
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        """One reading for each pair of orders, the sum of both."""
+        """Read each order and its reverse in one call; return one sum for each pair."""
         orders, readers = self.orders[::2], self.readers
         inputs = [reorder(projected, order, layout) for order in orders]
         masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
@@ -158,7 +160,7 @@ class Directions(nn.Module):
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        """All orders in one batch, of which a mixer that can reads the second half from the end."""
+        """Read all orders in one batch; a mixer that `reads_backwards` reads the second half from the end."""
         mixer, orders = self.readers[0], self.orders
         reverse: Reverse = False
         if mixer.reads_backwards and are_pairs(orders):
@@ -181,6 +183,11 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
+# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+register_notrace_module(Directions)
 
 
 def check_sharing(share: str, merge: str) -> None:

@@ -16,7 +16,9 @@ Self = TypeVar("Self", bound="TaskData")
 class Info(Protocol):
     """What a model, a checkpoint and an exported file must know of the data."""
 
-    sizes: dict[str, int | None]  # samples of each split, None where nobody counted them
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Samples of each split, None where a stream does not tell."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, for checkpoints."""
@@ -74,6 +76,16 @@ class TaskData(LightningDataModule, ABC):
     @abstractmethod
     def batches_per_epoch(self) -> int:
         """Training batches that one device takes in an epoch."""
+
+    @property
+    def tokens_per_epoch(self) -> int | None:
+        """Tokens of an epoch over all devices, None of data that has none."""
+        return None
+
+    @property
+    def registered_parts(self) -> list[Any]:
+        """Functions and classes that a plug-in may have registered and that make this data: a checkpoint names them."""
+        return []
 
     @property
     def unreadable(self) -> list[str]:

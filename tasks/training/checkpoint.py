@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from longseq.models import WEIGHTS_FILE, SavedModel, read, restore
-from longseq.tasks.image.model import model_name, stated_data, takes_any_resolution
+from longseq.plugins import check_loaded
+from longseq.timm_models import model_name, stated_data, takes_any_resolution
 
 __all__ = ["Loaded", "load", "sha256"]
 
@@ -65,6 +66,7 @@ def load(
     saved = read(path, weights, label)
     run = saved.run.get("hyper_parameters") or {}
     config, data = run.get("config") or {}, run.get("data") or {}
+    check_loaded(config.get("plugins") or [], label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
     if task not in tasks:
         taken = " or ".join(f"task={name}" for name in tasks)

@@ -1,24 +1,22 @@
 """What a configuration may name to be built: optimizers, schedules, callbacks and loggers of these lists, nothing else.
 
 A configuration is text, of the command line or of a file. So it cannot have a function called that is not listed here:
-the names are whole ones, never modules or prefixes of names.
+the names are whole ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
-OPTIMIZERS = ("timm.optim.create_optimizer_v2",)
-SCHEDULES = ("timm.scheduler.create_scheduler_v2",)
-CALLBACKS = (
+OPTIMIZERS = ["timm.optim.create_optimizer_v2"]
+SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
+CALLBACKS = [
     "longseq.tasks.training.callbacks.checkpoint.BestCheckpoint",
     "longseq.tasks.training.callbacks.checkpoint.LastCheckpoint",
     "longseq.tasks.training.callbacks.nonfinite.NonFiniteStop",
-    "longseq.tasks.image.pictures.ConfusionMatrix",
-    "longseq.tasks.image.pictures.SamplePredictions",
     "longseq.tasks.training.callbacks.progress.TrainingProgress",
     "longseq.tasks.training.callbacks.telemetry.Telemetry",
     "longseq.tasks.training.callbacks.throughput.Throughput",
@@ -28,16 +26,40 @@ CALLBACKS = (
     "lightning.pytorch.callbacks.LearningRateMonitor",
     "lightning.pytorch.callbacks.ModelSummary",
     "lightning.pytorch.callbacks.Timer",
-)
-LOGGERS = (
+]
+LOGGERS = [
     "longseq.tasks.training.logger.RunLogger",
     "lightning.pytorch.loggers.CSVLogger",
     "lightning.pytorch.loggers.MLFlowLogger",
     "lightning.pytorch.loggers.TensorBoardLogger",
     "lightning.pytorch.loggers.WandbLogger",
-)
+]
+
+_LISTS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "callback": CALLBACKS, "logger": LOGGERS}
+_REGISTERED: dict[str, Any] = {}
+
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 TARGET, PARTIAL = "_target_", "_partial_"
+
+
+def register(kind: Literal["optimizer", "schedule", "callback", "logger"]) -> Callable[[Target], Target]:
+    """Enter a class or function that configurations may then name, whole or by its last word.
+
+    An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
+    as timm's are; callbacks and loggers with their own options alone.
+    """
+    names = _LISTS[kind]
+
+    def enter(target: Target) -> Target:
+        name = f"{target.__module__}.{target.__qualname__}"
+        if taken := [other for other in names if _short(other) == _short(name)]:
+            raise ValueError(f"the {kind} {_short(name)} is there already, as {taken[0]}; choose another name")
+        names.append(name)
+        _REGISTERED[name] = target
+        return target
+
+    return enter
 
 
 def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
@@ -93,6 +115,8 @@ def _named(target: Any, allowed: Sequence[str], place: str) -> Any:
         raise ValueError(
             f"{place}.{TARGET}={target} is not called: it must be one of {', '.join(map(_short, allowed))}"
         )
+    if whole in _REGISTERED:
+        return _REGISTERED[whole]
     module, _, name = whole.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

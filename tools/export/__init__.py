@@ -6,15 +6,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier
+from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier, register_format
 from longseq.tools.export.report import ExportReport
 
-__all__ = ["FORMATS", "ExportReport", "export_image_classifier", "run"]
+__all__ = ["FORMATS", "ExportReport", "export_image_classifier", "register_format", "run"]
 
 
 def run(cfg: DictConfig) -> ExportReport:
     """Export the checkpoint that the configuration `export.yaml` names, and print how the file compares with it."""
     # Here, because an export from Python needs no training packages.
+    from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
 
     if cfg.checkpoint is None:
@@ -22,7 +23,12 @@ def run(cfg: DictConfig) -> ExportReport:
     if not isinstance(cfg.batch_sizes, ListConfig):
         raise ValueError(f"batch_sizes={cfg.batch_sizes} is no list: give one, such as batch_sizes=[1,3]")
     format = cfg.format or _format_of(cfg.output)
-    loaded = checkpoint.load(cfg.checkpoint, weights=cfg.weights, any_resolution=cfg.dynamic_resolution)
+    loaded = checkpoint.load(
+        cfg.checkpoint,
+        weights=cfg.weights,
+        any_resolution=cfg.dynamic_resolution,
+        tasks=registry.like("image"),
+    )
     report = export_image_classifier(
         loaded.backbone,
         cfg.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),
