@@ -102,7 +102,7 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
     channels, height, width = get_model_input_config(model)["input_size"]
     names = stated.get("label_names") or ()
     return {
-        **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated["num_classes"] else {}),
+        **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated.get("num_classes") else {}),
         "img_size": height if height == width else [height, width],
         "in_chans": channels,
         "mean": list(stated["mean"]),

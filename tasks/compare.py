@@ -60,7 +60,7 @@ LISTS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("overrides", (str,), "[trainer=cpu]"),
 )
 # Text that means itself in an override.
-PLAIN = re.compile(r"[\w/+.$%*@?|:-]+")
+UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
 SAMPLES = "samples"  # what the runs share
 RESULTS_FILE = "results.json"
@@ -200,8 +200,8 @@ def _check(own: Mapping[str, Any]) -> None:
         empty = not listed and not (key == "overrides" or (key == "mixers" and own["rows"]))
         if empty or not all(str(value).strip() for value in listed):
             raise ValueError(f"{key} is empty: give at least one, such as {key}={example}")
-        if twice := [value for value in listed if listed.count(value) > 1]:
-            raise ValueError(f"{key} names {twice[0]} more than once: name each once")
+        if repeated := [value for value in listed if listed.count(value) > 1]:
+            raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
     rows = own["rows"]
     if rows is not None and (not isinstance(rows, dict) or not all(isinstance(words, str) for words in rows.values())):
         raise ValueError(f"rows={rows} must name overrides, such as 'rows={{wide: \"mixer=mamba model.mlp_ratio=5\"}}'")
@@ -243,7 +243,7 @@ def _spell(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     escaped = value.replace("'", "\\'")
-    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
+    return value if UNQUOTED.fullmatch(value) else f"'{escaped}'"
 
 
 def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -109,7 +109,7 @@ def _find_plugins(
 ) -> list[str]:
     """The plug-ins that the command declared, and those that define the data, the model or the steps of training."""
     parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
-    return sorted({*config["plugins"], *filter(None, map(plugin_of, parts))})
+    return sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:

@@ -208,9 +208,9 @@ def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict
     for op, requested, call in _find_calls(model):
         sizes = call.sizes if tokens is None or "T" not in call.sizes else {**call.sizes, "T": tokens}
         reasons = explain_call(op, dataclasses.replace(call, device=torch.device(device), sizes=sizes))
-        willing = [backend for backend, against in reasons.items() if not against and requested in ("auto", backend)]
+        able = [backend for backend, against in reasons.items() if not against and requested in ("auto", backend)]
         found = judged.setdefault(op, {"requested": requested, "runs": [], "backends": {name: [] for name in reasons}})
-        found["runs"] = list(dict.fromkeys([*found["runs"], *willing[:1]]))
+        found["runs"] = list(dict.fromkeys([*found["runs"], *able[:1]]))
         for name, against in reasons.items():
             found["backends"][name] = list(dict.fromkeys([*found["backends"][name], *against]))
     return dict(sorted(judged.items()))

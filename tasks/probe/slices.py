@@ -69,7 +69,7 @@ def make_splits(
             check_options(generator, {key: value for key, value in described.items() if key not in _OWN_KEYS})
             if not isinstance(described.get("samples"), int) or described["samples"] < 1:
                 raise ValueError(f"data.{split}: a slice needs samples=N of at least 1, not {described.get('samples')}")
-    description = json.dumps([_VERSION, generator, dict(options), _plain(splits), seed], sort_keys=True)
+    description = json.dumps([_VERSION, generator, dict(options), _as_dicts(splits), seed], sort_keys=True)
     if folder is None:
         return _make(generator, options, splits, seed)
     path = Path(folder) / f"{generator}_{hashlib.sha256(description.encode()).hexdigest()[:16]}.npz"
@@ -125,7 +125,7 @@ def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:
         yield rows[start : start + 8192]
 
 
-def _plain(splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+def _as_dicts(splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     return {split: [dict(described) for described in listed] for split, listed in splits.items()}
 
 
