@@ -124,9 +124,11 @@ class ImageDataModule(TaskData):
         trained: DataInfo,
         batch_size: int,
     ) -> ImageDataModule:
-        own = config["data"]
-        datamodule = cls(**{**own, **changes}, batch_size=batch_size, seed=config["seed"])
-        foreign = datamodule.source != own["source"] or _absolute(datamodule.root) != _absolute(own.get("root"))
+        if "data" not in config and "source" not in changes:
+            raise ValueError("the model does not say where its data lie: give data.source=folder data.root=FOLDER")
+        own = config.get("data") or trained.to_keys()
+        datamodule = cls(**{**own, **changes}, batch_size=batch_size, seed=config.get("seed", 0))
+        foreign = datamodule.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
         datamodule._adopt_classes(trained, mapped="class_map" in changes)
         return datamodule
