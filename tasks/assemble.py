@@ -28,6 +28,7 @@ from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.stop import StopTogether
+from longseq.tasks.training.command import MARKS
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.module import TrainedModule
 
@@ -35,9 +36,6 @@ Config = Mapping[str, Any]
 Info = DataInfo | ProbeInfo
 
 TASKS = ("image", "probe")
-
-# Keys by which the files of configuration groups say for which tasks they are (see `longseq.tools.groups`).
-MARKS = ("tasks", "like")
 
 # `${mixer_label:${mixer.name}}` names a run by its mixer, also where a hybrid's pattern is a list or a dictionary.
 OmegaConf.register_new_resolver("mixer_label", spell_pattern, replace=True)

@@ -58,9 +58,12 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of the names that `names` returns: a choice that is known when the program runs."""
+    """One of `choices`, or of what the function `choices` returns, for names that are known when the program runs."""
 
-    names: Callable[[], Iterable[str]]
+    choices: Iterable[str] | Callable[[], Iterable[str]]
+
+    def names(self) -> list[str]:
+        return list(self.choices() if callable(self.choices) else self.choices)
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
             raise _Unfit(place, value, _expected(hint))
         if isinstance(one, Length) and isinstance(found, list | tuple) and not one.holds(len(found)):
             raise _Unfit(place, value, _expected(hint))
-        if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := list(one.names())):
+        if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := one.names()):
             raise _Unfit(place, value, _expected(hint), _near_value(value, names))
     return found
 
