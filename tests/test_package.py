@@ -1,32 +1,88 @@
-"""What a built package carries: every folder below `longseq`, and no bare name that another project owns."""
+"""What a built package carries, and that Python in the repository's root finds the whole package, too."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("conf", "kernels", "tasks", "tools")  # that stand at the top and install below longseq
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])('.'))"
 
 
-def test_wheel_holds_every_file_and_only_ours(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of all that a package is built from."""
+    copy = tmp_path / "sources"
+    copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    folders = {"longseq": "longseq"} | {name: f"longseq/{name}" for name in ("conf", "kernels", "tasks", "tools")}
-    for name in folders:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-c", "from setuptools import build_meta; print(build_meta.build_wheel('.'))"]
-    result = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    with zipfile.ZipFile(source / result.stdout.split()[-1]) as wheel:
-        packed = set(wheel.namelist())
+        shutil.copy(ROOT / name, copy / name)
+    for name in ("longseq", *FOLDERS):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
 
-    assert {name.split("/")[0] for name in packed if ".dist-info/" not in name} == {"longseq"}
-    for folder, target in folders.items():
-        for file in (source / folder).rglob("*"):
-            if file.suffix in (".py", ".yaml") or file.name == "py.typed":
-                assert f"{target}/{file.relative_to(source / folder).as_posix()}" in packed
+
+def build(folder: Path, kind: str) -> Path:
+    command = [sys.executable, "-c", BUILD, f"build_{kind}"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return folder / result.stdout.split()[-1]
+
+
+def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
+    folders = {"longseq": "longseq"} | {name: f"longseq/{name}" for name in FOLDERS}
+    expected = {
+        f"{target}/{file.relative_to(sources / folder).as_posix()}"
+        for folder, target in folders.items()
+        for file in (sources / folder).rglob("*")
+        if file.suffix in (".py", ".yaml") or file.name == "py.typed"
+    }
+
+    with tarfile.open(build(sources, "sdist")) as archive:
+        members = [member for member in archive.getmembers() if not member.isdir()]
+        archive.extractall(sources / "unpacked", filter="data")
+    stored = sorted(member.name.split("/", 1)[1] for member in members if member.name.count("/") > 1)
+    assert not [name for name in stored if name.startswith(tuple(f"longseq/{folder}/" for folder in FOLDERS))]
+
+    (unpacked,) = (sources / "unpacked").iterdir()
+    for folder in (sources, unpacked):
+        with zipfile.ZipFile(build(folder, "wheel")) as wheel:
+            names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert sorted(names) == sorted(expected), folder.name
+
+
+def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None:
+    result = run_in(
+        sources,
+        "import sys, longseq, longseq.conf, longseq.kernels, longseq.tasks, longseq.tools, timm\n"
+        "print(timm.is_model('longseq_tiny_patch16_224'), len(longseq.kernels.list_ops()) > 5)\n"
+        "ours = [module for name, module in sys.modules.items() if name.split('.')[0] == 'longseq']\n"
+        "print(*(module.__file__ for module in ours), sep='\\n')",
+    )
+    assert result.returncode == 0, result.stderr
+    found, *files = result.stdout.splitlines()
+    assert found == "True True"
+    assert len(files) > 100
+    assert all(Path(file).is_relative_to(sources / "longseq") for file in files)
+
+
+def test_a_root_without_links_is_one_line(sources: Path) -> None:
+    for name in FOLDERS:
+        (sources / "longseq" / name).unlink()
+        (sources / "longseq" / name).write_text(f"../{name}")  # as git writes a link where there are none
+    # An editable installation has a finder of its own, which needs no links.
+    no_finder = "import sys; sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]"
+    result = run_in(sources, f"{no_finder}; import longseq")
+    assert result.returncode == 1
+    assert "During handling" not in result.stderr
+    assert "lacks the links conf, kernels, tasks and tools" in result.stderr.splitlines()[-1]

@@ -515,8 +515,7 @@ def differentiate_convolution(
 def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, weighs, enters):
     dweight = weight.new_empty(weight.shape) if weighs else x.new_empty((0,))
     dbias = x.new_empty((0,)) if bias is None or not weighs else bias.new_empty(bias.shape)
-    no_state = initial_state is None or not enters
-    dstate = x.new_empty((0,)) if no_state else initial_state.new_empty(initial_state.shape)
+    dstate = x.new_empty((0,)) if initial_state is None or not enters else initial_state.new_empty(initial_state.shape)
     return x.new_empty(x.shape), dweight, dbias, dstate
 
 

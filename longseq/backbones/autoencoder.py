@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import NORMS, TokenBackbone
 from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.models import PretrainedModel, register_kind
 
 
-class SequenceAutoencoder(nn.Module):
+@register_kind("sequence_autoencoder")
+class SequenceAutoencoder(PretrainedModel, nn.Module):
     """Rebuilds every token of a sequence from the feature of its last one.
 
     The decoder adds fixed sinusoids of the place to that feature and runs (norm, linear, GELU) twice, without

@@ -14,7 +14,9 @@ Sources: Vision Mamba (Zhu et al., 2024), section 3; Longhorn (Liu et al., 2024)
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -43,20 +45,31 @@ from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
 from longseq.blocks.scan import Directions, scan_orders
 from longseq.blocks.sharding import gathers_parameters, whole_parameters
-from longseq.mixers import Mixer
+from longseq.mixers import Mixer, check_revisions
 from longseq.mixers import create as create_mixer
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
+from longseq.models import PretrainedModel, check_config_version, describe_origin, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
+from longseq.timm_models import rebuild_timm_model, timm_layout
 
 POOLS = ("token", "avg", "")
+NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
+NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
+
+# The registered model that stands for one that was built without timm: all of its arguments are given with it.
+UNNAMED = "longseq_tiny_patch16_224"
+
+# Arguments that timm leaves out of its files: they matter to training only.
+TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "drop_path_rate")
 
 # They ask for types and sizes, which a symbolic trace does not have: it keeps the calls.
 torch.fx.wrap("at_least_float32")
 torch.fx.wrap("resize_positions")
 
 
-class ImageBackbone(nn.Module):
+@register_kind("image")
+class ImageBackbone(PretrainedModel, nn.Module):
     """Patches, positions, a stack of mixing blocks, a norm, pooling and a linear head.
 
     Args:
@@ -76,7 +89,7 @@ class ImageBackbone(nn.Module):
             block the token stands at its place in the sequence.
         global_pool: token, avg (mean over the patches), or "" for no pooling.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
-        norm: rms or layer.
+        norm, norm_eps: rms or layer; and what they add to the variance, by default 1e-5 for rms and 1e-6 for layer.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
         depth_scaled_init: divide the initial output projections of the mixers by sqrt(depth).
         recompute: what runs twice so that less is kept for the gradient: none; mixer: all between the projections of
@@ -88,6 +101,8 @@ class ImageBackbone(nn.Module):
     Raises:
         ValueError: an option has a value that does not exist or contradicts another.
     """
+
+    decided_options = ("causal",)
 
     def __init__(
         self,
@@ -109,6 +124,7 @@ class ImageBackbone(nn.Module):
         global_pool: str = "token",
         mlp_ratio: float = 0.0,
         norm: str = "rms",
+        norm_eps: float | None = None,
         residual_in_float32: bool = True,
         depth_scaled_init: bool = True,
         recompute: str = "none",
@@ -145,7 +161,8 @@ class ImageBackbone(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, embed_dim))
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
-        make_norm = partial(_make_norm, norm, embed_dim, backend)
+        self.norm_eps = norm_epsilon(norm) if norm_eps is None else norm_eps
+        make_norm = partial(NORMS[norm], embed_dim, eps=self.norm_eps, backend=backend)
         make_mixing = partial(
             make_directions,
             d_model=embed_dim,
@@ -175,6 +192,13 @@ class ImageBackbone(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
+        self.resolve_arguments(
+            stride=self.patch_embed.stride,
+            mixer=self.mixer_name,
+            mixer_options=mixer_options_of(mixer, mixer_options, names, self.blocks, without=self.decided_options),
+        )
+        # What timm asks of a model whatever made it.
+        self._traits = {"img_size": self.patch_embed.img_size, "fixed_input_size": not dynamic_img_size}
         take_back_draws()
         self.init_weights()
 
@@ -331,6 +355,7 @@ class ImageBackbone(nn.Module):
         if global_pool is not None:
             self.global_pool = self._check_pool(global_pool)
         self.num_classes = num_classes
+        self.resolve_arguments(num_classes=num_classes, global_pool=self.global_pool)
         if num_classes > 0:
             like = self.pos_embed
             self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
@@ -354,9 +379,32 @@ class ImageBackbone(nn.Module):
             self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
         for feature in self.feature_info:
             feature["reduction"] = self.patch_embed.feat_ratio()
-        # Where timm looks for the current size: to configure data, and to build the model again.
-        for record in ("_traits", "_model_args"):
-            setattr(self, record, {**getattr(self, record, {}), "img_size": self.patch_embed.img_size})
+        embed = self.patch_embed
+        self.resolve_arguments(img_size=embed.img_size, patch_size=embed.patch_size, stride=embed.stride)
+        # Where timm looks for the current size, to configure data.
+        self._traits = {**self._traits, "img_size": embed.img_size}
+
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        """The options with which timm saves the model and builds it again, and by which version they are understood."""
+        return {**self.saved_arguments(), "saved_by": describe_origin(self)}
+
+    @_model_args.setter
+    def _model_args(self, passed: dict[str, Any]) -> None:
+        pass  # timm writes what it was asked for, and the constructor's arguments hold that already, and the defaults
+
+    def describe(self) -> dict[str, Any]:
+        """The keys of config.json that only image models have; timm reads them, too."""
+        stated = getattr(self, "pretrained_cfg", None) or default_cfgs[UNNAMED].default.to_dict() | {
+            "architecture": UNNAMED
+        }
+        return {**timm_layout(self, stated), "model_args": self._model_args}
+
+    @classmethod
+    def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
+        """Build the model of a config.json through timm; its weights are drawn anew."""
+        saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
+        return rebuild_timm_model(config, changes, cls.complete_arguments(saved, TRAINING_ARGUMENTS))
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that weight decay must leave alone: positions, class token, recurrences."""
@@ -421,12 +469,11 @@ def make_directions(
     return Directions(partial(create_mixer, mixer, d_model, **options), orders, share=share, merge=merge)
 
 
-def _make_norm(kind: str, width: int, backend: str) -> nn.Module:
-    if kind == "rms":
-        return ResidualRMSNorm(width, eps=1e-5, backend=backend)
-    if kind == "layer":
-        return ResidualLayerNorm(width, eps=1e-6, backend=backend)
-    raise ValueError(f"norm={kind!r} is not one of rms, layer")
+def norm_epsilon(kind: str) -> float:
+    """What a norm of a kind adds to the variance where `norm_eps` is None."""
+    if kind not in NORM_EPSILONS:
+        raise ValueError(f"norm={kind!r} is not one of {', '.join(NORM_EPSILONS)}")
+    return NORM_EPSILONS[kind]
 
 
 def _init_linear(module: nn.Linear) -> None:
@@ -500,6 +547,12 @@ def _has_class_position(positions: int, patches: int) -> bool:
 
 def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: dict[str, Any]) -> ImageBackbone:
     options = {**chassis, **options}
+    saved_by = options.pop("saved_by", None)
+    if saved_by is not None:  # all arguments come from a file that timm has read
+        check_config_version(saved_by, f"the file of this {variant}")
+        known = inspect.signature(ImageBackbone).parameters
+        saved = {name: value for name, value in options.items() if name in known}
+        options |= ImageBackbone.complete_arguments(saved, TRAINING_ARGUMENTS)
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
     with nullcontext() if device is None else torch.device(device):
@@ -511,6 +564,8 @@ def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: di
             feature_cfg=features,
             **options,
         )
+    if saved_by is not None:
+        check_revisions(model, saved_by["revisions"])
     return model if dtype is None else model.to(dtype)
 
 

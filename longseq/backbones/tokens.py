@@ -31,12 +31,10 @@ from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
 from longseq.mixers import create as create_mixer
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
+from longseq.models import PretrainedModel, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
 
-NORMS: dict[str, Callable[..., nn.Module]] = {
-    "rms": partial(ResidualRMSNorm, eps=1e-5),
-    "layer": partial(ResidualLayerNorm, eps=1e-5),
-}
+NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
@@ -63,7 +61,8 @@ class TokenState(NamedTuple):
     position: Tensor | None
 
 
-class TokenBackbone(nn.Module):
+@register_kind("token")
+class TokenBackbone(PretrainedModel, nn.Module):
     """Embedding, `depth` times (norm, mixer, add; norm, MLP, add), norm, head.
 
     Causal: a sequence, any split of it with the state carried over, and token-by-token steps give the same numbers.
@@ -74,7 +73,7 @@ class TokenBackbone(nn.Module):
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
-        norm: rms or layer.
+        norm, norm_eps: rms or layer, and what they add to the variance.
         positions: none (the recurrence tells the order), or learned: a table of `max_length` vectors that is added to
             the embeddings.
         tie_embeddings: the head scores a token by its embedding.
@@ -100,6 +99,7 @@ class TokenBackbone(nn.Module):
         mlp: str | None = "swiglu",
         mlp_ratio: float | None = None,
         norm: str = "rms",
+        norm_eps: float = 1e-5,
         positions: str = "none",
         max_length: int | None = None,
         tie_embeddings: bool = True,
@@ -131,18 +131,25 @@ class TokenBackbone(nn.Module):
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
         options = options_by_name(mixer, mixer_options)
-        make_norm = partial(NORMS[norm], d_model, backend=backend)
+        make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
         rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
         self.blocks: Any = nn.ModuleList()
-        for name, rate in zip(expand_pattern(mixer, depth), rates, strict=True):
+        names = expand_pattern(mixer, depth)
+        width = mlp_width(d_model, mlp_ratio)
+        for name, rate in zip(names, rates, strict=True):
             layer = create_mixer(name, d_model, **_layer_options(name, options[name], backend))
             layer.recompute = recompute == "mixer"
-            channels = None if mlp is None else MLPS[mlp](d_model, mlp_width(d_model, mlp_ratio), **switches)
+            channels = None if mlp is None else MLPS[mlp](d_model, width, **switches)
             mlp_norm = None if mlp is None else make_norm()
             self.blocks.append(SequenceBlock(layer, make_norm(), mlp=channels, mlp_norm=mlp_norm, drop_path=rate))
         self.norm = make_norm()
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
+        self.resolve_arguments(
+            mixer=self.mixer_name,
+            mixer_options=mixer_options_of(mixer, mixer_options, names, self.blocks),
+            mlp_ratio=width / d_model,
+        )
         take_back_draws()
         self.init_weights()
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from longseq.arguments import KeepsArguments
 from longseq.blocks.recompute import run_again
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.checks import check_mask
@@ -15,7 +16,7 @@ from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_expor
 from longseq.kernels.packing import Packing, pack_like
 
 
-class Mixer(nn.Module):
+class Mixer(KeepsArguments, nn.Module):
     """A layer that mixes information along a sequence: project in, scan, project out.
 
         y, state = mixer(x, state)              x, y [B, T, d_model]
@@ -42,6 +43,7 @@ class Mixer(nn.Module):
         keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
 
     Attributes:
+        arguments: those of the constructor, with which a saved model builds the mixer again (see `KeepsArguments`).
         revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
             of an earlier one are refused (see `check_revisions`).
         recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more

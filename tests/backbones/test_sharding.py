@@ -19,7 +19,7 @@ def test_sharded_models_give_what_whole_ones_do(tmp_path: Path) -> None:
     script = Path(__file__).with_name("sharded_models.py")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-P", str(script), str(tmp_path)],
+            [sys.executable, str(script), str(tmp_path)],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

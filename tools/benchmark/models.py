@@ -218,7 +218,7 @@ class _Llama(nn.Module):
 
     def __init__(self, text: LanguageModelsKeys) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
         width = text.d_model
         config = LlamaConfig(

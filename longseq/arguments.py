@@ -1,0 +1,109 @@
+"""Constructors whose arguments stay with the object: all of them, also those that a caller left to a default."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+
+class KeepsArguments:
+    """Base class of objects that can be built again after a default has changed.
+
+    `arguments` holds every argument of the constructor of the object's own class by name, with the values of defaults.
+    An argument of None that the constructor has turned into a number or a word, and has kept under the argument's name,
+    is recorded so: `num_heads=None` becomes the `self.num_heads` that was computed. What a constructor resolves
+    otherwise it gives to `resolve_arguments`.
+
+    Class attributes:
+        arguments_before: values of arguments that were added after the first release: what objects did before the
+            argument existed, whatever its default is. An object that was saved without the argument gets this value.
+    """
+
+    arguments_before: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    arguments: dict[str, Any]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _keep_arguments(vars(cls)["__init__"])  # type: ignore[method-assign]
+
+    def resolve_arguments(self, **values: Any) -> None:
+        """Record other values of arguments: those that the constructor computed, or that a method has changed.
+
+        Names that the constructor of the object's class does not have are passed over: a subclass decides them.
+        """
+        known = {name: copy_containers(value) for name, value in values.items() if name in self.arguments}
+        self.arguments.update(known)
+
+
+def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a constructor: it records its arguments where it is that of the object's class, and not of a base class."""
+
+    @functools.wraps(construct)
+    def construct_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_base = type(self).__init__ is not construct_and_keep
+        if not is_base:
+            arguments = _bind(construct, self, args, kwargs)
+            if arguments is not None:
+                self.arguments = arguments
+        construct(self, *args, **kwargs)
+        if not is_base:
+            for name, value in self.arguments.items():
+                resolved = getattr(self, name, None) if value is None else None
+                if isinstance(resolved, bool | int | float | str):
+                    self.arguments[name] = resolved
+
+    return construct_and_keep
+
+
+def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments of a call by name, None where they do not fit: the call itself then says so best."""
+    signature = inspect.signature(construct)
+    try:
+        bound = signature.bind(self, *args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    arguments: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= {key: copy_containers(each) for key, each in value.items()}
+        else:
+            arguments[name] = copy_containers(value)
+    return arguments
+
+
+def copy_containers(value: Any) -> Any:
+    """Copy nested dictionaries and lists, so that a later change of the original does not show; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: copy_containers(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [copy_containers(each) for each in value]
+    return value
+
+
+def complete(
+    constructor: type[KeepsArguments], given: Mapping[str, Any], *, optional: Collection[str] = ()
+) -> dict[str, Any]:
+    """Add to saved arguments those that came after them, with the values of `arguments_before`.
+
+    Arguments in `optional` may be missing: the constructor's default serves.
+
+    Raises:
+        ValueError: the constructor does not know an argument, or one is missing of which nobody says what it was. The
+            message is a clause about the saved model, such as "its deltanet layers have ...".
+    """
+    parameters = list(inspect.signature(constructor).parameters.values())
+    known = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    unknown = [name for name in given if name not in known]
+    if unknown and len(known) == len(parameters):
+        raise ValueError(f"{constructor.__name__} has no argument {', '.join(unknown)}")
+    before = {name: value for name, value in constructor.arguments_before.items() if name not in given}
+    missing = [name for name in known if name not in given and name not in before and name not in optional]
+    if missing:
+        raise ValueError(f"{constructor.__name__} takes {', '.join(missing)}, of which it says nothing")
+    return {**given, **before}

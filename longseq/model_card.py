@@ -1,0 +1,72 @@
+"""The model card, README.md, of a saved model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from longseq.parameters import count_parameters
+
+# Where metrics.json keeps what was measured, and what the card says of it.
+SPLITS = {"test": "Test data, with the weights of this file", "val": "Validation data, at the moment they were chosen"}
+
+
+def model_card(model: nn.Module, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """What the model is, how to load it, and what was measured, in Markdown with the hub's front matter."""
+    lines = [*_front_matter(config), *_facts(model, config), *_usage(config), *_measured(metrics)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _front_matter(config: Mapping[str, Any]) -> Iterator[str]:
+    tags = ["longseq", *(["timm"] if "architecture" in config else []), *sorted(config.get("revisions", {}))]
+    yield from ("---", "library_name: longseq", "tags:", *(f"- {tag}" for tag in tags))
+    if config.get("num_classes"):
+        yield "pipeline_tag: image-classification"
+    yield from ("---", "")
+
+
+def _facts(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
+    arguments = config["model_args"]
+    yield from (f"# {config.get('architecture', config['kind'])}", "", "| | |", "|---|---|")
+    yield f"| parameters | {count_parameters(model) / 1e6:.2f} M |"
+    for key in ("mixer", "direction", "d_model", "embed_dim", "depth", "vocab_size", "num_classes"):
+        if arguments.get(key) is not None:
+            yield f"| {key} | {arguments[key]} |"
+    if "pretrained_cfg" in config:
+        yield f"| input | {' x '.join(map(str, config['pretrained_cfg']['input_size']))} |"
+    yield from (f"| longseq | {config['longseq_version']} |", "")
+
+
+def _usage(config: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("```python", "import longseq", "", 'model = longseq.from_pretrained("FOLDER or OWNER/NAME")', "```", "")
+    if "architecture" not in config:
+        return
+    yield from (
+        "timm loads it, too, and prepares its images:",
+        "",
+        "```python",
+        "import longseq, timm",
+        "",
+        'model = timm.create_model("hf-hub:OWNER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"',
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+        "```",
+        "",
+    )
+
+
+def _measured(metrics: Mapping[str, Any]) -> Iterator[str]:
+    for split, what in SPLITS.items():
+        rows = {key: value for key, value in metrics.items() if key.startswith(f"{split}/") and _is_number(value)}
+        if rows:
+            yield from (f"{what}:", "", "| metric | value |", "|---|---|")
+            yield from (f"| {key} | {value:.4g} |" for key, value in sorted(rows.items()))
+            yield ""
+    trained = [f"{metrics[key]} {key}" for key in ("epochs", "updates", "seconds") if _is_number(metrics.get(key))]
+    if trained:
+        yield f"Trained for {', '.join(trained)}."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

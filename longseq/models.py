@@ -1,0 +1,528 @@
+"""Models as files: `config.json`, with which a model is built again, and `model.safetensors`, its weights.
+
+    model.save_pretrained("folder")                 # also a README.md, the model card
+    model = longseq.from_pretrained("folder")       # or a checkpoint of `longseq train`, or a repository of the hub
+    model.push_to_hub("owner/name")
+
+`config.json` names the kind of the model and holds every argument of its constructor with the value that it had, so
+that a later version with other defaults builds the same model. Each kind is a class, entered by `register_kind`; models
+of timm are of the kind timm, and are built by timm from its own registry. Nothing in a file names code to run: a kind
+and a mixer are found by their names among those that are registered.
+
+config.json:
+    library_name, longseq_version: longseq, and the version that wrote the file.
+    config_version: of this list of keys, `CONFIG_VERSION`.
+    kind: the name under which the model's class is registered.
+    model_args: all arguments of the constructor but those in `RUN_ARGUMENTS`. Those of image models repeat the keys
+        above and the next two as `saved_by`, because timm keeps nothing else.
+    revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
+    plugins: the modules outside longseq that define the model's class and mixers.
+    architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
+        them, so that timm reads the folder too. `pretrained_cfg` holds the preprocessing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, TypeVar
+from zipfile import BadZipFile, ZipFile
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from longseq.arguments import KeepsArguments, complete
+from longseq.mixers import Mixer, check_revisions, mixer_revisions
+from longseq.mixers import get as get_mixer
+from longseq.mixers.pattern import options_by_name
+from longseq.model_card import model_card
+from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm_model
+
+CONFIG_VERSION = 1
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+
+# Arguments that say how a machine runs a model and not what the model computes: each run chooses its own.
+RUN_ARGUMENTS = ("backend", "recompute")
+
+# The kind of models that timm builds.
+TIMM = "timm"
+
+WEIGHTS = ("auto", "ema", "model")
+
+# Keys of a training checkpoint: the model's config.json, the weights, and the weights of which those are an average.
+CHECKPOINT_CONFIG = "model_config"
+CHECKPOINT_WEIGHTS = "state_dict"
+CHECKPOINT_RAW_WEIGHTS = "current_model_state"
+CHECKPOINT_PREFIX = "backbone."
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_KINDS: dict[str, type[PretrainedModel]] = {}
+
+ModelClass = TypeVar("ModelClass", bound="type[PretrainedModel]")
+
+
+class PretrainedModel(KeepsArguments):
+    """Base class, beside `nn.Module`, of models that are saved and built again: see `register_kind`.
+
+    The constructor's arguments are numbers, words, lists, dictionaries and models of other kinds. `mixer` and
+    `mixer_options` together mean a pattern of mixers and their options.
+
+    Class attributes:
+        decided_options: options of mixers that the model decides itself; they are not saved.
+    """
+
+    decided_options: ClassVar[tuple[str, ...]] = ()
+
+    def saved_arguments(self) -> dict[str, Any]:
+        """The constructor's arguments as plain containers, without those of the run."""
+        kept = {name: value for name, value in self.arguments.items() if name not in RUN_ARGUMENTS}
+        return {name: _to_plain(value, f"{type(self).__name__}'s {name}") for name, value in kept.items()}
+
+    @classmethod
+    def complete_arguments(cls, saved: Mapping[str, Any], optional: Collection[str] = ()) -> dict[str, Any]:
+        """Add the arguments, and the options of mixers, that came after these were saved (see `complete`)."""
+        arguments = complete(cls, saved, optional=(*RUN_ARGUMENTS, *optional))
+        if "mixer" in arguments and "mixer_options" in arguments:
+            chosen = options_by_name(arguments["mixer"], arguments["mixer_options"])
+            free = ("d_model", *RUN_ARGUMENTS, *cls.decided_options)
+            completed = {name: complete(get_mixer(name), own, optional=free) for name, own in chosen.items()}
+            arguments["mixer_options"] = completed if len(completed) > 1 else next(iter(completed.values()))
+        return arguments
+
+    def describe(self) -> dict[str, Any]:
+        """The keys of config.json that only this kind has, and `model_args`."""
+        return {"model_args": self.saved_arguments()}
+
+    @classmethod
+    def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+        """Build the model of a config.json, with other values of some arguments; its weights are drawn anew."""
+        arguments = cls.complete_arguments(config["model_args"])
+        return cls(**{name: _from_plain(value) for name, value in arguments.items()} | dict(changes))
+
+    def save_pretrained(self, folder: str | Path, *, metrics: Mapping[str, Any] | None = None) -> Path:
+        """Save the model; see `longseq.save_pretrained`."""
+        assert isinstance(self, nn.Module)
+        return save_pretrained(self, folder, metrics=metrics)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the model; see `longseq.push_to_hub`."""
+        assert isinstance(self, nn.Module)
+        return push_to_hub(self, repo_id, **options)
+
+
+def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
+    """Enter a class of models under a name: `@register_kind("token")`."""
+
+    def enter(model: ModelClass) -> ModelClass:
+        if name == TIMM or name in _KINDS:
+            raise ValueError(f"the kind of models {name!r} is taken; choose another name")
+        _KINDS[name] = model
+        return model
+
+    return enter
+
+
+def kind_of(model: nn.Module) -> str | None:
+    """The kind of a model, None where it is of none and cannot be saved."""
+    name = next((name for name, registered in _KINDS.items() if registered is type(model)), None)
+    return TIMM if name is None and is_timm_model(model) else name
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a folder or a checkpoint holds: `config`, the contents of config.json, and `state`, the weights by name.
+
+    `label` names the file in messages; `weights` says which were taken, "ema" or "model"; `run` is the training
+    checkpoint around them, empty for a folder.
+    """
+
+    label: str
+    config: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    weights: str = "model"
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, *, metrics: Mapping[str, Any] | None = None) -> Path:
+    """Write config.json, model.safetensors and, where the folder has none, README.md; returns the folder.
+
+    `metrics`, such as the contents of a run's metrics.json, are listed in README.md, the model card.
+
+    Raises:
+        ValueError: the model is of no registered kind, or was changed so that its constructor's arguments do not
+            describe it any more.
+    """
+    config = describe(model)
+    state = model.state_dict()
+    _check_description(config, state)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = _partial(folder / WEIGHTS_FILE)
+    save_file(_separate(state), weights, metadata={"format": "pt"})
+    _partial(folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        os.replace(_partial(folder / name), folder / name)
+    if not (folder / CARD_FILE).exists():
+        (folder / CARD_FILE).write_text(model_card(model, config, metrics or {}), encoding="utf-8")
+    return folder
+
+
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    private: bool = False,
+    token: str | None = None,
+    revision: str | None = None,
+    commit_message: str = "Add model",
+) -> str:
+    """Upload the files of `save_pretrained` to a repository of the Hugging Face hub, which is made where there is none.
+
+    A README.md that the repository has stays. `token` is by default that of `huggingface_hub.login`. Returns the
+    address of the commit.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token, library_name="longseq", library_version=_version())
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with TemporaryDirectory() as folder:
+        save_pretrained(model, folder, metrics=metrics)
+        if api.file_exists(repo_id=repo_id, filename=CARD_FILE, revision=revision):
+            (Path(folder) / CARD_FILE).unlink()
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message
+        )
+    return commit.commit_url
+
+
+def from_pretrained(
+    source: str | Path,
+    *,
+    weights: str = "auto",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    **changes: Any,
+) -> Any:
+    """Load a model in evaluation mode, in float32 unless torch's default is another; random states stay as they are.
+
+    Args:
+        source: a folder of `save_pretrained`, a checkpoint of `longseq train`, or OWNER/NAME on the Hugging Face hub.
+        weights: of a checkpoint: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the
+            average where the run kept one.
+        device: where the model comes to lie.
+        revision, token, cache_dir: those of `huggingface_hub.hf_hub_download`.
+        changes: other values of constructor arguments that leave the weights as they are, such as `backend="torch"` or
+            `dynamic_img_size=True`.
+
+    Raises:
+        ValueError: in one line, what is wrong with the file: there is none, it is damaged, it holds no model, its
+            layers compute something else by now, or it was saved by a newer version.
+    """
+    if not Path(source).exists() and _HUB_ID.fullmatch(str(source)):
+        source = _download(str(source), revision, token, cache_dir)
+    return restore(read(source, weights), changes).to(device)
+
+
+def read(source: str | Path, weights: str = "auto", label: str | None = None) -> SavedModel:
+    """Read a folder of `save_pretrained` or a training checkpoint; `label` names it in messages.
+
+    Raises:
+        ValueError: see `from_pretrained`.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights={weights} is unknown: take one of {', '.join(WEIGHTS)}")
+    path, label = Path(source), label or str(source)
+    return _read_folder(path, weights, label) if path.is_dir() else _read_checkpoint(path, weights, label)
+
+
+def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build a saved model, with other values of some arguments, and load its weights; in evaluation mode."""
+    # The weights are replaced: what drawing them takes from the generators is given back.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        model = build(saved.config, changes, saved.label)
+    try:
+        check_revisions(model, saved.config.get("revisions"))
+    except ValueError as error:
+        raise ValueError(f"{saved.label}: {error}") from error
+    _fill(model, saved)
+    return model.eval()
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The contents of the model's config.json.
+
+    Raises:
+        ValueError: the model is of no registered kind.
+    """
+    kind = kind_of(model)
+    if kind is None:
+        name = type(model).__name__
+        raise ValueError(
+            f"a {name} cannot be saved: derive it from longseq.models.PretrainedModel and enter it by "
+            f'@longseq.register_kind("{name.lower()}")'
+        )
+    own = model.describe() if isinstance(model, PretrainedModel) else describe_timm_model(model)
+    return {**describe_origin(model), **own}
+
+
+def describe_origin(model: nn.Module) -> dict[str, Any]:
+    """The keys of config.json by which a later version understands the others."""
+    return {
+        "library_name": "longseq",
+        "longseq_version": _version(),
+        "config_version": CONFIG_VERSION,
+        "kind": kind_of(model),
+        "revisions": mixer_revisions(model),
+        "plugins": _plugins(model),
+    }
+
+
+def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, label: str = CONFIG_FILE) -> nn.Module:
+    """Build the model of a config.json; its weights are drawn anew, and `label` names the file in messages."""
+    check_config_version(config, label)
+    kind = config.get("kind", TIMM if "architecture" in config else None)
+    if not isinstance(config.get("model_args", {}), Mapping) or kind is None:
+        raise ValueError(f"{label} names no model of longseq: {CONFIG_FILE} needs the keys kind and model_args")
+    if kind != TIMM and kind not in _KINDS:
+        raise ValueError(f"{label} holds a model of the kind {kind}, which is not registered{_origin(config)}")
+    rebuild = rebuild_timm_model if kind == TIMM else _KINDS[kind].rebuild
+    try:
+        return rebuild(config, changes or {})
+    except KeyError as error:
+        raise ValueError(f"{label} does not tell {error}{_origin(config)}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{label} cannot be built: {error}{_origin(config)}") from error
+
+
+def check_config_version(config: Mapping[str, Any], label: str) -> None:
+    """Raise ValueError for a config.json that a newer version of longseq wrote in another way."""
+    version = config.get("config_version", CONFIG_VERSION)
+    if not isinstance(version, int) or version > CONFIG_VERSION:
+        raise ValueError(
+            f"{label} is of config_version {version}, this longseq {_version()} reads up to {CONFIG_VERSION}: install "
+            f"longseq {config.get('longseq_version', 'of a later date')}"
+        )
+
+
+def mixer_options_of(
+    pattern: Any, given: Mapping[str, Any] | None, names: Iterable[str], layers: Iterable[nn.Module], without: Any = ()
+) -> dict[str, Any]:
+    """The complete options of the mixers in a stack of layers, in the form in which a model takes `mixer_options`.
+
+    `names` are those of the layers' mixers. Of `given` stay the options of mixers that the pattern names and no layer
+    has.
+    """
+    options = options_by_name(pattern, given)
+    left_out = ("d_model", *RUN_ARGUMENTS, *without)
+    for name, layer in zip(names, layers, strict=True):
+        mixer = next(part for part in layer.modules() if isinstance(part, Mixer))
+        options[name] = {key: value for key, value in mixer.arguments.items() if key not in left_out}
+    return options if len(options) > 1 else next(iter(options.values()))
+
+
+def _read_folder(folder: Path, weights: str, label: str) -> SavedModel:
+    if not (folder / CONFIG_FILE).is_file():
+        example = min(folder.rglob("*.ckpt"), default=folder / "best.ckpt")
+        raise ValueError(
+            f"{label} is a folder without {CONFIG_FILE}: give one that save_pretrained wrote, or a checkpoint, such as "
+            f"{example}"
+        )
+    if weights == "ema":
+        raise ValueError(f"{label} holds one set of weights: leave weights=ema out")
+    config = _read_config(folder / CONFIG_FILE, label)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"{label} has no {WEIGHTS_FILE}: timm writes it with safe_serialization=True")
+    try:
+        return SavedModel(label, config, load_file(path))
+    except SafetensorError as error:
+        raise ValueError(f"{label}: {WEIGHTS_FILE} is damaged or cut short: {error}") from error
+
+
+def _read_config(path: Path, label: str) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{label}: {CONFIG_FILE} is damaged, it is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{label}: {CONFIG_FILE} is no dictionary")
+    arguments = config.get("model_args")
+    # A file of timm's `save_for_hf` holds what describes an image model's origin among the arguments alone.
+    origin = arguments.get("saved_by", {}) if isinstance(arguments, Mapping) else {}
+    return {**origin, **config}
+
+
+def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
+    """The model in a checkpoint of `longseq train`, by torch alone."""
+    if not path.is_file():
+        raise ValueError(f"{label}: no such file; `longseq train` writes checkpoints/best.ckpt in its output folder")
+    if not _is_whole(path):
+        raise ValueError(
+            f"{label} is damaged, cut short or no checkpoint: take another one of the run, such as last.ckpt"
+        )
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError) as error:
+        raise ValueError(
+            f"{label} is no checkpoint of longseq: it holds other things than tensors and plain containers; "
+            "name a file that `longseq train` wrote"
+        ) from error
+    if not isinstance(checkpoint, dict) or CHECKPOINT_WEIGHTS not in checkpoint:
+        raise ValueError(f"{label} holds no Lightning checkpoint: name a file that `longseq train` wrote")
+    config = checkpoint.get(CHECKPOINT_CONFIG)
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"{label} does not describe its model: it is of another program, of longseq before its first release, or "
+            "of a model that is not registered (see longseq.register_kind)"
+        )
+    averaged = CHECKPOINT_RAW_WEIGHTS in checkpoint
+    if weights == "ema" and not averaged:
+        raise ValueError(
+            f"{label} holds no averaged weights: take weights=model, or train with an average of the weights"
+        )
+    taken = "ema" if averaged and weights != "model" else "model"
+    state = checkpoint[CHECKPOINT_RAW_WEIGHTS if averaged and taken == "model" else CHECKPOINT_WEIGHTS]
+    own = {name.removeprefix(CHECKPOINT_PREFIX): value for name, value in state.items() if _is_backbone(name)}
+    return SavedModel(label, config, own, taken, checkpoint)
+
+
+def _is_backbone(name: str) -> bool:
+    return name.startswith(CHECKPOINT_PREFIX)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether every part of the archive has its checksum, which torch.load does not look at."""
+    try:
+        with ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (BadZipFile, EOFError):
+        return False
+
+
+def _download(repo_id: str, revision: str | None, token: str | None, cache_dir: str | Path | None) -> Path:
+    """The folder of a repository's config.json and model.safetensors in the cache of huggingface_hub."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    where: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    try:
+        files = [Path(hf_hub_download(repo_id, name, **where)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    except (EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{repo_id} is no folder or file here, and not on the hub either: {reason}") from error
+    return files[0].parent
+
+
+def _fill(model: nn.Module, saved: SavedModel) -> None:
+    """Load the weights, each key and shape as it must be."""
+    wanted, found = model.state_dict(), saved.state
+    if problem := _difference(wanted, found):
+        raise ValueError(
+            f"{saved.label}: its weights are not those of the {type(model).__name__} that it describes: {problem}; it "
+            "was probably written by another version of longseq or timm"
+        )
+    model.load_state_dict(found)
+
+
+def _difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """What tells two sets of weights apart by names and shapes; empty where nothing does."""
+    missing, unexpected = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+    differing = sorted(key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape)
+    parts = [
+        f"{len(keys)} {what} ({_some(keys)})"
+        for what, keys in (("missing", missing), ("unexpected", unexpected))
+        if keys
+    ]
+    if differing:
+        key = differing[0]
+        shapes = f"{list(found[key].shape)}, not {list(wanted[key].shape)}"
+        parts.append(f"{len(differing)} of another shape ({_some(differing)}; {key} has {shapes})")
+    return " and ".join(parts)
+
+
+def _some(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _check_description(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless a config.json, read back from its text, describes a model with these weights."""
+    read_back = json.loads(json.dumps(config))
+    # timm's models do not all take the meta device, on which nothing is drawn.
+    with torch.random.fork_rng([]), torch.device("cpu" if config["kind"] == TIMM else "meta"):
+        described = build(read_back)
+    if problem := _difference(described.state_dict(), state):
+        raise ValueError(
+            f"this {type(described).__name__} was changed after it was built, and its constructor's arguments do not "
+            f"describe it any more: {problem}; save the model before the change"
+        )
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU without memory that two of them share, which safetensors refuses."""
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in state.items():
+        tensor = value.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return separate
+
+
+def _to_plain(value: Any, what: str) -> Any:
+    """An argument as JSON has it; a model of a kind becomes `{kind, model_args}`."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(each, what) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(each, what) for each in value]
+    if isinstance(value, PretrainedModel):
+        assert isinstance(value, nn.Module)
+        return {"kind": kind_of(value), **value.describe()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{what} is a {type(value).__name__}, which {CONFIG_FILE} cannot hold")
+
+
+def _from_plain(value: Any) -> Any:
+    """Undo `_to_plain`: a description of a model becomes the model."""
+    is_model = isinstance(value, Mapping) and {"kind", "model_args"} <= set(value)
+    return build(value) if is_model else value
+
+
+def _plugins(model: nn.Module) -> list[str]:
+    """The modules outside longseq that define the model's class and its mixers."""
+    parts = [part for part in model.modules() if isinstance(part, Mixer | PretrainedModel)]
+    modules = {type(part).__module__ for part in parts}
+    return sorted(name for name in modules if name.partition(".")[0] != "longseq")
+
+
+def _origin(config: Mapping[str, Any]) -> str:
+    """Who wrote a config.json, where that may explain why it is not understood."""
+    version, plugins = config.get("longseq_version", _version()), config.get("plugins") or ()
+    other = "" if version == _version() else f"; it was saved by longseq {version}, and this is {_version()}"
+    return other + (f"; {', '.join(plugins)} defines parts of it: import that first" if plugins else "")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _version() -> str:
+    return importlib.metadata.version("longseq")

@@ -1,0 +1,89 @@
+"""Image models as timm describes them in a config.json, and models that timm builds itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+from timm.models import filter_pretrained_cfg, get_model_input_config, is_model
+from torch import nn
+
+# Options of timm's models that name files of weights; they come with a model's own file in their place.
+WEIGHT_OPTIONS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
+WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict")
+
+# What timm records of a call and no model needs to be built again.
+UNSAVED_OPTIONS = (*WEIGHT_OPTIONS, "pretrained_model_args", "scriptable", "exportable", "no_jit")
+
+
+def is_timm_model(model: nn.Module) -> bool:
+    """Whether `timm.create_model` made the model, and can make it again."""
+    arguments: Any = getattr(model, "_model_args", None)
+    return bool(stated_by(model)) and arguments is not None and "features_only" not in arguments
+
+
+def describe_timm_model(model: nn.Module) -> dict[str, Any]:
+    """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them."""
+    recorded: Any = model._model_args
+    arguments = {name: value for name, value in recorded.items() if name not in UNSAVED_OPTIONS}
+    current = {name: getattr(model, name) for name in ("num_classes", "in_chans") if hasattr(model, name)}
+    size = getattr(model, "_traits", {}).get("img_size")
+    if size is not None:
+        current["img_size"] = list(size)
+    return {
+        **timm_layout(model, stated_by(model)),
+        "timm_version": timm.__version__,
+        "model_args": {**arguments, **current},
+    }
+
+
+def rebuild_timm_model(
+    config: Mapping[str, Any], changes: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
+) -> Any:
+    """Build the model of timm's registry that a config.json names, without weights.
+
+    `arguments` are by default the `model_args` of the file.
+    """
+    name = config["architecture"]
+    if not is_model(name):
+        raise ValueError(f"timm {timm.__version__} has no model {name!r}")
+    given = config.get("model_args", {}) if arguments is None else arguments
+    options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
+    return timm.create_model(name, pretrained_cfg=read_stated(config), **options)
+
+
+def read_stated(config: Mapping[str, Any]) -> dict[str, Any]:
+    """timm's `pretrained_cfg` of a config.json: preprocessing and class names, and no source of weights."""
+    cfg = {key: value for key, value in config.get("pretrained_cfg", {}).items() if key not in WEIGHT_SOURCES}
+    own = ("architecture", "num_classes", "label_names", "label_descriptions")
+    cfg |= {key: config[key] for key in own if config.get(key) is not None}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in cfg.items()}
+
+
+def stated_by(model: nn.Module) -> Mapping[str, Any]:
+    """The model's `pretrained_cfg`: preprocessing and class names; empty where it has none."""
+    cfg: Any = getattr(model, "pretrained_cfg", None)
+    return cfg or {}
+
+
+def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that timm reads in a config.json, beside `model_args`; `stated` is the model's `pretrained_cfg`."""
+    described: Any = model
+    cfg = filter_pretrained_cfg(dict(stated), remove_source=True, remove_null=True)
+    cfg |= get_model_input_config(model)
+    cfg = {key: list(value) if isinstance(value, tuple) else value for key, value in cfg.items()}
+    # The weights are in the form of the model's own state dict, whatever they came from.
+    cfg |= {"num_classes": described.num_classes, "custom_load": False}
+    names = cfg.pop("label_names", None)
+    labels = cfg.pop("label_descriptions", None)
+    fits = names is not None and len(names) == described.num_classes
+    return {
+        "architecture": cfg.pop("architecture"),
+        "num_classes": described.num_classes,
+        "num_features": described.num_features,
+        **({"global_pool": described.global_pool} if isinstance(getattr(model, "global_pool", None), str) else {}),
+        **({"label_names": names} if fits else {}),
+        **({"label_descriptions": labels} if fits and labels else {}),
+        "pretrained_cfg": {key: value for key, value in cfg.items() if key not in WEIGHT_SOURCES},
+    }

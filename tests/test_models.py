@@ -1,0 +1,358 @@
+"""Models as files: what is written is built again, whatever the defaults have become, with timm and without training
+packages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import longseq
+from longseq import mixers, models
+from longseq.backbones.autoencoder import SequenceAutoencoder
+from longseq.backbones.image import ImageBackbone
+from longseq.backbones.tokens import TokenBackbone
+from longseq.mixers.deltanet import DeltaNet
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(12).reshape(2, 6)
+TINY: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 3}
+
+
+def tiny(name: str = "longseq_tiny_patch16_224", **options: Any) -> Any:
+    return timm.create_model(name, **{**TINY, "mixer": "deltanet", **options}).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        scored = model(IMAGES if isinstance(model, timm.models.VisionTransformer | ImageBackbone) else TOKENS)
+    return scored[0] if isinstance(scored, tuple) else scored
+
+
+def edit(folder: Path, change: Any) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+MODELS = {
+    "image": tiny,
+    "vit": lambda: tiny("longseq_vit_tiny_patch16_224", mixer="deltanet+attention@1", direction="cross"),
+    "built without timm": lambda: ImageBackbone(**TINY, norm="layer", norm_eps=1e-3).eval(),
+    "token": lambda: TokenBackbone(vocab_size=12, d_model=16, positions="learned", max_length=8).eval(),
+    "autoencoder": lambda: SequenceAutoencoder(TokenBackbone(vocab_size=12, d_model=16, mixer="attention")).eval(),
+    "timm": lambda: timm.create_model(
+        "deit_tiny_patch16_224", img_size=16, patch_size=8, depth=1, num_classes=3, drop_path_rate=0.1
+    ).eval(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_comes_back(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    assert longseq.save_pretrained(model, tmp_path / "deep" / "folder") == tmp_path / "deep" / "folder"
+    assert {path.name for path in (tmp_path / "deep" / "folder").iterdir()} == {
+        "config.json", "model.safetensors", "README.md",
+    }  # fmt: skip
+    random = torch.get_rng_state()
+    loaded = longseq.from_pretrained(tmp_path / "deep" / "folder")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert torch.equal(logits(loaded), logits(model))
+    assert models.describe(loaded) == models.describe(model)
+
+
+def change_defaults(monkeypatch: pytest.MonkeyPatch, constructor: Any, **values: Any) -> None:
+    for name, value in values.items():
+        monkeypatch.setitem(constructor.__init__.__wrapped__.__kwdefaults__, name, value)
+
+
+def test_a_changed_default_changes_no_saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = {
+        "image": lambda: ImageBackbone(**TINY, mixer="deltanet"),
+        "token": lambda: TokenBackbone(vocab_size=12, d_model=16),
+    }
+    before = {}
+    for name, build in make.items():
+        torch.manual_seed(1)
+        model = build().eval()
+        model.save_pretrained(tmp_path / name)
+        before[name] = logits(model)
+
+    change_defaults(monkeypatch, ImageBackbone, merge="mean", norm_eps=0.1, class_token="first", direction="cross")
+    change_defaults(monkeypatch, TokenBackbone, norm="layer", norm_eps=0.1, mlp_ratio=1.0, tie_embeddings=False)
+    change_defaults(monkeypatch, DeltaNet, num_heads=4, norm_eps=0.1, feature_map="relu", convolution_width=2)
+    for name, build in make.items():
+        assert torch.equal(logits(longseq.from_pretrained(tmp_path / name)), before[name])
+        torch.manual_seed(1)
+        assert not torch.allclose(logits(build().eval()), before[name], atol=1e-2), "the defaults did not change"
+    image = timm.create_model(f"local-dir:{tmp_path / 'image'}", pretrained=True).eval()
+    assert torch.equal(logits(image), before["image"])
+
+
+def test_config_holds_every_argument(tmp_path: Path) -> None:
+    """None is left where the constructor computes a value, so that computing it otherwise changes nothing."""
+    free = {"vla": {"refresh_period"}, "gated_deltanet": {"head_dim"}, "retnet": {"head_dim"}}  # follows num_heads
+    for name in mixers.mixer_names():
+        model = TokenBackbone(vocab_size=12, d_model=16, depth=1, mixer=name)
+        options = models.describe(model)["model_args"]["mixer_options"]
+        assert set(options) | {"backend"} == set(mixers.options(name))
+        assert {key for key, value in options.items() if value is None} <= free.get(name, set())
+    arguments = models.describe(ImageBackbone(**TINY))["model_args"]
+    assert None not in arguments.values()
+    assert arguments["stride"] == [8, 8]
+    assert models.describe(TokenBackbone(vocab_size=12, d_model=16))["model_args"]["mlp_ratio"] == 4.0
+
+
+def test_a_plugins_mixer_and_kind_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixers.registry, "_REGISTRY", dict(mixers.registry._REGISTRY))
+    monkeypatch.setattr(models, "_KINDS", dict(models._KINDS))
+
+    @mixers.register("mine")
+    class Mine(DeltaNet):
+        def __init__(self, d_model: int, *, sharpness: float = 2.0, norm_eps: float = 0.5) -> None:
+            super().__init__(d_model, num_heads=2, norm_eps=norm_eps)
+            self.sharpness = sharpness
+
+    @longseq.register_kind("sums")
+    class Sums(models.PretrainedModel, nn.Module):
+        def __init__(self, width: int, scale: float = 0.5) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((width,), scale))
+
+    model = TokenBackbone(vocab_size=12, d_model=16, mixer="mine", mixer_options={"norm_eps": 1e-3}).eval()
+    model.save_pretrained(tmp_path / "mine")
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert config["model_args"]["mixer_options"] == {"sharpness": 2.0, "norm_eps": 1e-3}
+    assert config["plugins"] == [__name__]
+    assert torch.equal(logits(longseq.from_pretrained(tmp_path / "mine")), logits(model))
+    Sums(4).save_pretrained(tmp_path / "sums")
+    assert longseq.from_pretrained(tmp_path / "sums").arguments == {"width": 4, "scale": 0.5}
+
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"unknown mixer 'mine'.*{__name__} defines parts of it"):
+        longseq.from_pretrained(tmp_path / "mine")
+    with pytest.raises(ValueError, match=f"of the kind sums.*{__name__} defines parts of it"):
+        longseq.from_pretrained(tmp_path / "sums")
+    with pytest.raises(ValueError, match=r"a Sums cannot be saved.*register_kind"):
+        longseq.save_pretrained(Sums(4), tmp_path / "again")
+
+
+def test_an_argument_that_came_later_has_the_value_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ImageBackbone(**TINY, mixer="deltanet").eval()
+    model.save_pretrained(tmp_path)
+
+    def forget(config: dict[str, Any]) -> None:
+        del config["model_args"]["merge"], config["model_args"]["mixer_options"]["feature_map"]
+
+    edit(tmp_path, forget)
+    with pytest.raises(ValueError, match="ImageBackbone takes merge, of which it says nothing"):
+        longseq.from_pretrained(tmp_path)
+    change_defaults(monkeypatch, ImageBackbone, merge="mean")
+    change_defaults(monkeypatch, DeltaNet, feature_map="relu")
+    monkeypatch.setattr(ImageBackbone, "arguments_before", {"merge": "sum"})
+    monkeypatch.setattr(DeltaNet, "arguments_before", {"feature_map": "silu"})
+    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
+    by_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(logits(by_timm), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: config["model_args"].update(colour=1), "ImageBackbone has no argument colour"),
+        (lambda config: config["model_args"]["mixer_options"].update(colour=1), "DeltaNet has no argument colour"),
+        (lambda config: config.update(config_version=9, longseq_version="7.0"), "config_version 9.*longseq 7.0"),
+        (
+            lambda config: config.update(kind="video", longseq_version="7.0"),
+            "of the kind video.*was saved by longseq 7.0",
+        ),
+        (lambda config: config.update(revisions={"deltanet": 1}), "layers are of revision 1"),
+        (lambda config: config.update(architecture="os.system"), "has no model 'os.system'"),
+        (
+            lambda config: config["model_args"].update(patch_size=4),
+            r"of another shape .patch_embed.proj.weight; .* \[16, 3, 8, 8\], not",
+        ),
+        (lambda config: config["model_args"].update(mlp_ratio=1.0), "missing .blocks.0.mlp"),
+        (lambda config: config.update(model_args=[]), "names no model"),
+        (lambda config: (config.pop("kind"), config.pop("architecture")), "does not tell 'architecture'"),
+    ],
+)
+def test_configs_that_fit_no_model(change: Any, message: str, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        longseq.from_pretrained(edit(tmp_path, change))
+    assert str(raised.value).startswith(str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "is a folder without config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is no JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "is no dictionary"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"weights"), "damaged or cut short"),
+    ],
+)
+def test_damaged_folders(damage: Any, message: str, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        longseq.from_pretrained(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_was_changed_is_not_saved(tmp_path: Path) -> None:
+    model = tiny()
+    model.prune_intermediate_layers([0], prune_head=False)
+    with pytest.raises(ValueError, match=r"changed after it was built.*missing \(blocks.1."):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_changes_that_a_model_follows_are_saved(tmp_path: Path) -> None:
+    model = tiny()
+    model.set_input_size(24)
+    model.reset_classifier(5, "avg")
+    model.save_pretrained(tmp_path)
+    loaded = longseq.from_pretrained(tmp_path)
+    x = torch.randn(1, 3, 24, 24)
+    assert torch.equal(loaded(x), model.eval()(x))
+    assert timm.data.resolve_model_data_config(loaded)["input_size"] == (3, 24, 24)
+
+
+def test_arguments_can_be_changed_where_weights_stay(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    loaded = longseq.from_pretrained(tmp_path, dynamic_img_size=True, backend="torch")
+    assert loaded(torch.zeros(1, 3, 24, 40)).shape == (1, 3)
+    assert {part.backend for part in loaded.modules() if isinstance(part, mixers.Mixer)} == {"torch"}
+    with pytest.raises(ValueError, match="unexpected keyword argument 'colour'"):
+        longseq.from_pretrained(tmp_path, colour=1)
+
+
+def test_timm_saves_and_loads(tmp_path: Path) -> None:
+    model = tiny("longseq_vit_tiny_patch16_224", drop_path_rate=0.1)
+    timm.models.save_for_hf(model, tmp_path / "timm", safe_serialization=True)
+    model.save_pretrained(tmp_path / "ours")
+    for folder in ("timm", "ours"):
+        by_timm = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True).eval()
+        assert torch.equal(logits(by_timm), logits(model))
+        assert torch.equal(logits(longseq.from_pretrained(tmp_path / folder)), logits(model))
+    theirs, ours = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("timm", "ours"))
+    rates = {"drop_rate": 0.0, "pos_drop_rate": 0.0, "drop_path_rate": 0.1, "img_size": 16}
+    assert ours["model_args"] == theirs["model_args"] | rates
+    assert {key: ours[key] for key in theirs if key != "model_args"} == {
+        key: value for key, value in theirs.items() if key != "model_args"
+    }
+    fewer = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True, num_classes=2)
+    assert fewer.head.weight.shape == (2, 16)
+
+
+def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path)
+    monkeypatch.setattr(DeltaNet, "revision", 9)
+    with pytest.raises(ValueError, match="deltanet layers are of revision 2"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+
+class FakeHub:
+    """What `huggingface_hub` does for a repository, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, **options: Any) -> FakeHub:
+        return self
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        (self.folder / "user" / repo_id).mkdir(parents=True)
+        return type("Repository", (), {"repo_id": f"user/{repo_id}"})
+
+    def file_exists(self, repo_id: str, filename: str, **options: Any) -> bool:
+        return (self.folder / repo_id / filename).exists()
+
+    def upload_folder(self, repo_id: str, folder_path: str, **options: Any) -> Any:
+        for file in Path(folder_path).iterdir():
+            (self.folder / repo_id / file.name).write_bytes(file.read_bytes())
+        return type("Commit", (), {"commit_url": f"https://hub/{repo_id}/commit/1"})
+
+    def download(self, repo_id: str, filename: str, **options: Any) -> str:
+        path = self.folder / repo_id / filename
+        if not path.exists():
+            raise FileNotFoundError(f"{filename} is not in {repo_id}")
+        return str(path)
+
+
+def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi", hub)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+    monkeypatch.setattr("timm.models._hub.HfApi", hub)
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", hub.download)
+    model = tiny()
+    assert model.push_to_hub("ours", metrics={"test/accuracy": 0.5}) == "https://hub/user/ours/commit/1"
+    assert "| test/accuracy | 0.5 |" in (tmp_path / "user" / "ours" / "README.md").read_text()
+    timm.models.push_to_hf_hub(model, "theirs")
+    for name in ("user/ours", "user/theirs"):
+        assert torch.equal(logits(longseq.from_pretrained(name)), logits(model))
+        assert torch.equal(logits(timm.create_model(f"hf-hub:{name}", pretrained=True).eval()), logits(model))
+        assert timm.models.load_model_config_from_hf(name)[1] == "longseq_tiny_patch16_224"
+    with pytest.raises(
+        ValueError, match=r"user/none is no folder or file here, and not on the hub either: config\.json"
+    ):
+        longseq.from_pretrained("user/none")
+
+
+def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
+    model = tiny()
+    model.pretrained_cfg["label_names"] = ("a", "b", "c")
+    metrics = {"test/accuracy": 0.25, "val/loss": 1.5, "test/per_class": {"a": 1.0}, "updates": 12}
+    model.save_pretrained(tmp_path, metrics=metrics)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: longseq\n")
+    for line in ("- deltanet", "| test/accuracy | 0.25 |", "| val/loss | 1.5 |", "Trained for 12 updates."):
+        assert line in card.splitlines()
+    (tmp_path / "README.md").write_text("my words")
+    longseq.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my words"
+    assert longseq.from_pretrained(tmp_path).pretrained_cfg["label_names"] == ("a", "b", "c")
+
+
+def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
+    model = TokenBackbone(vocab_size=12, d_model=16, depth=1, tie_embeddings=False)
+    assert model.head is not None
+    model.head.weight = model.embedding.weight
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert torch.equal(saved["head.weight"], saved["embedding.weight"])
+    save_file({**saved, "extra": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"1 unexpected \(extra\)"):
+        longseq.from_pretrained(tmp_path)
+
+
+def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "image")
+    absent = ("lightning", "hydra", "omegaconf", "torchmetrics", "tensorboard", "sklearn", "rich", "longseq.tasks")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+        "import longseq, torch\n"
+        f"model = longseq.from_pretrained({str(tmp_path / 'image')!r})\n"
+        f"model.save_pretrained({str(tmp_path / 'again')!r})\n"
+        "print(list(model(torch.zeros(1, 3, 16, 16)).shape))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[1, 3]", done.stderr
