@@ -22,7 +22,9 @@ from entry import augment, file_of, read_cifar10_from
 from hydra import compose, initialize_config_module
 from trainings import Row, find_digest, read_options, run_table, visible_gpus
 
-from longseq.tasks import assemble
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.training.configuration import Config, resolve
+from longseq.tasks.training.recipe import device_batch_size
 
 EXPERIMENT = "experiment=image/cifar10"
 
@@ -63,9 +65,9 @@ HEAD = {
 }
 
 
-def find_overrides(words: tuple[str, ...], overrides: list[str], folder: Path) -> assemble.Config:
+def find_overrides(words: tuple[str, ...], overrides: list[str], folder: Path) -> Config:
     with initialize_config_module("longseq.conf", version_base="1.3"):
-        return assemble.plain(compose("train", [*words, *overrides, f"output={folder}"]))
+        return resolve(compose("train", [*words, *overrides, f"output={folder}"]))
 
 
 def augment_epoch(task: tuple[int, int], file: str, folder: Path, overrides: list[str]) -> None:
@@ -74,7 +76,7 @@ def augment_epoch(task: tuple[int, int], file: str, folder: Path, overrides: lis
     torch.set_num_threads(1)
     read_cifar10_from(file)
     config = find_overrides((EXPERIMENT, f"seed={seed}", f"data.root={file}"), overrides, folder)
-    datamodule = assemble.build_datamodule(config)
+    datamodule = ImageDataModule.from_config(config, device_batch_size(config))
     augment(datamodule.train_dataloader().dataset, folder, epoch)
 
 

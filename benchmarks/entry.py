@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from longseq.tasks import assemble
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import data
 from longseq.tasks.image.datasets import Batch, TrainingBatches
+from longseq.tasks.image.model import ImageModel
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
 from longseq.tools import cli
 
@@ -39,8 +39,8 @@ def move_by_one_unit(model: nn.Module, draw: int) -> nn.Module:
 
 
 def round_initial_weights(draw: int) -> None:
-    build: Callable[..., nn.Module] = assemble.build_backbone
-    assemble.build_backbone = lambda *arguments: move_by_one_unit(build(*arguments), draw)
+    build: Callable[..., nn.Module] = ImageModel.build
+    ImageModel.build = lambda *arguments: move_by_one_unit(build(*arguments), draw)
 
 
 def open_cifar10(file: str, val_fraction: float, split_seed: int) -> Splits:

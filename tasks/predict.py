@@ -1,7 +1,8 @@
-"""`longseq predict`: classify an image, or every image below a folder, into a csv or json file."""
+"""`longseq predict`: classify a file, or every file below a folder, into a csv or json file."""
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,48 +10,50 @@ import torch
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
-from longseq.tasks import assemble
-from longseq.tasks.image.datasets import ImageFiles
-from longseq.tasks.image.folder import PassedOver, describe_passed_over
-from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.transforms import normalize
+from longseq.tasks import registry
+from longseq.tasks.data.inputs import InputFiles, PassedOver, describe_passed_over
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
+from longseq.tasks.training.configuration import resolve
 
 
 class Prediction(NamedTuple):
-    """The most probable classes of one image, best first."""
+    """The most probable classes of one file, best first."""
 
     path: str
     classes: list[tuple[str, float]]
 
 
 def run(cfg: DictConfig) -> dict[str, int]:
-    """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of images."""
+    """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of files."""
     quiet_libraries()
-    config = assemble.plain(cfg)
+    config = resolve(cfg)
     if config["checkpoint"] is None:
         raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
     if config["input"] is None:
-        raise ValueError("give input=FILE or input=FOLDER: the image or images to classify")
+        raise ValueError("give input=FILE or input=FOLDER: the file or files to classify")
     output = Path(config["output"])
     if output.suffix not in (".csv", ".json"):
         raise ValueError(f"output={output} must end in .csv or .json")
     if config["top_k"] < 1:
         raise ValueError(f"top_k={config['top_k']} must be at least 1")
     device = _device(config["device"])
-    loaded = checkpoint.load(config["checkpoint"], weights=config["weights"], map_location=device)
-    info = DataInfo.from_dict(loaded.data)
-    files = ImageFiles(config["input"], info)
+    tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
+    loaded = checkpoint.load(config["checkpoint"], weights=config["weights"], map_location=device, tasks=tasks)
+    data = registry.get(loaded.task_name).data
+    assert data.inputs is not None
+    info: Any = data.read_info(loaded.data)
+    files = data.inputs(config["input"], info)
     loader = DataLoader(files, config["batch_size"], num_workers=config["num_workers"], collate_fn=files.collate)
     backbone = loaded.backbone.to(device).eval()
-    predictions, unreadable = predict(backbone, loader, info, top_k=config["top_k"])
+    predictions, unreadable = predict(backbone, loader, files, info.class_names, top_k=config["top_k"])
     output.parent.mkdir(parents=True, exist_ok=True)
     passed_over = files.passed_over
     (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
     more = f" ({describe_passed_over(passed_over, config['input'])})" if passed_over else ""
+    unit = loaded.config["task"]["unit"]
     print(
-        f"{len(predictions)} image(s) classified, {len(unreadable)} unreadable, {len(passed_over)} passed over{more}; "
+        f"{len(predictions)} {unit} classified, {len(unreadable)} unreadable, {len(passed_over)} passed over{more}; "
         f"written to {output}"
     )
     return {"classified": len(predictions), "unreadable": len(unreadable), "passed_over": len(passed_over)}
@@ -58,19 +61,19 @@ def run(cfg: DictConfig) -> dict[str, int]:
 
 @torch.inference_mode()
 def predict(
-    backbone: torch.nn.Module, loader: Any, info: DataInfo, *, top_k: int = 5
+    backbone: torch.nn.Module, loader: Any, files: InputFiles, class_names: Sequence[str], *, top_k: int = 5
 ) -> tuple[list[Prediction], list[str]]:
-    """Predictions of the readable images of `loader`, in its order, and the paths of the others."""
+    """Predictions of the readable inputs of `loader`, in its order, and the paths of the others."""
     device = next(backbone.parameters()).device
     predictions, unreadable = [], []
-    for images, paths, failed in loader:
+    for batch, paths, failed in loader:
         unreadable += failed
         if not paths:
             continue
-        probabilities = backbone(normalize(images.to(device), info)).float().softmax(dim=1)
-        values, classes = probabilities.topk(min(top_k, info.num_classes), dim=1)
+        probabilities = backbone(files.prepare(batch.to(device))).float().softmax(dim=1)
+        values, classes = probabilities.topk(min(top_k, len(class_names)), dim=1)
         for path, row, indices in zip(paths, values.tolist(), classes.tolist(), strict=True):
-            names = [info.class_names[index] for index in indices]
+            names = [class_names[index] for index in indices]
             predictions.append(Prediction(path, list(zip(names, row, strict=True))))
     return predictions, unreadable
 

@@ -1,18 +1,36 @@
-"""What the commands tell the user: warnings, tables and results by class."""
+"""What the commands tell the user: warnings, tables, and what each task reports of a run."""
 
 import logging
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from longseq.tasks.image.info import DataInfo
+
+class Report:
+    """What a task prints and records at the end of a run; tasks override what they add.
+
+    `headline` names the metrics of the closing table, in its order.
+    """
+
+    headline: ClassVar[tuple[str, ...]] = ("loss",)
+
+    def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
+        """What metrics.json holds beside the metrics of `split` that `module` has just measured; plain containers."""
+        return {}
+
+    def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
+        """How much was measured, printed above the metrics of an evaluation and written with them."""
+        return {}
+
+    def next_commands(self, checkpoint: str) -> list[str]:
+        """Commands that a user may want to give next, printed below the closing table."""
+        return [f"longseq evaluate checkpoint={checkpoint}"]
 
 
 def quiet_libraries() -> None:
@@ -55,17 +73,6 @@ class _WarningLines(logging.Handler):
     @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
         print(f"longseq: {record.levelname.lower()}: {' '.join(record.getMessage().split())}", file=sys.stderr)
-
-
-def per_class_accuracy(confusion_matrix: torch.Tensor, info: DataInfo) -> list[dict[str, Any]]:
-    """Each class with the share of its images that were recognised, None without images, and their number."""
-    rows = zip(
-        info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True
-    )
-    return [
-        {"class": name, "top1": round(right / images, 4) if images else None, "images": images}
-        for name, right, images in rows
-    ]
 
 
 def shorten(path: str | Path) -> str:

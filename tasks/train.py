@@ -4,8 +4,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -15,20 +16,30 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.parameters import count_parameters
-from longseq.tasks import assemble
-from longseq.tasks.image.info import DataInfo
-from longseq.tasks.report import per_class_accuracy, print_rows, quiet_libraries, shorten
+from longseq.tasks import registry
+from longseq.tasks.data.module import Info, TaskData
+from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes, runs, targets
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
+from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
+from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms")
+
+
+class Parts(NamedTuple):
+    """What a configuration trains: the model is the module's `backbone`."""
+
+    datamodule: TaskData
+    module: TrainedModule
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -38,7 +49,7 @@ def run(cfg: DictConfig) -> float | None:
     """
     quiet_libraries()
     processes.follow_parent()
-    config = assemble.plain(cfg)
+    config = resolve(cfg)
     folder = Path(config["output"])
     targets.check(config)
     _refuse_distributed_sweep(config)
@@ -54,27 +65,39 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     checkpoint = runs.checkpoint_to_resume(config)
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
-    datamodule = assemble.build_datamodule(config)
-    backbone = assemble.build_backbone(config, datamodule.info)
-    if config["init"] is not None and checkpoint is None:
-        assemble.initialize(backbone, _trained_backbone(config))
-    task = assemble.build_task(config, backbone, datamodule.info)
-    _check_optimized_metric(config, task)
-    trainer = assemble.build_trainer(config, assemble.build_callbacks(config))
+    datamodule, module = build(config, initialized=checkpoint is None)
+    _check_optimized_metric(config, module)
+    trainer = build_trainer(config, build_callbacks(config, module))
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):
         trainer.logger.continue_at(runs.updates_of(checkpoint))
     _save_config(config, folder)
-    _announce(config, datamodule.info, backbone, trainer, checkpoint)
+    _announce(config, datamodule.info, module.backbone, checkpoint)
     try:
         with stoppable():
-            _fit(trainer, task, datamodule, checkpoint)
-            metrics = _test(trainer, task, datamodule)
-        metrics |= _run_facts(trainer, backbone)
-        _record(trainer, config, task, metrics, datamodule.info)
+            _fit(trainer, module, datamodule, config, checkpoint)
+            metrics = _test(trainer, module, datamodule, config)
+        metrics |= _run_facts(trainer, module.backbone)
+        _record(trainer, config, module, metrics, datamodule.info)
     finally:
         if isinstance(trainer.logger, RunLogger):
             trainer.logger.close()
     return metrics.get(config["optimized_metric"])
+
+
+def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
+    """The data module, set up, and the module around a new model, which starts from `config.init` if `initialized`.
+
+    ValueError, in one line, for what the user can mend.
+    """
+    config = resolve(config)
+    task = registry.of(config)
+    datamodule = task.data.from_config(config, device_batch_size(config))
+    model = task.model.build(config, datamodule.info)
+    if initialized and config["init"] is not None:
+        name = config["task"]["name"]
+        task.model.initialize(model, checkpoints.load(config["init"], key="init", tasks=(name,)).backbone)
+    training = Training.from_config(config, datamodule.info)
+    return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))
 
 
 def _is_first_process() -> bool:
@@ -83,20 +106,16 @@ def _is_first_process() -> bool:
     return rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
-def _trained_backbone(config: dict[str, Any]) -> torch.nn.Module:
-    return checkpoints.load(config["init"], key="init", tasks=(assemble.task_name(config),)).backbone
-
-
-def _check_optimized_metric(config: dict[str, Any], task: TrainedModule) -> None:
+def _check_optimized_metric(config: Config, module: TrainedModule) -> None:
     metric, rate = config["optimized_metric"], f"{config['task']['unit']}_per_second"
-    measured = [f"val/{name}" for name in task.val_metrics] + [f"test/{name}" for name in task.test_metrics]
+    measured = [f"val/{name}" for name in module.val_metrics] + [f"test/{name}" for name in module.test_metrics]
     if metric is not None and metric not in (*measured, *RUN_FACTS, rate):
         raise ValueError(f"optimized_metric={metric} is never measured: choose one of {', '.join(measured)}")
 
 
 def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    devices = assemble.device_count(config)
+    devices = device_count(config)
     if sweep and devices > 1:
         raise ValueError(
             f"a sweep (-m) runs on one device a trial, not on {devices}, where every process would repeat the sweep: "
@@ -104,20 +123,22 @@ def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
         )
 
 
-def _fit(trainer: Trainer, task: LightningModule, datamodule: Any, checkpoint: Path | None) -> None:
-    with _memory_explained(trainer, task, datamodule):
-        trainer.fit(task, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+def _fit(
+    trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config, checkpoint: Path | None
+) -> None:
+    with _memory_explained(trainer, module, datamodule, config["task"]["unit"]):
+        trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
 
 
 @contextmanager
-def _memory_explained(trainer: Trainer, task: LightningModule, datamodule: Any) -> Iterator[None]:
+def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: TaskData, unit: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
         # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
-        if task.training:
+        if module.training:
             batch = datamodule.batch_size
             remedy = (
                 f"halve that and keep the recipe with "
@@ -126,7 +147,6 @@ def _memory_explained(trainer: Trainer, task: LightningModule, datamodule: Any) 
         else:
             batch = datamodule.eval_batch_size
             remedy = f"evaluate fewer at a time with data.eval_batch_size={max(1, batch // 2)}"
-        unit = task.hparams["config"]["task"]["unit"]
         raise ValueError(f"out of memory with {batch} {unit} on a device at a time: {remedy}") from error
 
 
@@ -134,12 +154,12 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _test(trainer: Trainer, task: LightningModule, datamodule: Any) -> dict[str, Any]:
+def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
     """Test with the best checkpoint (the last weights in a fast_dev_run, which writes none)."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
-    with _memory_explained(trainer, task, datamodule):
-        (tested,) = trainer.test(task, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
+    with _memory_explained(trainer, module, datamodule, config["task"]["unit"]):
+        (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
     if best is not None:
         validated = getattr(trainer.checkpoint_callback, "best_metrics", None) or validated
     return validated | {key: float(value) for key, value in tested.items()}
@@ -172,17 +192,15 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
 
 
 @rank_zero_only
-def _announce(
-    config: dict[str, Any], info: assemble.Info, backbone: torch.nn.Module, trainer: Trainer, checkpoint: Path | None
-) -> None:
+def _announce(config: dict[str, Any], info: Info, backbone: torch.nn.Module, checkpoint: Path | None) -> None:
     model, recipe = config["model"], config["recipe"]
-    batch, devices = assemble.device_batch_size(config), assemble.device_count(config)
+    batch, devices = device_batch_size(config), device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
     parameters = count_parameters(backbone) / 1e6
     _print(f"{model['label']} ({model['name']}, {parameters:.2f}M parameters) on {_data_line(config, info)}")
     _print(
         f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
-        f"x {accumulate} accumulated; effective learning rate {assemble.effective_learning_rate(config):.3g}"
+        f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
     )
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
@@ -200,26 +218,24 @@ def _what_else_ran(config: dict[str, Any]) -> str:
     return f"no run of this configuration; the newest, {shorten(folder)}, differs in {', '.join(keys[:5])}{more}"
 
 
-def _data_line(config: dict[str, Any], info: assemble.Info) -> str:
+def _data_line(config: dict[str, Any], info: Info) -> str:
     sizes = ", ".join(f"{count} {split}" for split, count in info.sizes.items() if count is not None)
     return f"{config['data']['name']}: {info.describe()}" + (f", {sizes}" if sizes else "")
 
 
 @rank_zero_only
 def _record(
-    trainer: Trainer, config: dict[str, Any], task: TrainedModule, metrics: dict[str, Any], info: assemble.Info
+    trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
     """metrics.json, the hyper-parameters with the final metrics in TensorBoard, and the closing table."""
-    folder = Path(config["output"])
+    folder, report = Path(config["output"]), registry.of(config).report
     if isinstance(trainer.logger, RunLogger):
         trainer.logger.log_results(dict(runs.flatten(config)), {k: v for k, v in metrics.items() if "/" in k})
         trainer.logger.save()
-    written = dict(metrics)
-    if task.confusion_matrix is not None and isinstance(info, DataInfo):
-        written["test/per_class"] = per_class_accuracy(task.confusion_matrix, info)
+    written = metrics | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
-    headline = [f"test/{name}" for name in task.headline]
+    headline = [f"test/{name}" for name in report.headline]
     rows = [(key, f"{metrics[key]:.4f}") for key in headline if key in metrics]
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
@@ -229,9 +245,7 @@ def _record(
     if best:
         best = shorten(best)
         rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
-        rows.append(("next", f"longseq evaluate checkpoint={best}"))
-        if isinstance(info, DataInfo):
-            rows.append(("", f"longseq export checkpoint={best} format=onnx"))
+        rows += zip(chain(["next"], repeat("")), report.next_commands(best), strict=False)
     print_rows(rows)
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from longseq.tasks import assemble
 from longseq.tasks.image import data
+from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tools.benchmark.work import TINY
 
@@ -48,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
 def training_batches(script, root: Path) -> TrainingBatches:
     words = ("experiment=image/cifar10", f"data.root={root}", "data.val_fraction=0.34", "recipe.batch_size=2")
     config = script("cifar10").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
-    return assemble.build_datamodule(config).train_dataloader().dataset
+    return ImageDataModule.from_config(config, batch_size=2).train_dataloader().dataset
 
 
 def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(script, folder, tmp_path, monkeypatch):

@@ -26,11 +26,12 @@ from longseq.blocks.scan import Directions
 from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
-from longseq.tasks import assemble
+from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.model import model_name
+from longseq.tasks.image.model import ImageModel, model_name
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
+from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.experiment import TrainKeys
 from longseq.tasks.training.options import OneOf
 
@@ -99,11 +100,11 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
     if cfg.checkpoint is not None:
         loaded = checkpoint.load(cfg.checkpoint)
         return loaded.backbone, loaded.data
-    config = assemble.plain(cfg)
-    if (task := assemble.task_name(config)) != "image":
+    config = resolve(cfg)
+    if (task := config["task"]["name"]) != "image":
         raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)
-    return assemble.build_backbone(config, info), info.to_dict()
+    return ImageModel().build(config, info), info.to_dict()
 
 
 def _data_info(config: Mapping[str, Any]) -> DataInfo:
@@ -111,9 +112,7 @@ def _data_info(config: Mapping[str, Any]) -> DataInfo:
     data = config["data"]
     if data.get("num_classes") is None:
         try:
-            info = assemble.build_datamodule(config).info
-            assert isinstance(info, DataInfo)
-            return info
+            return ImageDataModule.from_config(config, batch_size=1).info
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
     classes = int(data["num_classes"])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from longseq.tasks.data.loader import BatchLoader, StreamLoader, TrainingLoader
+from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
-from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, TrainingBatches, Unreadable
+from longseq.tasks.image.config import ImageKeys
+from longseq.tasks.image.datasets import EvaluationBatches, ImageFiles, StreamBatches, TrainingBatches, Unreadable
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import (
     Split,
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 _MOST_WORKERS = 16
 
 
-class ImageDataModule(LightningDataModule):
+class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with a fixed set for validation and one for the test.
 
     `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), or a name that timm
@@ -46,6 +47,8 @@ class ImageDataModule(LightningDataModule):
     in one step. Training draws are functions of (seed, epoch, sample, repeat); `split_seed` chooses the validation
     images where the source has none, so that runs of several seeds share them. ValueError for what the user can mend.
     """
+
+    inputs = ImageFiles
 
     def __init__(
         self,
@@ -92,6 +95,36 @@ class ImageDataModule(LightningDataModule):
         self._unreadable = Unreadable(on_error)
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ImageDataModule:
+        ImageKeys().check(config)
+        augment = config["recipe"]["augment"]
+        datamodule = cls(**config["data"], batch_size=batch_size, seed=config["seed"], augment=augment)
+        datamodule.prepare_data()
+        datamodule.setup()
+        return datamodule
+
+    @classmethod
+    def read_info(cls, values: Mapping[str, Any]) -> DataInfo:
+        return DataInfo.from_dict(values)
+
+    @classmethod
+    def for_evaluation(
+        cls,
+        config: Mapping[str, Any],
+        changes: Mapping[str, Any],
+        *,
+        split: str,
+        trained: DataInfo,
+        batch_size: int,
+    ) -> ImageDataModule:
+        own = config["data"]
+        datamodule = cls(**{**own, **changes}, batch_size=batch_size, seed=config["seed"])
+        foreign = datamodule.source != own["source"] or _absolute(datamodule.root) != _absolute(own.get("root"))
+        datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
+        datamodule._adopt_classes(trained, mapped="class_map" in changes)
+        return datamodule
 
     @property
     def info(self) -> DataInfo:
@@ -176,6 +209,26 @@ class ImageDataModule(LightningDataModule):
                 return
         self.prepare_data()
         self.setup()
+
+    def _adopt_classes(self, trained: DataInfo, *, mapped: bool) -> None:
+        """Name the classes as the model does. ValueError where the data's own are not the model's.
+
+        With `mapped`, data.class_map has numbered the data's classes as the model numbers its own.
+        """
+        found = self.info
+        if mapped:
+            if found.num_classes > trained.num_classes:
+                raise ValueError(
+                    f"data.class_map numbers {found.num_classes} classes, the model has {trained.num_classes}"
+                )
+        elif found.class_names != trained.class_names:
+            extra = sorted(set(found.class_names) ^ set(trained.class_names))[:3]
+            raise ValueError(
+                f"the data's {found.num_classes} classes are not the {trained.num_classes} of the checkpoint (they "
+                f"differ in {', '.join(extra) or 'their order'}); give data with the same class folders, or "
+                "data.class_map"
+            )
+        self._info = replace(found, class_names=trained.class_names, num_classes=trained.num_classes)
 
     def _require_two_classes(self, train: Split) -> None:
         present = classes_at_hand(train)
@@ -307,6 +360,10 @@ class ImageDataModule(LightningDataModule):
             "pin_memory": self.pin_memory and torch.cuda.is_available(),
             "report": self._unreadable.record,
         }
+
+
+def _absolute(root: str | None) -> str | None:
+    return None if root is None else os.path.realpath(os.path.expanduser(root))
 
 
 def _usable_cores() -> int:

@@ -16,13 +16,14 @@ from timm.data.readers.shared_count import SharedCount
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from longseq.tasks.data.inputs import InputFiles
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
 from longseq.tasks.image.folder import Found, find_images
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split, first_line
-from longseq.tasks.image.transforms import evaluation_transform
+from longseq.tasks.image.transforms import evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class StreamBatches(IterableDataset[Batch]):
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
 
 
-class ImageFiles(Dataset[tuple[Tensor | None, str]]):
+class ImageFiles(InputFiles):
     """The image files of a folder (all levels) or one file, in the order of their paths, prepared for a model.
 
     Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged); `passed_over` are the files
@@ -209,6 +210,7 @@ class ImageFiles(Dataset[tuple[Tensor | None, str]]):
         if not self.paths:
             endings = ", ".join(sorted(image_endings()))
             raise ValueError(f"input={path} holds no images: the endings looked for are {endings}")
+        self.info = info
         self.transform = evaluation_transform(info)
         self.shape = (info.in_chans, info.img_size, info.img_size)
 
@@ -228,6 +230,10 @@ class ImageFiles(Dataset[tuple[Tensor | None, str]]):
         images = _stack([image for image, _ in items if image is not None], self.shape)
         paths = [path for image, path in items if image is not None]
         return images, paths, [path for image, path in items if image is None]
+
+    def prepare(self, batch: Tensor) -> Tensor:
+        """Normalised images."""
+        return normalize(batch, self.info)
 
 
 def seed_everything(seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tarfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -16,21 +16,13 @@ from timm.data.readers.img_extensions import get_img_extensions, set_img_extensi
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
+from longseq.tasks.data.inputs import PassedOver, describe_passed_over
 from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
 
 _log = logging.getLogger(__name__)
 
-_NAMED = 5
-
 # timm keeps what it found in tar files beyond this size, because looking through them takes minutes.
 _LARGE_TAR = 10 * 2**30
-
-
-class PassedOver(NamedTuple):
-    """A file that was not read (or a hidden folder, with a slash at its end), and why."""
-
-    path: str
-    reason: str
 
 
 class Found(NamedTuple):
@@ -59,16 +51,6 @@ def find_images(root: str) -> Found:
             else:
                 others.append(PassedOver(path, _why_no_image(name)))
     return Found(images, others)
-
-
-def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
-    """How many, of which kinds, and the first of them, in one line."""
-    kinds = Counter(reason for _, reason in passed_over)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_NAMED))
-    rest = sum(count for _, count in kinds.most_common()[_NAMED:])
-    names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:_NAMED]]
-    more = ", ..." if len(passed_over) > _NAMED else ""
-    return f"{counts}{f', {rest} others' if rest else ''}: {', '.join(names)}{more}"
 
 
 def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:

@@ -1,13 +1,72 @@
-"""What an image model of timm states about itself."""
+"""Image models: built from a configuration, and what a model of timm states about itself."""
 
 from __future__ import annotations
 
+import inspect
+import typing
 from collections.abc import Mapping
 from typing import Any
 
+import timm
+import torch
+from timm.models import is_model, model_entrypoint
 from torch import nn
 
-__all__ = ["model_name", "stated_data", "takes_any_resolution"]
+from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
+from longseq.tasks.image.info import DataInfo
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
+
+__all__ = ["ImageModel", "model_name", "stated_data", "takes_any_resolution"]
+
+
+class ImageModel(TaskModel):
+    """Builds the models that `timm.create_model` knows, those of longseq among them."""
+
+    def build(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module:
+        """The model that `config.model` names.
+
+        Options that are null there are left to the recipe (`recipe.model`) and then to the model.
+        """
+        options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
+        name = config["model"]["name"]
+        if not is_model(name):
+            near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
+            raise ValueError(f"unknown model.name={name!r}: `timm.list_models()` lists them{_such_as(near)}")
+        options = (config["recipe"].get("model") or {}) | {k: v for k, v in options.items() if v is not None}
+        if name.startswith("longseq_"):
+            options |= {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
+            options = _patches(info.img_size, overlapping=True) | options | {"img_size": info.img_size}
+        else:
+            options = _sizes(name, info.img_size) | options
+        torch.manual_seed(config["seed"])
+        try:
+            return timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **options)
+        except TypeError as error:
+            raise ValueError(f"model {name} does not take these options: {error}") from error
+
+    def initialize(self, model: nn.Module, trained: nn.Module) -> None:
+        """As `TaskModel.initialize`; positions are interpolated to the grid of the new model."""
+        state = trained.state_dict()
+        copy_weights(model, checkpoint_filter_fn(state, model) if isinstance(model, ImageBackbone) else state)
+
+    def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
+        size = changes.get("img_size")
+        if size in (None, trained.img_size):
+            return {}
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"data.img_size={size} must be a number of pixels")
+        return {"any_resolution": True}
+
+    def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
+        size = found.img_size
+        if size == trained.img_size:
+            return
+        try:
+            with torch.inference_mode():
+                model(torch.zeros(1, found.in_chans, size, size))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"data.img_size={size} does not suit this {model_name(model)}: {reason}") from error
 
 
 def _stated(model: nn.Module) -> Mapping[str, Any]:
@@ -42,3 +101,38 @@ def takes_any_resolution(model: nn.Module) -> bool:
         return bool(model.dynamic_img_size)
     stated = _stated(model)
     return "input_size" in stated and not stated.get("fixed_input_size", False)
+
+
+def _sizes(name: str, img_size: int) -> dict[str, int]:
+    """What a timm model of a fixed image size takes to fit `img_size`; its architecture stays from 128 pixels on."""
+    taken = _constructor_defaults(name)
+    if not timm.get_pretrained_cfg(name).fixed_input_size or "img_size" not in taken:  # type: ignore[union-attr]
+        return {}
+    # ViT and its kin have one patch grid, of 16 pixels by default; pyramids such as Swin shrink by themselves.
+    small = img_size < 128 and taken.get("patch_size") == 16
+    return (_patches(img_size, overlapping=False) if small else {}) | {"img_size": img_size}
+
+
+def _constructor_defaults(name: str) -> dict[str, Any]:
+    """The options of a timm model's constructor, through its base classes."""
+    defaults: dict[str, Any] = {}
+    made = typing.get_type_hints(model_entrypoint(name)).get("return")
+    for cls in getattr(made, "__mro__", ()):
+        for key, parameter in inspect.signature(cls.__init__).parameters.items():
+            defaults.setdefault(key, parameter.default)
+        if cls is nn.Module or "kwargs" not in inspect.signature(cls.__init__).parameters:
+            break
+    return defaults
+
+
+def _patches(img_size: int, *, overlapping: bool) -> dict[str, int]:
+    """The usual patches for images of a size: 16 pixels from 128 on, else 4; for the 8 of digits, 9 that overlap."""
+    if img_size >= 128:
+        return {"patch_size": 16}
+    if img_size > 8:
+        return {"patch_size": 4}
+    return {"patch_size": 6, "stride": 1} if overlapping else {"patch_size": 2}
+
+
+def _such_as(names: list[str]) -> str:
+    return f", such as {', '.join(names)}" if names else ""

@@ -1,62 +1,70 @@
 """The image classification task: loss, metrics, optimizer and schedule around a plain backbone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.mixing import BatchMixing
-from longseq.tasks.training.metrics import WeightedMean
+from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training
 
 
 class ImageClassifier(TrainedModule):
     """Trains and measures a backbone that maps images [B, C, H, W] to logits [B, num_classes].
 
     Logs `train/loss`, `train/lr`, `{val,test}/{loss,top1,top5}`; top-5 only with more than five classes. Metrics count
-    every evaluated sample once, whatever the number of processes. `compile_mode` compiles the training pass (see
-    `torch.compile`); the first step then takes a minute or so. The further arguments are those of `TrainedModule`.
+    every evaluated sample once, whatever the number of processes. `mixing` makes the soft targets of a training batch,
+    by default those of the labels alone; with `binary_cross_entropy` each class is a question of its own.
     """
 
-    headline = ("top1", "top5", "loss")
+    # Counts [true class, predicted class] of the last test.
+    confusion_matrix: Tensor | None = None
 
     def __init__(
         self,
         backbone: nn.Module,
         *,
         num_classes: int,
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        schedule: Callable[..., tuple[Any, int]] | None,
-        learning_rate: float,
-        epochs: int,
-        mixing: BatchMixing,
+        training: Training | None = None,
+        mixing: BatchMixing | None = None,
         binary_cross_entropy: bool = False,
-        seed: int = 0,
-        compile_mode: str | None = None,
-        hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(
-            backbone,
-            optimizer=optimizer,
-            schedule=schedule,
-            learning_rate=learning_rate,
-            epochs=epochs,
-            seed=seed,
-            hyperparameters=hyperparameters,
-        )
-        self.mixing = mixing
+        super().__init__(backbone, training)
+        self.mixing = mixing or BatchMixing(num_classes, seed=self.seed)
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if binary_cross_entropy else SoftTargetCrossEntropy()
-        # Training batches all have one shape; evaluation's do not, and runs the backbone as it is. A function and not a
-        # module, so that the weights stand once in the checkpoint.
-        self._train_forward = self.forward if compile_mode is None else torch.compile(self.forward, mode=compile_mode)
+        # Training batches all have one shape; evaluation's do not, and runs the backbone as it is.
+        self._train_forward = self.compiled(self.forward)
         self.val_metrics = _metrics(num_classes)
         self.test_metrics = _metrics(num_classes)
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
         self._measured = False  # an image since the last validation or test
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], backbone: nn.Module, info: DataInfo, training: Training | None
+    ) -> "ImageClassifier":
+        if training is None:
+            return cls(backbone, num_classes=info.num_classes)
+        loss, augment = config["recipe"]["loss"], config["recipe"]["augment"]
+        mixing = BatchMixing(
+            info.num_classes,
+            seed=training.seed,
+            label_smoothing=loss["label_smoothing"],
+            **augment.get("mixing", {}),
+        )
+        return cls(
+            backbone,
+            num_classes=info.num_classes,
+            training=training,
+            mixing=mixing,
+            binary_cross_entropy=loss.get("bce", False),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [B, num_classes] of normalised images [B, C, H, W]."""
@@ -113,7 +121,7 @@ class ImageClassifier(TrainedModule):
 
 def _metrics(num_classes: int) -> nn.ModuleDict:
     metrics: dict[str, Metric] = {
-        "loss": WeightedMean(),
+        "loss": MeanLoss(),
         "top1": MulticlassAccuracy(num_classes, average="micro", validate_args=False),
     }
     if num_classes > 5:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
+from longseq.tasks.probe.config import ProbeKeys
 from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
 
+# The split that each stage of a run measures.
+STAGES = {"val": "validation", "test": "test"}
 
-class ProbeDataModule(LightningDataModule):
+
+class ProbeDataModule(TaskData):
     """Generated sequences for training, validation and test; see `longseq.tasks.probe.generators`.
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
@@ -55,9 +60,42 @@ class ProbeDataModule(LightningDataModule):
             raise ValueError(f"data.draw_seed={draw_seed} must be a whole number")
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
         self.draw_seed, self.cache, self.seed = draw_seed, cache, seed
-        self.unreadable: list[str] = []  # as of the image task; what is generated can be read
         self._splits: dict[str, list[Slice]] | None = None
         self._info: ProbeInfo | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ProbeDataModule:
+        ProbeKeys().check(config)
+        datamodule = cls(**config["data"], batch_size=batch_size, seed=config["seed"])
+        datamodule.setup()
+        return datamodule
+
+    @classmethod
+    def read_info(cls, values: Mapping[str, Any]) -> ProbeInfo:
+        return ProbeInfo.from_dict(values)
+
+    @classmethod
+    def for_evaluation(
+        cls,
+        config: Mapping[str, Any],
+        changes: Mapping[str, Any],
+        *,
+        split: str,
+        trained: ProbeInfo,
+        batch_size: int,
+    ) -> ProbeDataModule:
+        own = config["data"]
+        options = changes.get("options", {})
+        changes = {**changes, "options": {**own["options"], **options} if isinstance(options, Mapping) else options}
+        datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
+        # The trainer tests on either split, under the names of its own slices.
+        datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
+        if datamodule.info.vocab_size > trained.vocab_size:
+            raise ValueError(
+                f"the data has {datamodule.info.vocab_size} tokens, the model {trained.vocab_size}: give data with as "
+                "many"
+            )
+        return datamodule
 
     @property
     def info(self) -> ProbeInfo:
@@ -87,7 +125,7 @@ class ProbeDataModule(LightningDataModule):
             vocab_size=vocab_size,
             longest=max(one.tokens.shape[1] for slices in self._splits.values() for one in slices),
             rebuild=self.generator == "compression",
-            slices=[one.name for one in self._splits["test"]],
+            slices={stage: [one.name for one in self._splits[split]] for stage, split in STAGES.items()},
             sizes={"train": counts["train"], "val": counts["validation"], "test": counts["test"]},
         )
 

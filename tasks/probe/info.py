@@ -12,15 +12,15 @@ class ProbeInfo:
     """What a model and a checkpoint must know of a probe.
 
     `longest` is the length of its longest sequences in training, validation and test; with `rebuild` the model must
-    write the whole sequence from its last feature; `slices` names the parts of the test, `sizes` counts the sequences
-    of each split.
+    write the whole sequence from its last feature; `slices` names the parts of val and test, `sizes` counts the
+    sequences of each split.
     """
 
     generator: str
     vocab_size: int
     longest: int
     rebuild: bool
-    slices: list[str] = field(default_factory=list)
+    slices: dict[str, list[str]] = field(default_factory=dict)
     sizes: dict[str, int | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

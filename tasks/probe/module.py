@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from longseq.tasks.probe.batches import ProbeTargets
 from longseq.tasks.probe.generators import IGNORED
-from longseq.tasks.training.metrics import WeightedMean
+from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.training.metrics import MeanLoss, MeanScore
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training
 
 Batch = tuple[Tensor, ProbeTargets]
 
@@ -22,41 +23,24 @@ class ProbeTask(TrainedModule):
     Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and of
     sequences without a wrong one; where there are several slices, also `accuracy_SLICE` for each. An answer is right if
     it is the label, or, where the generator allows several, one of them. Only the places asked about pass through the
-    head, whose scores of a large vocabulary would else take most of the memory. `slices` names those of validation and
-    test. The further arguments are those of `TrainedModule` and of `ImageClassifier`.
+    head, whose scores of a large vocabulary would else take most of the memory. `slices` names those of val and test.
     """
 
-    headline = ("accuracy", "sequence_accuracy", "loss")
-
     def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        slices: Mapping[str, Sequence[str]],
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        schedule: Callable[..., tuple[Any, int]] | None,
-        learning_rate: float,
-        epochs: int,
-        seed: int = 0,
-        compile_mode: str | None = None,
-        hyperparameters: Mapping[str, Any] | None = None,
+        self, backbone: nn.Module, *, slices: Mapping[str, Sequence[str]], training: Training | None = None
     ) -> None:
-        super().__init__(
-            backbone,
-            optimizer=optimizer,
-            schedule=schedule,
-            learning_rate=learning_rate,
-            epochs=epochs,
-            seed=seed,
-            hyperparameters=hyperparameters,
-        )
+        super().__init__(backbone, training)
         # Each slice has its own shape, and a graph of its own is faster than one for all.
-        self._train_forward = (
-            self.forward if compile_mode is None else torch.compile(self.forward, mode=compile_mode, dynamic=False)
-        )
+        self._train_forward = self.compiled(self.forward, dynamic=False)
         self.slices = {stage: list(names) for stage, names in slices.items()}
         self.val_metrics = _metrics(self.slices["val"])
         self.test_metrics = _metrics(self.slices["test"])
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], backbone: nn.Module, info: ProbeInfo, training: Training | None
+    ) -> ProbeTask:
+        return cls(backbone, slices=info.slices, training=training)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Scores `[B, A, vocabulary]` at `places [B, A]` of `tokens [B, T]`."""
@@ -112,4 +96,4 @@ def _metrics(slices: Sequence[str]) -> nn.ModuleDict:
     names = ["loss", "accuracy", "sequence_accuracy"]
     if len(slices) > 1:
         names += [f"accuracy_{name}" for name in slices]
-    return nn.ModuleDict({name: WeightedMean() for name in names})
+    return nn.ModuleDict({name: MeanLoss() if name == "loss" else MeanScore() for name in names})

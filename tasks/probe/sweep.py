@@ -23,11 +23,11 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from longseq.tasks import assemble
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.probe import comparison
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
+from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import write_text
 
 # Keys of this command; every other override goes to each `longseq train`.
@@ -77,7 +77,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     finished is not repeated, one that was interrupted continues.
     """
     quiet_libraries()
-    config = assemble.plain(cfg)
+    config = resolve(cfg)
     _check(config)
     if config["plot"]:
         comparison.require_matplotlib()

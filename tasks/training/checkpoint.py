@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.mixers import check_revisions
-from longseq.tasks.assemble import build_backbone, info_from_dict
+from longseq.tasks import registry
 from longseq.tasks.image.model import takes_any_resolution
 from longseq.tasks.training.module import REVISIONS
 
@@ -181,7 +181,8 @@ def _build(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         try:
-            return build_backbone({**config, "model": model, "recipe": recipe}, info_from_dict(config, data))
+            task = registry.of(config)
+            return task.model.build({**config, "model": model, "recipe": recipe}, task.data.read_info(data))
         except (KeyError, TypeError) as error:
             raise ValueError(_of_another_version(path, key, [str(error)])) from error
 

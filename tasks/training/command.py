@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.options import read
-
-# Keys by which the files of configuration groups say for which tasks they are (see `longseq.tools.groups`).
-MARKS = ("tasks", "like")
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommandKeys:
@@ -23,5 +20,4 @@ Keys = TypeVar("Keys", bound=CommandKeys)
 
 def read_command(keys: type[Keys], cfg: DictConfig) -> Keys:
     """The keys of a command, from its YAML file and the command line. ValueError, in one line, for a mistake."""
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
-    return read(keys, {key: value for key, value in values.items() if key not in MARKS})
+    return read(keys, resolve(cfg))

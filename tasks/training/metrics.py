@@ -12,6 +12,8 @@ from torchmetrics import Metric
 class WeightedMean(Metric):
     """The mean of values by their weights, over all batches and processes.
 
+    Use `MeanLoss` or `MeanScore`, which say which values are better.
+
     torchmetrics 1.9's MeanMetric takes every weight for one where it is told not to look for NaN, and looking waits for
     the device.
     """
@@ -34,3 +36,15 @@ class WeightedMean(Metric):
     def compute(self) -> Tensor:
         """The mean, NaN of nothing."""
         return self.total / self.weight
+
+
+class MeanLoss(WeightedMean):
+    """A weighted mean of which lower is better."""
+
+    higher_is_better = False
+
+
+class MeanScore(WeightedMean):
+    """A weighted mean of which higher is better, such as an accuracy."""
+
+    higher_is_better = True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,51 +14,64 @@ from torch import Tensor, nn
 from longseq.mixers import check_revisions, mixer_revisions
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.recipe import Training
+
+Self = TypeVar("Self", bound="TrainedModule")
 
 # Where a checkpoint tells which functions of their weights its mixers compute.
 REVISIONS = "mixer_revisions"
 
 
-class TrainedModule(LightningModule):
-    """Trains a backbone with an optimizer and a schedule that is stepped after each update.
+class TrainedModule(LightningModule, ABC):
+    """Trains a model as a `Training` says, and measures it; without one it only measures.
 
-    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, or None in
-    a module that only measures.
-    `hyperparameters` is a plain container for the checkpoint (see `longseq.tasks.training.checkpoint`). A subclass
-    defines the steps, and `val_metrics` and `test_metrics`, logged below `val/` and `test/`; `headline` names those
-    that a run ends with. Randomness in a batch is a function of (seed, update, part of the effective batch), so
-    that a resumed run repeats the uninterrupted one, also where other processes take the parts: a training step calls
-    `seed_batch` first.
+    The schedule is stepped after each update. A subclass defines the steps, and `val_metrics` and `test_metrics`,
+    logged below `val/` and `test/`: metrics of torchmetrics, whose `higher_is_better` is the direction of what monitors
+    them. Randomness in a batch is a function of (seed, update, part of the effective batch), so that a resumed run
+    repeats the uninterrupted one, also where other processes take the parts: a training step calls `seed_batch` first.
     """
-
-    headline: ClassVar[tuple[str, ...]] = ("loss",)
 
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
 
-    # Counts [true class, predicted class] of the last test, of tasks that have classes.
-    confusion_matrix: Tensor | None = None
-
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        optimizer: Callable[..., torch.optim.Optimizer] | None,
-        schedule: Callable[..., tuple[Any, int]] | None,
-        learning_rate: float,
-        epochs: int,
-        seed: int = 0,
-        hyperparameters: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, backbone: nn.Module, training: Training | None = None) -> None:
         super().__init__()
-        self.save_hyperparameters(dict(hyperparameters or {}), logger=False)
+        self.save_hyperparameters(dict(training.hyperparameters) if training else {}, logger=False)
         self.backbone = backbone
-        self.learning_rate = learning_rate
-        self.epochs = epochs
-        self.seed = seed
-        self._learning_rate = learning_rate  # of the latest update
-        self._optimizer = optimizer
-        self._schedule = schedule
+        self.recipe = training
+        self.seed = training.seed if training else 0
+        self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
+
+    @classmethod
+    @abstractmethod
+    def from_config(
+        cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None
+    ) -> Self:
+        """The module of a configuration around a model for the data of `info`; it only measures without `training`."""
+
+    def higher_is_better(self, name: str, key: str) -> bool:
+        """Whether a validation metric, such as `val/loss`, is better when it is higher, as the metric itself says.
+
+        ValueError, which names `key`, where the module has no such metric or the metric does not say.
+        """
+        metrics = {f"val/{metric}": value for metric, value in self.val_metrics.items()}
+        if name not in metrics:
+            raise ValueError(f"{key}={name} is never measured: choose one of {', '.join(metrics)}")
+        better: Any = metrics[name].higher_is_better
+        if better is None:
+            raise ValueError(
+                f"{key}={name} does not say which values are better: set higher_is_better in "
+                f"{type(metrics[name]).__name__}, or choose another metric"
+            )
+        return bool(better)
+
+    def compiled(self, forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        """`forward` for training steps: compiled with these options of `torch.compile` where the training asks for it.
+
+        A function and not a module, so that the weights stand once in the checkpoint.
+        """
+        mode = self.recipe.compile_mode if self.recipe else None
+        return forward if mode is None else torch.compile(forward, mode=mode, **options)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[REVISIONS] = mixer_revisions(self.backbone)
@@ -90,10 +104,11 @@ class TrainedModule(LightningModule):
             self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
 
     def configure_optimizers(self) -> Any:
-        assert self._optimizer is not None, "this module only measures"
-        assert self._schedule is not None, "this module only measures"
-        optimizer = self._optimizer(self.backbone, lr=self.learning_rate)
-        scheduler, _ = self._schedule(optimizer, num_epochs=self.epochs, updates_per_epoch=self._updates_per_epoch())
+        recipe = self.recipe
+        assert recipe is not None, "this module only measures"
+        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate)
+        updates = self._updates_per_epoch()
+        scheduler, _ = recipe.schedule(optimizer, num_epochs=recipe.epochs, updates_per_epoch=updates)
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -11,14 +11,15 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
-from longseq.tasks import assemble, train
+from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
+from longseq.tasks.image.pictures import SamplePredictions, draw_confusion_matrix, draw_predictions
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
-from longseq.tasks.training.callbacks.pictures import SamplePredictions, draw_confusion_matrix, draw_predictions
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.files import WholeCheckpoints
+from longseq.tasks.training.trainer import build_trainer
 
 HEAD = "head.weight"
 INNER = "blocks.1.mixer.mixers.0.in_proj.weight"
@@ -30,9 +31,8 @@ class NaNLoss(torch.nn.Module):
 
 
 def fit(config, *callbacks):
-    datamodule = assemble.build_datamodule(config)
-    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
-    trainer = assemble.build_trainer(config, list(callbacks))
+    datamodule, task = train.build(config)
+    trainer = build_trainer(config, list(callbacks))
     trainer.fit(task, datamodule=datamodule)
     return trainer, task
 
@@ -65,10 +65,9 @@ class Weights(Callback):
 def test_the_average_follows_its_formula_and_is_validated(warmup, tiny):
     average, weights = ExponentialMovingAverage(decay=0.8, warmup=warmup), Weights()
     config = tiny("recipe.epochs=1")
-    datamodule = assemble.build_datamodule(config)
-    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    datamodule, task = train.build(config)
     expected = task.backbone.get_parameter(HEAD).detach().clone()
-    assemble.build_trainer(config, [average, weights]).fit(task, datamodule=datamodule)
+    build_trainer(config, [average, weights]).fit(task, datamodule=datamodule)
     for n, weight in enumerate(weights.trained, start=1):
         decay = min(0.8, (1 + n) / (10 + n)) if warmup else 0.8
         expected = decay * expected + (1 - decay) * weight
@@ -184,9 +183,8 @@ def test_the_rate_of_a_run_counts_what_came_before_a_resume(tiny, tmp_path):
     with pytest.raises(KeyError):
         fit(config, first, LastCheckpoint(str(tmp_path), every_n_train_steps=25), Stop())
     second = Throughput()
-    trainer = assemble.build_trainer(config, [second])
-    datamodule = assemble.build_datamodule(config)
-    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    trainer = build_trainer(config, [second])
+    datamodule, task = train.build(config)
     trainer.fit(task, datamodule=datamodule, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert second._run.samples > first._run.samples
 
@@ -224,8 +222,7 @@ def test_memory_that_is_too_small_for_evaluation_names_its_batch(tiny, monkeypat
 
 def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
     config = tiny("recipe.epochs=1", "recipe.gradient_clip=null")
-    datamodule = assemble.build_datamodule(config)
-    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
+    datamodule, task = train.build(config)
     spoilt = []
 
     def spoil(gradient):
@@ -233,7 +230,7 @@ def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
         return gradient * (float("inf") if len(spoilt) == 3 else 1.0)
 
     task.backbone.get_parameter(HEAD).register_hook(spoil)
-    trainer = assemble.build_trainer(config, [NonFiniteStop(every_n_steps=1)])
+    trainer = build_trainer(config, [NonFiniteStop(every_n_steps=1)])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     precision = trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
     precision.forward_context = contextlib.nullcontext
@@ -269,6 +266,6 @@ def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
     config = tiny(
         "recipe.epochs=3", "recipe.learning_rate=0", "recipe.schedule.min_lr=0", "recipe.schedule.warmup_lr=0"
     )
-    fit(config, best := BestCheckpoint(str(tmp_path), "val/top1"))
+    fit(config, best := BestCheckpoint(str(tmp_path), "val/top1", "max"))
     assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["best.ckpt"]

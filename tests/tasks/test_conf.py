@@ -16,13 +16,15 @@ from lightning.pytorch.loggers import Logger
 import longseq.conf
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
-from longseq.tasks import assemble, train
+from longseq.tasks import registry, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.training import targets
+from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.trainer import build_callbacks
 
 CONF = Path(longseq.conf.__file__).parent
 GROUPS = ("task", "mixer", "model", "scale", "data", "recipe", "trainer", "callbacks", "logger")
@@ -30,6 +32,13 @@ OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / gro
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
+
+
+class Measured:
+    """A module that has every metric."""
+
+    def higher_is_better(self, name, key):
+        return True
 
 
 def bind(target: Any, **arguments: Any) -> None:
@@ -49,7 +58,7 @@ def test_the_groups_are_those_tested_here():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
 def test_every_option_composes_and_binds(group, option, compose_config, tmp_path):
-    config = assemble.plain(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
+    config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
     if config["task"]["name"] == "probe":
         bind(ProbeDataModule, **config["data"], batch_size=1, seed=0)
         check_options(config["data"]["generator"], config["data"]["options"])
@@ -65,7 +74,7 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     )
     targets.check(config)
     assert isinstance(targets.build(config["logger"], targets.LOGGERS, "logger"), Logger)
-    callbacks = assemble.build_callbacks(config)
+    callbacks = build_callbacks(config, Measured())
     wanted = [options for options in config["callbacks"].values() if options is not None]
     assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"]) + 2
 
@@ -75,10 +84,10 @@ MODELS = [option for option in OPTIONS if option[0] in ("mixer", "model", "scale
 
 @pytest.mark.parametrize(("group", "option"), MODELS, ids=[f"{group}-{option}" for group, option in MODELS])
 def test_every_model_builds(group, option, compose_config, tmp_path):
-    config = compose_config("train", *chosen(group, option), f"output={tmp_path}")
-    info = SMALL_PROBE if config.task.name == "probe" else SMALL
+    config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
+    info = SMALL_PROBE if config["task"]["name"] == "probe" else SMALL
     with torch.device("meta"):
-        backbone = assemble.build_backbone(config, info)
+        backbone = registry.of(config).model.build(config, info)
     assert sum(parameter.numel() for parameter in backbone.parameters()) > 0
     assert backbone.num_classes == 2 if info is SMALL else backbone.vocab_size == 8
 
@@ -89,9 +98,9 @@ def test_the_override_that_the_readme_names_has_second_derivatives(model, compos
     paragraph = next(paragraph for paragraph in readme.split("\n\n") if "`create_graph=True`" in paragraph)
     (override,) = re.findall(r"`(\S+=reference)`", paragraph)
     config = compose_config("train", *chosen("model", model), "mixer=deltanet", override, f"output={tmp_path}")
-    config = {**assemble.plain(config), "compile": None}
+    config = {**resolve(config), "compile": None}
     config["model"] |= {"embed_dim": 16, "depth": 1} if model != "token" else {"d_model": 16, "depth": 1}
-    backbone = assemble.build_backbone(config, SMALL if model != "token" else SMALL_PROBE)
+    backbone = registry.of(config).model.build(config, SMALL if model != "token" else SMALL_PROBE)
     y = backbone(torch.randn(2, 3, 32, 32)) if model != "token" else backbone(torch.randint(8, (2, 16)))[0]
     parameters = list(backbone.parameters())
     first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)

@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from longseq.tasks import evaluate, predict, train
+from longseq.tasks.image.report import per_class_accuracy
 from longseq.tools import cli
 
 
@@ -54,8 +55,8 @@ def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     assert written["test/loss"] == pytest.approx(trained["test/loss"])
     raw = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu", "weights=model"))
     assert raw["test/loss"] != pytest.approx(trained["test/loss"])
-    assert [row["class"] for row in written["per_class"]] == [str(digit) for digit in range(10)]
-    assert sum(row["images"] for row in written["per_class"]) == written["test/images"] == 359
+    assert [row["class"] for row in written["test/per_class"]] == [str(digit) for digit in range(10)]
+    assert sum(row["images"] for row in written["test/per_class"]) == written["test/images"] == 359
 
 
 def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_config, tmp_path):
@@ -79,7 +80,7 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     shutil.rmtree(tmp_path / "other" / "train")
     shutil.rmtree(tmp_path / "other" / "val" / "3")
     evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", *overrides))
-    third = json.loads(output.read_text())["per_class"][3]
+    third = json.loads(output.read_text())["val/per_class"][3]
     assert third == {"class": "3", "top1": None, "images": 0}
     (tmp_path / "other" / "val" / "4").rename(tmp_path / "other" / "val" / "four")
     with pytest.raises(ValueError, match=r"1 class folder\(s\) that the 10 classes .* lack \(four\).*data.class_map"):
@@ -132,7 +133,7 @@ def test_evaluate_at_another_resolution_and_crop(checkpoint, compose_config, tmp
 
 def test_classes_of_one_name_keep_their_rows():
     info = SimpleNamespace(class_names=["crane", "crane", "owl"])
-    rows = train.per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
+    rows = per_class_accuracy(torch.tensor([[3, 1, 0], [0, 2, 0], [0, 0, 0]]), info)
     assert [tuple(row.values()) for row in rows] == [("crane", 0.75, 4), ("crane", 1.0, 2), ("owl", None, 0)]
 
 

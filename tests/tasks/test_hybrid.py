@@ -6,9 +6,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.tasks import assemble, train
+from longseq.tasks import train
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.model import ImageModel
 from longseq.tasks.training import checkpoint
+from longseq.tasks.training.configuration import resolve
 
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 LAYERS = "{default: deltanet, layers: {1: attention}}"
@@ -47,6 +49,6 @@ def test_runs_are_named_by_the_pattern(pattern, label, compose_config, tmp_path)
 def test_the_scale_fills_in_the_options_of_each_mixer(compose_config, tmp_path):
     overrides = ("mixer=hybrid", "mixer.name=deltanet+attention+longhorn", "+mixer.options.attention.num_heads=2")
     with torch.device("meta"):
-        model = assemble.build_backbone(compose_config("train", *overrides, f"output={tmp_path}"), SMALL)
+        model = ImageModel().build(resolve(compose_config("train", *overrides, f"output={tmp_path}")), SMALL)
     layers = [block.mixer.mixers[0] for block in model.blocks]
     assert [getattr(layer, "head_dim", None) for layer in layers] == [16, 32, None, 16]

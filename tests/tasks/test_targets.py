@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
 
-from longseq.tasks import assemble, evaluate, predict, train
+from longseq.tasks import evaluate, predict, train
 from longseq.tasks.training import targets
 from longseq.tasks.training.checkpoint import load
+from longseq.tasks.training.configuration import resolve
 from longseq.tools import describe, export
 
 
@@ -68,7 +69,7 @@ def plant(config, place, node, *, in_list=False):
 
 def test_training_calls_nothing_that_is_not_listed(tiny, tmp_path):
     made = tmp_path / "made"
-    config = assemble.plain(tiny("recipe.epochs=1"))
+    config = resolve(tiny("recipe.epochs=1"))
     for place, in_list, partial in itertools.product(PLACES, (False, True), (False, True)):
         node = {"_target_": "os.mkdir", "path": str(made)} | ({"_partial_": True} if partial else {})
         with pytest.raises(ValueError, match=r"_target_") as caught:

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.tasks import assemble, train
+from longseq.tasks import train
 from longseq.tasks.training.callbacks.telemetry import Telemetry, evaluating, name_mixers, watching
+from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
 LONGHORN = ("mixer=longhorn", "model.depth=1", "recipe.epochs=1")
 
@@ -23,15 +24,13 @@ def scalars(folder):
 
 def fit(config, *callbacks):
     torch.manual_seed(0)
-    datamodule = assemble.build_datamodule(config)
-    task = assemble.build_task(config, assemble.build_backbone(config, datamodule.info), datamodule.info)
-    assemble.build_trainer(config, [*assemble.build_callbacks(config), *callbacks]).fit(task, datamodule=datamodule)
+    datamodule, task = train.build(config)
+    build_trainer(config, [*build_callbacks(config, task), *callbacks]).fit(task, datamodule=datamodule)
     return task
 
 
 def build(tiny, *overrides):
-    config = tiny(*overrides)
-    return assemble.build_backbone(config, assemble.build_datamodule(config).info)
+    return train.build(tiny(*overrides)).module.backbone
 
 
 def test_each_reading_has_its_charts(tiny, tmp_path):

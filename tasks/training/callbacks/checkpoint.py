@@ -17,10 +17,11 @@ from longseq.tasks.training.callbacks.updates import updated
 class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
-    `best_metrics` are the validation metrics of the moment it was written.
+    `mode` is max where higher values are better, else min; a run takes it from the metric. `best_metrics` are the
+    validation metrics of the moment it was written.
     """
 
-    def __init__(self, dirpath: str, monitor: str, mode: str = "max") -> None:
+    def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
         super().__init__(
             dirpath,
             filename="best",

@@ -8,7 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from longseq.tasks import assemble
+from longseq.tasks import train
+from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.trainer import build_trainer
 
 
 class Recorder(Callback):
@@ -22,10 +26,8 @@ class Recorder(Callback):
 
 
 def parts(config, *callbacks):
-    datamodule = assemble.build_datamodule(config)
-    backbone = assemble.build_backbone(config, datamodule.info)
-    task = assemble.build_task(config, backbone, datamodule.info)
-    return assemble.build_trainer(config, list(callbacks)), task, datamodule
+    datamodule, task = train.build(config)
+    return build_trainer(config, list(callbacks)), task, datamodule
 
 
 def test_the_schedule_warms_up_and_falls_per_update(tiny):
@@ -87,11 +89,11 @@ def test_metrics_weigh_every_image_alike(tiny):
 
 
 def test_top5_needs_more_than_five_classes(tiny):
-    config = assemble.plain(tiny())
-    info = assemble.build_datamodule(config).info
+    config = resolve(tiny())
+    info = ImageDataModule.from_config(config, 64).info
     few = type(info).from_dict(info.to_dict() | {"num_classes": 5, "class_names": list("abcde")})
-    assert "top5" not in assemble.build_task(config, torch.nn.Identity(), few).val_metrics
-    assert "top5" in assemble.build_task(config, torch.nn.Identity(), info).val_metrics
+    assert "top5" not in ImageClassifier.from_config(config, torch.nn.Identity(), few, None).val_metrics
+    assert "top5" in ImageClassifier.from_config(config, torch.nn.Identity(), info, None).val_metrics
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ import torch
 from hydra import compose, initialize_config_module
 
 import longseq.conf
-from longseq.tasks import assemble, evaluate, train
+from longseq.tasks import evaluate, train
 from longseq.tasks.circumstances import COMMIT_VARIABLE
 from longseq.tasks.probe import comparison, sweep
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
+from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
 from longseq.tasks.training.checkpoint import load
+from longseq.tasks.training.configuration import resolve
 from longseq.tools import cli
 
 TINY = (
@@ -75,7 +77,7 @@ def test_a_run_leaves_what_an_image_run_leaves(compose_config, tmp_path):
     validated = evaluate.run(evaluation(compose_config, tmp_path / "run", longer, other, "split=val"))
     names = {"val/accuracy_few", "val/accuracy_more", "val/accuracy_most"}
     assert {key for key in validated if "accuracy_" in key.replace("sequence_accuracy", "")} == names
-    with pytest.raises(ValueError, match=r"data\.root is no key of a probe"):
+    with pytest.raises(ValueError, match=r"data\.root is unknown: .*the keys of data are name, generator"):
         evaluate.run(evaluation(compose_config, tmp_path / "run", "data.root=/nowhere"))
     with pytest.raises(ValueError, match="the data has 32 tokens, the model 16"):
         evaluate.run(evaluation(compose_config, tmp_path / "run", "data.options={vocab_size: 32}"))
@@ -185,11 +187,11 @@ PRESETS = sorted(
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_can_be_generated(preset, compose_config, tmp_path):
-    config = assemble.plain(compose_config("train", "task=probe", f"data={preset}", f"output={tmp_path}"))
+    config = resolve(compose_config("train", "task=probe", f"data={preset}", f"output={tmp_path}"))
     for split in ("train", "validation", "test"):
         config["data"][split] = [described | {"samples": 3} for described in config["data"][split]]
     config["recipe"]["batch_size"] = 3
-    datamodule = assemble.build_datamodule(config)
+    datamodule = ProbeDataModule.from_config(config, 3)
     assert datamodule.info.sizes["test"] == 3 * len(config["data"]["test"])
     for batches in (datamodule.train_dataloader(), datamodule.val_dataloader(), datamodule.test_dataloader()):
         for tokens, targets in batches:
@@ -227,11 +229,9 @@ def test_batches_cover_every_slice_and_every_rank(compose_config, tmp_path):
 
 
 def test_scores_are_those_of_the_places_asked_about(compose_config, tmp_path):
-    config = assemble.plain(make(compose_config, tmp_path))
-    datamodule = assemble.build_datamodule(config)
-    backbone = assemble.build_backbone(config, datamodule.info).eval()
-    task = assemble.build_task(config, backbone, datamodule.info)
+    datamodule, task = train.build(make(compose_config, tmp_path))
     assert isinstance(task, ProbeTask)
+    backbone = task.backbone.eval()
     tokens, targets = next(iter(datamodule.val_dataloader()))
     expected = backbone(tokens)[0]
     scores = task(tokens, targets.places)

@@ -1,12 +1,13 @@
-"""From a configuration to models and devices."""
+"""From a configuration to image models."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from longseq.tasks import assemble
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.model import ImageModel
+from longseq.tasks.training.configuration import resolve
 
 
 def info(img_size: int) -> DataInfo:
@@ -28,14 +29,7 @@ def info(img_size: int) -> DataInfo:
 def test_models_of_timm_keep_their_architecture(name, img_size, patch, compose_config, tmp_path):
     config = compose_config("train", "model=timm", f"model.name={name}", f"output={tmp_path}")
     with torch.device("meta"):
-        backbone = assemble.build_backbone(config, info(img_size))
+        backbone = ImageModel().build(resolve(config), info(img_size))
     if patch is not None:
         assert backbone.patch_embed.patch_size == (patch, patch)
         assert backbone.patch_embed.img_size == (img_size, img_size)
-
-
-@pytest.mark.parametrize(
-    ("devices", "count"), [(3, 3), ("2", 2), ("0,2", 2), ("2,", 1), ("[0, 1]", 2), ([0, 3], 2), ("auto", 1)]
-)
-def test_devices_are_counted_as_lightning_does(devices, count):
-    assert assemble.device_count({"trainer": {"accelerator": "cpu", "devices": devices}}) == count

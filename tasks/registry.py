@@ -1,0 +1,72 @@
+"""The table of tasks: the name that `task=NAME` chooses, and the five things that make it a task."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longseq.tasks.data.module import TaskData
+from longseq.tasks.report import Report
+from longseq.tasks.training.keys import TaskKeys
+from longseq.tasks.training.model import TaskModel
+from longseq.tasks.training.module import TrainedModule
+
+# The files of a task's folder.
+PARTS = ("config", "data", "model", "module", "report")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What training, evaluation and prediction need of a task; each field lives in the file of its name.
+
+    config: the keys that the task reads, as dataclasses, and their check.
+    data: the class of the data module.
+    model: builds the model for the data.
+    module: the class of the Lightning module: steps, losses and metrics.
+    report: what a run prints and records at its end.
+    """
+
+    config: TaskKeys
+    data: type[TaskData]
+    model: TaskModel
+    module: type[TrainedModule]
+    report: Report
+
+
+_registered: dict[str, Task | Callable[[], Task]] = {}
+
+
+def register(name: str, task: Task | Callable[[], Task]) -> None:
+    """Add a task, or a function that makes it when it is first asked for.
+
+    ValueError for a name that another task has. Registering the same object again does nothing.
+    """
+    if _registered.get(name) is task:
+        return
+    if name in names():
+        raise ValueError(f"the task {name!r} is there already: register yours under another name")
+    _registered[name] = task
+
+
+def get(name: str) -> Task:
+    """The task of a name. ValueError, with the names that there are, for an unknown one."""
+    if name not in names():
+        raise ValueError(f"task.name={name} is unknown: choose one of {', '.join(names())}")
+    found: Task | Callable[[], Task] = _registered.get(name) or importlib.import_module(f"longseq.tasks.{name}").task
+    return found if isinstance(found, Task) else found()
+
+
+def of(config: Mapping[str, Any]) -> Task:
+    """The task of a configuration."""
+    return get(config["task"]["name"])
+
+
+def names() -> list[str]:
+    """The names of all tasks: the folders here that hold the files of a task, and those that were registered."""
+    here = Path(__file__).parent
+    folders = {path.parent.name for path in here.glob("*/config.py")}
+    whole = [name for name in sorted(folders) if all((here / name / f"{part}.py").is_file() for part in PARTS)]
+    return [*whole, *sorted(_registered)]

@@ -1,0 +1,30 @@
+"""The resolved configuration of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from longseq.mixers.pattern import spell_pattern
+
+Config = Mapping[str, Any]
+
+# Keys by which the files of configuration groups say for which tasks they are (see `longseq.tools.groups`).
+MARKS = ("tasks", "like")
+
+# `${mixer_label:${mixer.name}}` names a run by its mixer, also where a hybrid's pattern is a list or a dictionary.
+OmegaConf.register_new_resolver("mixer_label", spell_pattern, replace=True)
+
+
+def resolve(config: DictConfig | Config) -> dict[str, Any]:
+    """The configuration as plain containers with every interpolation resolved, without the marks of its files."""
+    if not isinstance(config, DictConfig):
+        return dict(config)
+    whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    return {key: _without_marks(value) for key, value in whole.items() if key not in MARKS}
+
+
+def _without_marks(section: Any) -> Any:
+    return {key: value for key, value in section.items() if key not in MARKS} if isinstance(section, dict) else section

@@ -1,0 +1,32 @@
+"""The keys that a task reads of a configuration, as dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TaskGroup:
+    """The keys of `task`, the same for every task."""
+
+    name: str
+    metric: str  # of the validation: what the best checkpoint is best at
+    unit: str  # what the samples are called
+
+
+@dataclass(frozen=True)
+class TaskKeys:
+    """The dataclasses of the keys that a task reads: of `data`, of `recipe.loss` and of `recipe.augment`.
+
+    None where the task has no such keys.
+    """
+
+    data: type
+    loss: type | None = None
+    augment: type | None = None
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """ValueError, in one line, where keys contradict each other or belong to another task."""
+        return

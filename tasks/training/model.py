@@ -1,0 +1,80 @@
+"""What every task's builder of models has, and the options of mixers that their configurations share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq import mixers
+from longseq.mixers.pattern import options_by_name
+
+
+class TaskModel(ABC):
+    """Builds the models of a task."""
+
+    @abstractmethod
+    def build(self, config: Mapping[str, Any], info: Any) -> nn.Module:
+        """The model that `config.model` names, for the data of `info`; its weights are drawn from `config.seed`.
+
+        ValueError, in one line, for an unknown model, mixer, option or size.
+        """
+
+    def initialize(self, model: nn.Module, trained: nn.Module) -> None:
+        """Copy the weights of `trained`; the head stays as it was drawn where its shapes differ.
+
+        ValueError where the two models differ in more.
+        """
+        copy_weights(model, trained.state_dict())
+
+    def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of `checkpoint.load` with which a model can read its data after `changes` of the keys of `data`.
+
+        `trained` is the info of the model's own data.
+        """
+        return {}
+
+    def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
+        """ValueError where a model, trained on data of the info `trained`, cannot read that of `found`."""
+        return
+
+
+def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load `state`; the head (`model.get_classifier()`, if there is one) keeps its weights where the shapes differ."""
+    wanted, classifier = model.state_dict(), getattr(model, "get_classifier", nn.Identity)()
+    head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
+    kept = {
+        key: value
+        for key, value in state.items()
+        if not (key.startswith(head) and key in wanted and value.shape != wanted[key].shape)
+    }
+    differing = sorted(key for key in wanted.keys() | kept.keys() if _shape(wanted, key) != _shape(kept, key))
+    differing = [key for key in differing if not (key.startswith(head) and key not in kept)]
+    if differing:
+        raise ValueError(
+            f"init: the checkpoint's model differs from the new one in {len(differing)} weights, {differing[0]} first; "
+            f"repeat its model, mixer and scale"
+        )
+    model.load_state_dict(kept, strict=False)
+
+
+def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `config.mixer`, those of the scale where they are not set; for a hybrid by the mixers' names."""
+    chosen = options_by_name(config["mixer"]["name"], config["mixer"].get("options"))
+    usual = config["scale"].get("mixer") or {}
+    filled = {name: _fill_in(name, options, usual) for name, options in chosen.items()}
+    return filled if len(filled) > 1 else next(iter(filled.values()))
+
+
+def _fill_in(name: str, chosen: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    known = mixers.options(name)
+    unset = {key: value for key, value in usual.items() if key in known and chosen.get(key) is None}
+    # A number of heads that was asked for says how wide they are.
+    return chosen | (unset if chosen.get("num_heads") is None else {})
+
+
+def _shape(state: Mapping[str, Tensor], key: str) -> torch.Size | None:
+    return state[key].shape if key in state else None

@@ -1,0 +1,88 @@
+"""How a model is trained: the value `Training`, and how a configuration tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from longseq.tasks.training import targets
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that a `TrainedModule` needs for training beside its model and its loss.
+
+    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, such as
+    those of `timm.optim.create_optimizer_v2` and `timm.scheduler.create_scheduler_v2`. `compile_mode` compiles the
+    training pass (see `torch.compile`); the first step then takes a minute or so. `hyperparameters` are plain values
+    for the checkpoint (see `longseq.tasks.training.checkpoint`).
+    """
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    schedule: Callable[..., tuple[Any, int]]
+    learning_rate: float
+    epochs: int
+    seed: int = 0
+    compile_mode: str | None = None
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], info: Any) -> Training:
+        """The training that a configuration describes, on the data of `info`; its checkpoints carry both."""
+        recipe = config["recipe"]
+        warmup = recipe["schedule"].get("warmup_epochs", 0)
+        if warmup >= recipe["epochs"] and not config["trainer"].get("fast_dev_run"):
+            raise ValueError(
+                f"recipe.schedule.warmup_epochs={warmup} must end before recipe.epochs={recipe['epochs']}; "
+                f"set recipe.schedule.warmup_epochs=0 or more epochs"
+            )
+        return cls(
+            optimizer=targets.build(recipe["optimizer"], targets.OPTIMIZERS, "recipe.optimizer"),
+            schedule=targets.build(recipe["schedule"], targets.SCHEDULES, "recipe.schedule"),
+            learning_rate=effective_learning_rate(config),
+            epochs=recipe["epochs"],
+            seed=config["seed"],
+            compile_mode=config.get("compile"),
+            hyperparameters={"config": dict(config), "data": info.to_dict()},
+        )
+
+
+def device_count(config: Mapping[str, Any]) -> int:
+    """Processes of a run: devices x nodes, `auto` and -1 counted on this machine."""
+    trainer = config["trainer"]
+    devices = trainer.get("devices", 1)
+    if devices in ("auto", -1, "-1"):
+        cpu = trainer.get("accelerator") == "cpu"
+        devices = 1 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    elif isinstance(devices, str):
+        # As in Lightning: "2" counts devices, "0,2" and "2," name them.
+        devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
+    elif not isinstance(devices, int):
+        devices = len(devices)
+    return int(devices) * int(trainer.get("num_nodes", 1))
+
+
+def device_batch_size(config: Mapping[str, Any]) -> int:
+    """What one device gets in one forward pass. ValueError if the effective batch does not divide."""
+    effective = config["recipe"]["batch_size"]
+    devices = device_count(config)
+    accumulate = config["trainer"].get("accumulate_grad_batches", 1)
+    parts = devices * accumulate
+    if effective < parts or effective % parts:
+        nearest = max(parts, round(effective / parts) * parts)
+        raise ValueError(
+            f"recipe.batch_size={effective} does not divide over {devices} device(s) x {accumulate} accumulated "
+            f"batch(es): effective batch = per-device batch x devices x trainer.accumulate_grad_batches; "
+            f"set recipe.batch_size={nearest}"
+        )
+    return effective // parts
+
+
+def effective_learning_rate(config: Mapping[str, Any]) -> float:
+    """The recipe's learning rate, scaled linearly from its reference batch size to the one used."""
+    recipe = config["recipe"]
+    reference = recipe.get("reference_batch_size")
+    return recipe["learning_rate"] * (recipe["batch_size"] / reference if reference else 1.0)

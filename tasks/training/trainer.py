@@ -1,0 +1,67 @@
+"""The Trainer of a run and its callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+
+from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.clock import RunClock
+from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
+from longseq.tasks.training.callbacks.stop import StopTogether
+from longseq.tasks.training.configuration import Config, resolve
+from longseq.tasks.training.files import WholeCheckpoints
+from longseq.tasks.training.module import TrainedModule
+
+
+def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
+    """The callbacks of `config.callbacks` that are not null, behind those that every run or its recipe has.
+
+    A callback that monitors a metric gets the direction from the metric of `module`. ValueError where the module has
+    no such metric.
+    """
+    config = resolve(config)
+    callbacks: list[Callback] = [StopTogether(), RunClock()]
+    if config["recipe"].get("ema"):
+        callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
+    callbacks += [
+        targets.build(_with_direction(options, module, f"callbacks.{name}"), targets.CALLBACKS, f"callbacks.{name}")
+        for name, options in config["callbacks"].items()
+        if options
+    ]
+    if config["trainer"].get("enable_progress_bar") is False:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    return callbacks
+
+
+def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: str) -> Mapping[str, Any]:
+    if not isinstance(options, Mapping) or "monitor" not in options:
+        return options
+    if "mode" in options:
+        raise ValueError(f"{place}.mode={options['mode']}: the metric tells its direction; leave the key out")
+    better = module.higher_is_better(options["monitor"], f"{place}.monitor")
+    return {**options, "mode": "max" if better else "min"}
+
+
+def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
+    """The Trainer of `config.trainer` with the configured logger, writing below `config.output`."""
+    config = resolve(config)
+    logger = targets.build(config["logger"], targets.LOGGERS, "logger") if config.get("logger") else False
+    # The data module shards by itself, without padding; a first validation before training would only cost time.
+    fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
+    try:
+        return Trainer(
+            **config["trainer"],
+            **fixed,
+            callbacks=callbacks or [],
+            logger=logger,
+            plugins=[WholeCheckpoints()],
+            default_root_dir=config.get("output"),
+        )
+    except (TypeError, MisconfigurationException) as error:
+        raise ValueError(f"the trainer cannot be built: {error}; see trainer=..., or trainer=cpu") from error
