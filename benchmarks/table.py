@@ -1,4 +1,4 @@
-"""Write the tables of the README beside this page, and those of the README above it, from the JSON rows.
+"""Write the tables of the README beside this script, of the README above it and of the pages of docs/ from the rows.
 
 python benchmarks/table.py
 
@@ -12,12 +12,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from longseq.mixers import list_mixers
 from longseq.tools.benchmark.report import format_mean, to_markdown
 
 HERE = Path(__file__).parent
+ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can move
 NO_TABLES = ("changes", "compilations")  # files of what changed, and of kernels compiled for GPUs that were not there
 SUBJECTS = ("mixer", "model", "op", "call")
@@ -83,7 +86,7 @@ def results_page() -> str:
     return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(result) + "\n" for result in results)])
 
 
-# ---- the tables of the README above
+# ---- the tables of the README above and of docs/
 
 
 def draw(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -91,13 +94,15 @@ def draw(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def name_of(row: Row, kind: str, name: str) -> str:
-    return name + (" (older)" if find_later_changes(row, kind) else "")
+def name_of(row: Row, kind: str, name: str, table: str = "") -> str:
+    return name + (" (older)" if find_later_changes(row, kind, table) else "")
 
 
 def mean(cell: Any) -> str:
-    """A cell of the README: mean and spread without the value of each seed."""
-    return format_mean(cell) if isinstance(cell, Mapping) else str(cell)
+    """A cell of a page: mean and spread without the value of each seed."""
+    if isinstance(cell, Mapping):
+        return format_mean(cell)
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def millions(count: int, beside: int | None = None) -> str:
@@ -161,6 +166,23 @@ def language_models() -> str:
     return draw(heading, lines) + "\n" + surroundings(rows)
 
 
+def recompute() -> str:
+    """Speed and memory of language models of 8,192 tokens by what is computed twice."""
+    result = read("language_models")
+    rows = [row for row in result["rows"] if row["task"] == "text" and row["tokens"] == 8192 and "mixer" in row]
+    chosen = [row for row in rows if any(other.get("recompute") for other in rows if other["mixer"] == row["mixer"])]
+    lines = [
+        [
+            name_of(row, result["kind"], row["mixer"]),
+            row.get("recompute", "none"),
+            f"{row['training_tokens_per_s']:,}",
+            f"{row['training_gib']} GiB",
+        ]
+        for row in sorted(chosen, key=lambda row: row["mixer"])
+    ]
+    return draw(["mixer", "recompute", "training tokens/s", "memory"], lines) + "\n" + surroundings(chosen)
+
+
 def image_models() -> str:
     eager, compiled = read("image_models"), read("image_models_compiled")
     pixels = sorted({row["pixels"] for row in eager["rows"]})
@@ -187,42 +209,101 @@ def image_models() -> str:
     return draw(heading, lines) + "\n" + surroundings([*eager["rows"], *compiled["rows"]])
 
 
-def recall() -> str:
-    result = read("mqar_vla")
-    columns = [key for key in result["rows"][0] if key.startswith("pairs=")]
+def columns_of(name: str, prefix: str, heading: Callable[[str], str]) -> str:
+    """A table of probes: a mixer in each row, and one column for each key of the rows that begins with `prefix`."""
+    result = read(name)
+    columns = [key for key in result["rows"][0] if key.startswith(prefix)]
     lines = [
-        [name_of(row, result["kind"], row["mixer"]), *(mean(row[column]) for column in columns)]
+        [name_of(row, result["kind"], row["mixer"], name), *(mean(row.get(column, "")) for column in columns)]
         for row in result["rows"]
     ]
-    heading = ["mixer", *(column.replace("=", " = ") for column in columns)]
-    return draw(heading, lines) + f"\n\n`{result['command']}`\n" + surroundings(result["rows"])
+    return draw(["mixer", *map(heading, columns)], lines) + "\n" + surroundings(result["rows"])
+
+
+def recall() -> str:
+    table = columns_of("mqar_vla", "pairs=", lambda key: key.replace("=", " = "))
+    return f"{table}\n\n`{read('mqar_vla')['command']}`"
+
+
+def costs() -> str:
+    """What one layer of each mixer costs. No measurement: the code counts it."""
+    cards = list_mixers(d_model=256, tokens=1024)
+    lines = [
+        [
+            f"`{card.name}`",
+            f"{card.parameters:,}",
+            f"{card.flops_per_token:,}",
+            f"{card.state_size:,}",
+            f"{card.state_growth:,}" if card.state_growth else "",
+        ]
+        for card in cards
+    ]
+    return draw(["mixer", "parameters", "FLOPs per token", "state", "state per token of context"], lines)
+
+
+SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba", "deltanet", "gsa", "vla")
+
+
+def summary() -> str:
+    """Accuracy, recall and speed of mixers from three tables; a star marks a figure that has become older."""
+    trained = [row for row in read("language_models")["rows"] if row["task"] == "text" and not row.get("recompute")]
+    speeds = {(row.get("mixer"), row["tokens"]): row for row in trained}
+    accuracies = {row["model"]: row for row in read("cifar10")["rows"]}
+    recalled = {row["mixer"].split()[0]: row for row in reversed(read("mqar_zoology")["rows"])}
+    used, lines = [], []
+    for mixer in SUMMARY:
+        found = (
+            ("cifar10", "test_top1", accuracies.get(mixer)),
+            ("mqar_zoology", "d_model=128", recalled.get(mixer)),
+            ("language_models", "training_tokens_per_s", speeds.get((mixer, 2048))),
+            ("language_models", "training_tokens_per_s", speeds.get((mixer, 32768))),
+        )
+        line = [f"`{mixer}`"]
+        for table, key, row in found:
+            if row is None:
+                line.append("")
+                continue
+            value = f"{row[key]:,}" if isinstance(row[key], int) else mean(row[key])
+            line.append(value + (" *" if find_later_changes(row, read(table)["kind"], table) else ""))
+            used.append(row)
+        lines.append(line)
+    heading = ["`mixer=`", "CIFAR-10, top-1", "recall of 64 pairs", "tokens/s at 2,048", "tokens/s at 32,768"]
+    return draw(heading, lines) + "\n" + surroundings(used)
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "costs": costs,
     "digits": lambda: trained("digits", "mixer"),
     "fashion_mnist": lambda: trained("fashion_mnist", "mixer"),
     "cifar10": lambda: trained("cifar10", "model"),
     "language_models": language_models,
     "image_models": image_models,
+    "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),
     "recall": recall,
+    "recompute": recompute,
+    "summary": summary,
+    "zoology": lambda: columns_of("mqar_zoology", "d_model=", lambda key: key.replace("d_model=", "width ")),
 }
+MARKER = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end of \1 -->\n", re.DOTALL)
 
 
-def front_page() -> str:
-    """The README above, with every table between its markers made anew."""
-    text = (HERE.parent / "README.md").read_text()
-    for name, make in TABLES.items():
-        start, end = f"<!-- table {name} -->\n", f"<!-- end of {name} -->\n"
-        before, found, rest = text.partition(start)
-        _, ended, after = rest.partition(end)
-        if not found or not ended:
-            raise ValueError(f"README.md lacks the markers of table {name}")
-        text = f"{before}{start}\n{make()}\n\n{end}{after}"
-    return text
+def with_tables(page: Path) -> str:
+    """The text of a page, with every table between its markers made anew."""
+    made = MARKER.sub(
+        lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of {found[1]} -->\n",
+        page.read_text(),
+    )
+    if made.count("<!-- table ") != len(MARKER.findall(made)):
+        raise ValueError(f"{page} has a table without its end: each needs <!-- table NAME --> and <!-- end of NAME -->")
+    return made
 
 
-PAGES = {HERE / "README.md": results_page, HERE.parent / "README.md": front_page}
+def list_pages() -> dict[Path, Callable[[], str]]:
+    """Every page that has tables, and what writes it."""
+    pages = [ABOVE / "README.md", *sorted((ABOVE / "docs" / "pages").glob("*.md"))]
+    return {HERE / "README.md": results_page} | {page: partial(with_tables, page) for page in pages}
+
 
 if __name__ == "__main__":
-    for page, make in PAGES.items():
+    for page, make in list_pages().items():
         page.write_text(make())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Generator
 from typing import Any
 
 # Set before torch is imported anywhere: the suite runs one process a core.
@@ -12,11 +13,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
 
-if not torch.cuda.is_available():
+def pytest_configure(config: pytest.Config) -> None:
+    # With pytest-xdist, the process that was started hands the tests out and runs none.
+    if not config.getoption("numprocesses", default=None):
+        prepare_torch()
+
+
+def prepare_torch() -> None:
+    """Set what must be set before a test's module imports torch and Triton."""
+    import torch
+
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        return
     # Triton decides at its import whether its own functions are emulated, and each kernel of ours when it is imported,
     # in the tests that set the variable again. Elsewhere in the suite `auto` must not choose the emulation.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -38,13 +49,77 @@ if not torch.cuda.is_available():
         interpreter._patch_lang = patch_language_once
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+# A fast test that takes more seconds of a processor than this fails: it is to be marked as slow. What takes a tenth of
+# them may have to import torch's compiler first.
+LONGEST_FAST = 5.0
+
+# The fast cases of the whole suite: file, name of the test, and operation or mixer.
+FAST_CASES = pytest.StashKey[set[tuple[str, ...]]]()
+
+# Tests of these kinds are never fast.
+APART = ("gpu", "oracle", "soak", "compilations", "slow")
+# The parameters that hold an operation's or a mixer's name.
+SUBJECTS = ("op", "mixer", "name")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    config.stash[FAST_CASES] = mark_fast(items)
+    if not torch.cuda.is_available():
+        skip_gpu_tests(config, items)
+
+
+def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
+    """Mark as fast one case of each test, and one for each operation or mixer, unless the test is slow."""
+    fast: set[tuple[str, ...]] = set()
+    for item in items:
+        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, APART)):
+            values = item.callspec.params if hasattr(item, "callspec") else {}
+            file = item.path.relative_to(item.config.rootpath).as_posix()
+            case = (file, item.originalname, *(str(values[name]) for name in SUBJECTS if name in values))
+            if case not in fast:
+                fast.add(case)
+                item.add_marker("fast")
+    return fast
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    before = processor_seconds()
+    result = yield
+    taken = processor_seconds() - before
+    if item.get_closest_marker("fast") and taken > LONGEST_FAST:
+        pytest.fail(f"this test took {taken:.1f} s of a processor: mark it with pytest.mark.slow")
+    return result
+
+
+def processor_seconds() -> float:
+    """Of this process and of those it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.fixture(scope="session")
+def fast_cases(request: pytest.FixtureRequest) -> set[tuple[str, ...]]:
+    """The fast cases of the suite, where all of it was collected."""
+    if request.config.args != request.config.getini("testpaths"):
+        pytest.skip("a part of the suite was collected, and this test is about the whole")
+    return request.config.stash[FAST_CASES]
+
+
+def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU: the first case of each test stands for all, which are told by their number."""
+    cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for first, *others in cases.values():
+        count = f" (this and {len(others)} more cases)" if others else ""
+        first.add_marker(pytest.mark.skip(reason=f"needs a CUDA device, and torch sees none{count}"))
+    dropped = {item for _, *others in cases.values() for item in others}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,7 @@ def test_imports_point_down(name: str, path: Path) -> None:
             assert layer in allowed, f"{file.relative_to(ROOT)} imports {module}, which stands above {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "banned"),
     [
@@ -84,6 +85,7 @@ def run_python(code: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_import_adds_no_triton_and_no_cuda() -> None:
     output = run_python(
         "import sys, torch, timm\n"
@@ -95,6 +97,7 @@ def test_import_adds_no_triton_and_no_cuda() -> None:
     assert output.strip() == "[] False"
 
 
+@pytest.mark.slow
 def test_import_works_without_lightning_and_hydra() -> None:
     output = run_python(
         "import sys\n"

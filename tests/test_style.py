@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("benchmarks", "conf", "kernels", "longseq", "tasks", "tests", "tools")
+FOLDERS = ("benchmarks", "conf", "docs", "kernels", "longseq", "tasks", "tests", "tools")
 
 
 def run_tool(name: str, *arguments: str | Path, cwd: Path = ROOT) -> None:
@@ -25,10 +27,12 @@ def test_lint() -> None:
     run_tool("ruff", "check", *FOLDERS)
 
 
+@pytest.mark.slow
 def test_types(tmp_path: Path) -> None:
     run_tool("mypy", "--cache-dir", tmp_path / "cache", "longseq")
 
 
+@pytest.mark.slow
 def test_an_editor_resolves_every_import(tmp_path: Path) -> None:
     """What pyright says of the package and of a user's script; pyproject.toml says which of its rules are off."""
     # As a module, in a folder that holds no other: its script is not in every environment's folder.

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.lock import is_locked
 
 CONFIG_FILE = "config.yaml"
@@ -47,7 +48,7 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     if resume is not True:
         return str(_checkpoint_run(Path(resume)) or fresh)
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
-    wanted: Any = OmegaConf.to_container(OmegaConf.create({**config, "output": fresh}), resolve=True)
+    wanted = resolve(OmegaConf.create({**config, "output": fresh}))
     return str(_newest_run(Path(fresh).parent, wanted) or fresh)
 
 

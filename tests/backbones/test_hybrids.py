@@ -94,6 +94,7 @@ def test_hybrids_count_the_work_of_each_layer() -> None:
     assert whole == sum(parts) - stem
 
 
+@pytest.mark.slow
 def test_hybrids_export() -> None:
     model, x = tiny(HYBRID, depth=2), images()
     with torch.no_grad():

@@ -388,6 +388,7 @@ def test_copies_share_their_projections_like_the_original():
         assert torch.equal(twin(images()), model(images()))
 
 
+@pytest.mark.slow
 def test_torchscript_takes_any_batch_and_runs_without_longseq(tmp_path):
     """The files of every mixer are run in `tests/tools/test_export.py`."""
     batches = [images(batch=batch) for batch in (1, 2, 5)]

@@ -94,6 +94,7 @@ def test_all_models_are_listed():
     assert set(MODELS) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_at_the_default_size_with_and_without_checkpointing(name):
     model = timm.create_model(name).eval()
@@ -106,6 +107,7 @@ def test_forward_at_the_default_size_with_and_without_checkpointing(name):
         assert torch.equal(model(x), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient(name):
     check_gradients(small(name, num_classes=42))
@@ -151,6 +153,7 @@ def test_frozen_weights_stay_frozen(name):
     assert not any(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_heads(name):
     model = small(name, in_chans=1).eval()
@@ -175,6 +178,7 @@ def test_heads(name):
     assert isinstance(small(name, device="meta", num_classes=0).get_classifier(), torch.nn.Identity)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_output_follows_the_type_of_the_weights(name):
     model = small(name).eval()
@@ -205,11 +209,13 @@ def test_unknown_options_raise(name):
         timm.create_model(name, device="meta", not_an_option=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_intermediates(name):
     check_intermediates(small(name).eval())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_features_only(name):
     model = small(name, features_only=True, out_indices=(-3, -1)).eval()
@@ -220,6 +226,7 @@ def test_features_only(name):
     assert len(model.model.head.state_dict()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_symbolic_trace_computes_the_same_bits(name):
     model = small(name).eval()
@@ -238,6 +245,7 @@ def test_the_symbolic_trace_keeps_the_size_dynamic(direction):
             assert torch.equal(traced(x)["head"], model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_export_parity(name):
     model = small(name, depth=2).eval()
@@ -291,6 +299,7 @@ def test_every_direction_exports(direction):
     check_export(tiny("longhorn", direction))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "direction"), [("attention", "forward"), ("deltanet", "bidirectional"), ("longhorn", "cross")]
 )

@@ -331,6 +331,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         assert_same(one, other)
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph() -> None:
     model = make("attention").float()  # each mixer is compiled in the tests of the mixers
     compiled = torch.compile(model.forward_features, backend="aot_eager", fullgraph=True)

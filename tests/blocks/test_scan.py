@@ -180,6 +180,7 @@ def count_calls(layer, x):
 
 
 # Those whose kernels take long to emulate, and whose pairs call the operations of others, are left out.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "share"),
     [
@@ -201,6 +202,7 @@ def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
 
 # One for each kind of pair: with operations that read both ways alone, with a pair of convolutions and of norms before
 # and after them, with projections of their own. test_contract.py compiles the operations of all.
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["deltanet", "longhorn", "linear_attention", "lattice", "rwkv6"])
 def test_a_compiled_graph_reads_pairs(mixer):
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def run(tmp_path, monkeypatch, case):
     subprocess.run([sys.executable, tmp_path / "case.py"], check=True)
 
 
+@pytest.mark.slow
 def test_launches_wait_for_their_kernels(tmp_path, monkeypatch):
     run(
         tmp_path,
@@ -79,6 +80,7 @@ else:
     )
 
 
+@pytest.mark.slow
 def test_a_backward_pass_is_compiled_ahead_too(tmp_path, monkeypatch):
     run(
         tmp_path,

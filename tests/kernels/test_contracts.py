@@ -317,6 +317,7 @@ def test_backward_keeps_less_than_the_states_of_all_tokens(op):
     assert sum(x.numel() for x in kept.values()) - own < inputs.tokens * state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", list_ops())
 def test_compiles_to_one_graph(op):
     torch._dynamo.reset()

@@ -59,6 +59,7 @@ def test_the_kernel_is_two_operations(interpreted, way, with_state):
             assert_accurate(value, plain[name], expected[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [

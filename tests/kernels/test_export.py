@@ -47,50 +47,45 @@ def check(run, op, variant, sizes):
             assert_equal_up_to_rounding(torch.as_tensor(actual), value, f"{name} at B={batch}, T={tokens}")
 
 
-@pytest.mark.parametrize("over_time", [True, False], ids=["any length", "fixed length"])
-@pytest.mark.parametrize(("op", "variant"), CASES)
-def test_torch_export(op, variant, over_time):
-    inputs, tensors = draw(op, variant, 2, 70)
-    dynamic = torch.export.Dim.DYNAMIC
-    with torch.no_grad():
-        shapes = (dynamic_axes(inputs, (dynamic, dynamic), over_time),)
-        program = torch.export.export(Call(inputs), tensors, dynamic_shapes=shapes)
-    operators = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    foreign = [target for target in operators if getattr(target, "namespace", "aten") not in ("aten", "higher_order")]
-    assert not foreign
-    module = program.module()
-    check(lambda x: module(*x), op, variant, SIZES if over_time else [(1, 70), (5, 70)])
-
-
 # Write strengths that are given, not made of the gates, leave a part of the graph out.
 CONTAINED = [("slot_attention", "write")]
 
 
-@pytest.mark.parametrize(
-    ("op", "variant", "over_time"),
-    [(*case, True) for case in CASES if case not in CONTAINED] + [(*case, False) for case in UNROLLED],
-)
-def test_onnx(op, variant, over_time):
+@pytest.mark.slow
+@pytest.mark.parametrize("over_time", [True, False], ids=["any length", "fixed length"])
+@pytest.mark.parametrize(("op", "variant"), CASES)
+def test_torch_export_and_the_onnx_file_made_of_it(op, variant, over_time):
+    inputs, tensors = draw(op, variant, 2, 70)
+    axes = dynamic_axes(inputs, (torch.export.Dim.DYNAMIC,) * 2, over_time)
+    with torch.no_grad():
+        program = torch.export.export(Call(inputs), tensors, dynamic_shapes=(axes,))
+    operators = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    foreign = [target for target in operators if getattr(target, "namespace", "aten") not in ("aten", "higher_order")]
+    assert not foreign
+    module = program.module()
+    sizes = SIZES if over_time else [(1, 70), (5, 70)]
+    check(lambda x: module(*x), op, variant, sizes)
+    if (op, variant) not in (UNROLLED if not over_time else [case for case in CASES if case not in CONTAINED]):
+        return
+
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    inputs, tensors = draw(op, variant, 2, 70)
-    shapes = (dynamic_axes(inputs, ("batch", "tokens"), over_time),)
-    with torch.no_grad():
-        program = torch.onnx.export(Call(inputs).eval(), tensors, dynamo=True, dynamic_shapes=shapes, verbose=False)
-    assert program is not None
-    assert {node.domain for node in program.model.graph.all_nodes()} <= {""}
-    for declared, wanted in zip(program.model.graph.inputs, shapes[0], strict=True):
+    converted = torch.onnx.export(program, tensors, dynamo=True, verbose=False)
+    assert converted is not None
+    assert {node.domain for node in converted.model.graph.all_nodes()} <= {""}
+    for declared, wanted in zip(converted.model.graph.inputs, axes, strict=True):
         assert declared.shape is not None
         assert all(not isinstance(declared.shape[axis], int) for axis in wanted), f"{declared.name} became fixed"
-    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    session = onnxruntime.InferenceSession(converted.model_proto.SerializeToString())
     names = [declared.name for declared in session.get_inputs()]
 
     def run(x):
         return session.run(None, {name: tensor.numpy() for name, tensor in zip(names, x, strict=True)})
 
-    check(run, op, variant, SIZES if over_time else [(1, 70), (5, 70)])
+    check(run, op, variant, sizes)
 
 
+@pytest.mark.slow
 def test_onnx_of_a_masked_convolution():
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -120,6 +115,7 @@ def test_onnx_of_a_masked_convolution():
             assert_equal_up_to_rounding(torch.as_tensor(value), expected, f"at B={batch}, T={tokens}")
 
 
+@pytest.mark.slow
 def test_torchscript_loads_without_longseq_at_any_size(tmp_path):
     for number, (op, variant) in enumerate(CASES):
         inputs, tensors = draw(op, variant, 2, 70)

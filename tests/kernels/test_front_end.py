@@ -66,6 +66,7 @@ print(len(absent_gpu.launched))
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_all_self_tests_pass_the_front_end(tmp_path, monkeypatch):
     (tmp_path / "process.py").write_text(PROCESS)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)

@@ -50,6 +50,7 @@ def differentiate(op: str, variant: str, frozen: tuple[str, ...]) -> dict[str, T
     return {name: x.grad for name, x in inputs.tensors.items() if name not in frozen}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant", "names"), CASES)
 def test_a_frozen_input_changes_no_other_gradient(interpreted, op, variant, names) -> None:
     frozen = tuple(names.split())
@@ -81,6 +82,7 @@ def allocated(monkeypatch) -> Callable[[], int]:
     return take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "variant", "names"),
     [

@@ -61,6 +61,7 @@ def one_each(count):
     return [slice(n, n + 1) for n in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(FORMS))
 def test_rows_are_apart(interpreted, op, backend, dtype):
     tokens = 5 if backend == "triton" else 20
@@ -69,6 +70,7 @@ def test_rows_are_apart(interpreted, op, backend, dtype):
     assert_first_part_is_same(inputs, (0, 0), (rows, rows), backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(HEADED))
 def test_heads_are_apart(interpreted, op, backend, dtype):
     tokens = 5 if backend == "triton" else 20
@@ -77,6 +79,7 @@ def test_heads_are_apart(interpreted, op, backend, dtype):
     assert_first_part_is_same(inputs, (2, 1), (heads, heads), backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "backend", "dtype"), in_each_dtype(PACKED))
 def test_packed_sequences_are_apart(interpreted, op, backend, dtype):
     length = 2 if backend == "triton" else 6
@@ -88,6 +91,7 @@ def test_packed_sequences_are_apart(interpreted, op, backend, dtype):
     )
 
 
+@pytest.mark.slow
 def test_rows_of_long_delta_rules_are_apart(interpreted, monkeypatch):
     from longseq.kernels.delta_rule import triton_delta
 

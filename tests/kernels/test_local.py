@@ -114,6 +114,7 @@ def test_half_precision_is_computed_in_float32(interpreted, op, variant, backend
         assert error(value, wide[name]) <= 2e-3, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_strided_inputs(interpreted, op, variant):
     inputs = make_inputs(op, variant, dtype=torch.float32)
@@ -123,6 +124,7 @@ def test_strided_inputs(interpreted, op, variant):
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
     torch._dynamo.reset()
@@ -132,6 +134,7 @@ def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_layers(interpreted, dtype):
     from longseq.kernels.longhorn_pair.triton_pair import longhorn_pair, longhorn_pair_backward
@@ -147,6 +150,7 @@ def test_a_compiler_is_told_the_layout_of_the_gradients_of_a_pair_of_longhorn_la
     assert [(x.shape, x.stride(), x.dtype) for x in found] == [(x.shape, x.stride(), x.dtype) for x in told]
 
 
+@pytest.mark.slow
 def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted, monkeypatch):
     from longseq.kernels.diagonal_scan import triton_scan
 

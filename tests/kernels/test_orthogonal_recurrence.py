@@ -162,6 +162,7 @@ def test_autocast_does_not_reach_into_chunks():
         assert torch.equal(actual[name], value), name
 
 
+@pytest.mark.slow
 def test_chunks_compile_to_one_graph():
     inputs = make_inputs(OP, "gated", tokens=6)
     compiled = torch.compile(lambda inputs: inputs.run(chunk_size=4), fullgraph=True, backend="aot_eager")
@@ -239,6 +240,7 @@ def test_slots_keep_their_length_where_norms_from_a_formula_would_not():
     assert not worst < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize("variant", ["plain", "encode", "ttt", "unnormalized", "l1"])
 def test_every_graph_is_exported(variant, chunk_size):

@@ -33,6 +33,7 @@ def launched(folder: Path, steps: bool) -> set[str]:
     return kernels & {name.id for part in begun for name in ast.walk(part) if isinstance(name, ast.Name)}
 
 
+@pytest.mark.slow
 def test_every_kernel_is_launched_or_a_part_of_another():
     """So that none is launched in a way that this page's tests do not see."""
     trees = [ast.parse(file.read_text()) for file in ROOT.rglob("triton_*.py")]

@@ -198,6 +198,7 @@ def answer_with(exact, plain, actual):
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [*TRITON_OPS, *dispatch.list_local_ops()])
 def test_kernels_that_are_wrong_by_two_percent_are_refused(op):
     generator = torch.Generator().manual_seed(0)
@@ -479,6 +480,7 @@ print(explain("short_convolution")["triton"])
 """
 
 
+@pytest.mark.slow
 def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
     """With the real kernels, emulated."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(tmp_path)}
@@ -517,6 +519,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_run_the_same_backend_or_stop(tmp_path):
     processes = []
     for rank in range(2):
@@ -683,6 +686,7 @@ def collect(launches):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "width"), LAUNCHED)
 def test_cases_reach_every_launch_of_the_delta_rule(plans, dtype, width):
     from longseq.kernels.delta_rule.triton_delta import _plan

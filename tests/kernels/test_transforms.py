@@ -97,6 +97,7 @@ def test_tensors_without_a_tangent_pass_inside_a_level_of_dual_tensors(interpret
         assert torch.equal(call(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [push_forward, push_dual])
 def test_a_compiled_function_refuses_forward_mode(interpreted, transform):
     call, x = make_call("short_convolution", "triton")

@@ -55,6 +55,7 @@ def test_kernel_equals_the_recurrence(interpreted, op, variant, tokens):
     assert_as_accurate_as_torch(make_inputs(op, variant, tokens=tokens, dtype=torch.float32), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_packed_segments_are_separate(interpreted, op):
     bounds = torch.tensor([0, 3, 3, 4, 11])
@@ -64,6 +65,7 @@ def test_packed_segments_are_separate(interpreted, op):
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=Packing(bounds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_gradients_of_a_part_that_runs_again(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32)
@@ -73,6 +75,7 @@ def test_gradients_of_a_part_that_runs_again(interpreted, op):
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_second_derivatives_are_refused(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=3, dtype=torch.float32).map(lambda x: x.requires_grad_())
@@ -81,6 +84,7 @@ def test_second_derivatives_are_refused(interpreted, op):
         torch.autograd.grad(output.sum(), list(inputs.tensors.values()), create_graph=True, allow_unused=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
 @pytest.mark.parametrize("packed", [False, True], ids=["one_segment", "packed"])
 def test_reading_in_reverse(interpreted, op, packed):
@@ -99,6 +103,7 @@ def test_reading_in_reverse(interpreted, op, packed):
         assert_as_accurate_as_torch(inputs, exact, reverse=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "variant", "tokens"),
     [
@@ -178,6 +183,7 @@ class _WithFakes(TorchDispatchMode):
         return x.dtype, x.shape, strides if x.numel() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, dtype):
@@ -194,6 +200,7 @@ def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, d
             assert real == fake, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["short", "long"])
 def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, monkeypatch, form):
     from longseq.kernels.delta_rule import triton_delta
@@ -205,6 +212,7 @@ def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpre
         assert error(value, exact[name]) <= 3e-3, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("form", ["short", "long"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -222,6 +230,7 @@ def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype, r
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["short", "long"])
 def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, monkeypatch, form):
     from longseq.kernels.delta_rule import triton_delta
@@ -235,6 +244,7 @@ def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, mon
         assert error(actual[name], value) <= 2e-2, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["short", "long"])
 def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, monkeypatch, form):
     from longseq.kernels.delta_rule import triton_delta
@@ -316,6 +326,7 @@ def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, monkeypatch, fo
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
+@pytest.mark.slow
 def test_delta_rule_keeps_neither_queries_nor_keys_without_a_gate(interpreted):
     x = torch.randn(1, 2048, 1, 64, dtype=torch.float16)
 
@@ -331,6 +342,7 @@ def test_delta_rule_keeps_neither_queries_nor_keys_without_a_gate(interpreted):
     assert gated - plain >= 2 * x.numel() * x.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["repeated_keys", "extreme_decay"])
 def test_delta_rule_over_several_float32_chunks(interpreted, variant):
     exact = gradients(make_inputs("delta_rule", variant, batch=1, tokens=70), backend="reference")
@@ -355,6 +367,7 @@ def lasting(inputs):
     return inputs.replace({"beta": 0.02 * inputs.sequences["beta"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "reverse"), [("repeated_keys", False), ("gated_write_key", True)])
 def test_delta_rule_in_segments_of_time(interpreted, delta_segments, variant, reverse):
     bounds = torch.tensor([0, 3, 3, 390, 392, 560])  # sequences of one, no, four, one and two segments
@@ -371,6 +384,7 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, variant, re
     assert all(torch.equal(again[name], value) for name, value in actual.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "extreme_decay"])
 def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, variant):
     exact, inputs = (
@@ -381,6 +395,7 @@ def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments, 
     assert set(delta_segments) == {5}
 
 
+@pytest.mark.slow
 def test_delta_rule_in_segments_of_time_reads_half_of_the_rows_in_reverse(interpreted, delta_segments):
     inputs = lasting(make_inputs("delta_rule", "gated", tokens=300, dtype=torch.float16, sizes={"H": 1}))
     inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
@@ -390,6 +405,7 @@ def test_delta_rule_in_segments_of_time_reads_half_of_the_rows_in_reverse(interp
     assert set(delta_segments) == {2 * 3}  # of two chunks, the last one of each row of one
 
 
+@pytest.mark.slow
 def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segments):
     inputs = lasting(
         make_inputs("delta_rule", "gated", tokens=600, batch=1, dtype=torch.float16, sizes={"H": 1, "V": 80})
@@ -405,6 +421,7 @@ def test_delta_rule_in_segments_of_time_from_no_state(interpreted, delta_segment
     assert set(delta_segments) == {5}
 
 
+@pytest.mark.slow
 def test_delta_rule_walks_with_wide_states_in_pieces(interpreted, delta_segments):
     sizes = {"H": 1, "K": 130, "V": 20}
     inputs = lasting(
@@ -443,6 +460,7 @@ def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
     )
 
 
+@pytest.mark.slow
 def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted, monkeypatch):
     from longseq.kernels.delta_rule import triton_delta
 
@@ -458,6 +476,7 @@ def test_compiled_graph_takes_delta_rules_in_any_number_of_segments(interpreted,
         torch.testing.assert_close(compiled(inputs), inputs.run(backend="triton"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted, dtype):
     inputs = make_inputs("delta_rule", "gated_write_key", tokens=40, dtype=torch.float32)
@@ -471,6 +490,7 @@ def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted,
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["linear_attention", "slot_attention"])
 def test_half_precision_values_beside_float32_keys(interpreted, op):
     for variant in list_variants(op)[:4]:
@@ -484,6 +504,7 @@ def test_half_precision_values_beside_float32_keys(interpreted, op):
             assert error(actual[name], value) <= 3e-3, (variant, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "gated_write_key"])
 def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
     inputs = make_inputs("delta_rule", variant, tokens=70, batch=1, dtype=torch.float16)
@@ -503,6 +524,7 @@ def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
 
 
 # Gates per channel up to 1 are mild, and those up to 3 and 30 need pairs of blocks of 2 tokens, and of 1.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "strength"),
     [("plain", 0.0), ("extreme_head_decay", 1.0)]
@@ -526,6 +548,7 @@ def test_linear_attention_over_several_float32_chunks(interpreted, variant):
     assert_as_accurate_as_torch(inputs, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["channel_gated", "value_gated"])
 @pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
 def test_linear_attention_in_half_precision_takes_values_and_gradients_of_any_size(interpreted, variant, factor):
@@ -544,6 +567,7 @@ def test_linear_attention_in_half_precision_takes_values_and_gradients_of_any_si
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_slot_attention_over_several_chunks(interpreted):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
     inputs = make_inputs("slot_attention", "write", tokens=70, segments=4, dtype=torch.float16)
@@ -556,6 +580,7 @@ def test_slot_attention_over_several_chunks(interpreted):
 LEAST_SQUARES_OPS = ["recursive_least_squares", "variational_linear_attention"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
 def test_least_squares_over_several_chunks(interpreted, op, dtype):
@@ -589,6 +614,7 @@ def refused(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "reverse"), [("plain", False), ("extreme_directions", False), ("plain", "second_half")]
 )
@@ -605,6 +631,7 @@ def test_least_squares_in_segments_of_time(interpreted, refused, variant, revers
         assert error(actual[name], value) <= (1e-3 if name == "gradient of u" else 2e-5), name
 
 
+@pytest.mark.slow
 def test_least_squares_in_segments_of_time_from_no_state(interpreted, refused):
     inputs = make_inputs("recursive_least_squares", batch=1, tokens=300, dtype=torch.float16, sizes={"H": 1, "K": 3})
     x, u = inputs.sequences["x"], inputs.sequences["u"]
@@ -614,6 +641,7 @@ def test_least_squares_in_segments_of_time_from_no_state(interpreted, refused):
     assert error(actual, exact) <= 2e-5
 
 
+@pytest.mark.slow
 def test_variational_linear_attention_has_the_precision_of_its_values(interpreted):
     inputs = make_inputs("variational_linear_attention", batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
     inputs = inputs.replace({"v": inputs.arguments["v"].bfloat16()})
@@ -634,6 +662,7 @@ def test_least_squares_of_what_is_not_a_number(interpreted, op):
     assert o[0, :, 1].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
 def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
     inputs = make_inputs(op, tokens=20, dtype=torch.float32)
@@ -644,6 +673,7 @@ def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
         torch.testing.assert_close(results(actual[0][mask], actual[1])[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1e-30, 1e30])
 def test_delta_rule_in_half_precision_takes_values_and_gradients_of_any_size(interpreted, factor):
     inputs = make_inputs("delta_rule", tokens=20, dtype=torch.bfloat16)
@@ -660,6 +690,7 @@ def test_delta_rule_in_half_precision_takes_values_and_gradients_of_any_size(int
     torch.testing.assert_close(query_gradient(factor), query_gradient(1.0), rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_a_loss_on_the_output_alone(interpreted, op):
     def output_gradients(backend, dtype):
@@ -673,6 +704,7 @@ def test_a_loss_on_the_output_alone(interpreted, op):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_strided_inputs_need_no_copy(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=7, dtype=torch.float32)
@@ -683,6 +715,7 @@ def test_strided_inputs_need_no_copy(interpreted, op):
         assert torch.equal(actual[name], theirs), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
     inputs = make_inputs(op, list_variants(op)[0], tokens=5, dtype=torch.float32)
@@ -701,6 +734,7 @@ def test_convolution_passes_over_padding(interpreted):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", list_variants("short_convolution"))
 @pytest.mark.parametrize("with_state", [True, False], ids=["state", "no_state"])
 def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant, with_state):
@@ -719,6 +753,7 @@ def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant,
         torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("op", ["longhorn_scan", "selective_scan"])
 def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
@@ -739,6 +774,7 @@ def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
     assert len(split) == 4  # forward and backward
 
 
+@pytest.mark.slow
 def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interpreted, monkeypatch):
     from longseq.kernels.diagonal_scan import triton_scan as kernels
 
@@ -760,6 +796,7 @@ def test_diagonal_scans_of_more_warps_than_run_at_once(interpreted, monkeypatch,
     assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True, "second_half", "own"])
 def test_convolution_of_many_taps_over_several_stretches(interpreted, reverse):
     generator = torch.Generator().manual_seed(0)

@@ -37,6 +37,7 @@ def unnormalized(inputs, objective):
     return replace(inputs, options={**inputs.options, "objective": objective, "normalize": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", CHUNKED)
 def test_chunks_equal_their_definition(interpreted, variant):
     inputs = make_inputs(OP, variant, batch=1, tokens=7)
@@ -51,6 +52,7 @@ def test_chunks_of_many_slots(interpreted, objective, tokens):
     assert_as_accurate_as_torch(inputs, chunk_size=17)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", CHUNKED)
 def test_chunks_of_more_than_a_few_tokens(interpreted, variant):
     inputs = make_inputs(OP, variant, batch=1, tokens=37)

@@ -58,6 +58,7 @@ def assert_as_accurate_as_torch(inputs):
         assert_accurate(value, plain[name], exact[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_steps_equal_the_recurrence(interpreted, op, variant):
     assert_as_accurate_as_torch(draw(op, variant, tokens=3))
@@ -70,6 +71,7 @@ def test_odd_and_large_sizes(interpreted, op, variant, sizes):
     assert_as_accurate_as_torch(draw(op, variant, batch=1, tokens=2, sizes={"H": 1, **sizes}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in mixers.mixer_names() if mixers.get(name).operations])
 def test_mixers_step_by_the_kernels(interpreted, name):
     torch.manual_seed(0)
@@ -151,6 +153,7 @@ def leaves(returned):
     return list(results(*returned).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", list_stepped_ops())
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
     torch._dynamo.reset()

@@ -461,6 +461,7 @@ def test_the_backend_that_is_named_runs(name: str, options: dict[str, Any], aske
     assert {op for op, _ in asked} & set(mixer.operations) or not mixer.operations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
     """Compiled code is traced before autocast is set for the backward pass, which must not reach the recurrences."""

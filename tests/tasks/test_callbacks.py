@@ -130,6 +130,7 @@ def test_an_error_within_a_step_leaves_a_checkpoint_of_the_update_before(tiny, t
     assert torch.equal(saved["state_dict"]["backbone.head.weight"], weights.trained[-1])
 
 
+@pytest.mark.slow
 def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     fetch = TrainingBatches.__getitem__
 
@@ -173,6 +174,7 @@ def test_pictures_of_a_run_are_bounded_in_size_and_number():
     assert [epoch for epoch in range(1, 100) if samples._is_due(epoch, -1)] == [1, 2, 4, 8, 16, 32, 64]
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_run_counts_what_came_before_a_resume(tiny, tmp_path):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -240,6 +242,7 @@ def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
     assert torch.isfinite(task.backbone.get_parameter(HEAD)).all()
 
 
+@pytest.mark.slow
 def test_an_average_that_keeps_the_initial_weights_is_said(tiny, caplog):
     fit(tiny("recipe.epochs=1"), ExponentialMovingAverage(decay=0.99996, warmup=False))
     assert caplog.text.count("of the initial weights in the average") == 1
@@ -262,6 +265,7 @@ def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch)
     assert torch.load(path, weights_only=True) == {"global_step": 1}
 
 
+@pytest.mark.slow
 def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
     config = tiny(
         "recipe.epochs=3", "recipe.learning_rate=0", "recipe.schedule.min_lr=0", "recipe.schedule.warmup_lr=0"

@@ -93,9 +93,9 @@ def test_every_model_builds(group, option, compose_config, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["vim", "vit", "token"])
-def test_the_override_that_the_readme_names_has_second_derivatives(model, compose_config, tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    paragraph = next(paragraph for paragraph in readme.split("\n\n") if "`create_graph=True`" in paragraph)
+def test_the_override_that_the_page_of_kernels_names_has_second_derivatives(model, compose_config, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "kernels.md").read_text()
+    paragraph = next(paragraph for paragraph in page.split("\n\n") if "`create_graph=True`" in paragraph)
     (override,) = re.findall(r"`(\S+=reference)`", paragraph)
     config = compose_config("train", *chosen("model", model), "mixer=deltanet", override, f"output={tmp_path}")
     config = {**resolve(config), "compile": None}

@@ -19,6 +19,8 @@ from longseq.tasks import evaluate, predict, train
 from longseq.tasks.image.report import per_class_accuracy
 from longseq.tools import cli
 
+pytestmark = pytest.mark.slow  # they share a trained model
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, compose_config, tiny_overrides):
@@ -47,6 +49,7 @@ def pictures(tmp_path):
     return tmp_path / "pictures"
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     metrics = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu"))
     trained = json.loads((run / "metrics.json").read_text())
@@ -91,6 +94,7 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
     assert again["val/top1"] > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "val", "test"])
 def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
     layout, checkpoint, compose_config, command, tmp_path
@@ -219,6 +223,7 @@ def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp
             command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))
 
 
+@pytest.mark.slow
 def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command, command_here, tiny_overrides):
     for call, arguments, message in (
         (command_here, ("train", *tiny_overrides, "mixer=longhron"), "longhorn_exact"),

@@ -16,6 +16,7 @@ SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 LAYERS = "{default: deltanet, layers: {1: attention}}"
 
 
+@pytest.mark.slow
 def test_a_trained_hybrid_comes_back_from_its_checkpoint(tiny, tmp_path):
     config = tiny("mixer=hybrid", f"mixer.name={LAYERS}", "+mixer.options.attention.num_heads=2", "recipe.epochs=1")
     train.run(config)

@@ -33,6 +33,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_a_folder_like_imagenet_trains_through_the_whole_recipe(photos, compose_config, tmp_path):
     run = tmp_path / "run"
     overrides = (

@@ -61,6 +61,7 @@ def test_a_lock_of_another_host_or_of_no_one_is_refused_with_the_remedy(content,
     assert path.read_text() == content
 
 
+@pytest.mark.slow
 def test_one_of_many_takes_over(tmp_path):
     """All find the dead lock at once, time after time."""
     program = (

@@ -68,6 +68,7 @@ def leave_nothing():
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole_group", "options"),
     [
@@ -95,6 +96,7 @@ def test_sigterm_saves_says_one_line_and_leaves_with_143(
     assert not (last.parent.parent / "run.lock").exists()
 
 
+@pytest.mark.slow
 def test_the_others_end_within_seconds_when_the_first_process_is_killed(
     tmp_path, longseq_program, tiny_overrides, leave_nothing, command_here
 ):

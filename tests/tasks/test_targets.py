@@ -84,6 +84,7 @@ def test_training_calls_nothing_that_is_not_listed(tiny, tmp_path):
 NEEDED = ["data.root", "data.mean", "model.drop_rate", "mixer.options.num_heads"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [[place for place in PLACES if place not in NEEDED], *([one] for one in NEEDED)])
 def test_nothing_that_a_checkpoint_names_is_called(places, trained, tmp_path, compose_config, tiny):
     made = tmp_path / "made"

@@ -33,6 +33,7 @@ def build(tiny, *overrides):
     return train.build(tiny(*overrides)).module.backbone
 
 
+@pytest.mark.slow
 def test_each_reading_has_its_charts(tiny, tmp_path):
     train.run(tiny(*LONGHORN, "callbacks.telemetry.every_n_steps=10"))
     found = scalars(tmp_path / "run")
@@ -69,6 +70,7 @@ def test_an_exploding_state_shows(tiny, tmp_path):
     assert sound[9] < 10 * sound[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_training_is_the_same_with_and_without(precision, tiny, tmp_path):
     """With what draws random numbers in each step (drop path, mixing), averaged weights and accumulation."""
@@ -111,6 +113,7 @@ def test_a_watched_pass_leaves_no_trace(tiny):
     assert all("observed" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_the_compiled_pass_stays_as_it_is(tiny, tmp_path, monkeypatch):
     compiled = []
 

@@ -34,6 +34,7 @@ def assert_same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert torch.equal(value, other[part][name]), f"{part}: {name}"
 
 
+@pytest.mark.slow
 def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp_path):
     value = train.run(tiny("++recipe.ema={decay: 0.9, warmup: true}", "trainer.log_every_n_steps=5"))
     run = tmp_path / "run"
@@ -61,6 +62,7 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
         assert steps == sorted(steps), tag
 
 
+@pytest.mark.slow
 def test_the_metrics_are_those_of_the_best_checkpoint(tiny, tmp_path):
     train.run(tiny("recipe.epochs=4", "recipe.learning_rate=0.02"))
     run = tmp_path / "run"
@@ -89,6 +91,7 @@ def test_with_accumulation_the_rate_of_each_update_is_logged_once(tiny, tmp_path
     assert rates[0].value == pytest.approx(1e-6)
 
 
+@pytest.mark.slow
 def test_trainings_of_one_process_leave_no_writer_behind(tiny, tmp_path):
     before = threading.active_count()
     for number in range(3):
@@ -112,6 +115,7 @@ def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
     assert "images/s in training" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, tiny_overrides):
     arguments = ("train", *tiny_overrides, "recipe.epochs=1")
     for name, content in (("foreign", "- 1\n"), ("half", "seed: [0,"), ("lacks", "seed: 0\n")):
@@ -130,6 +134,7 @@ def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, t
     assert f"the newest, outputs/image/{run.name}, differs in seed; starting anew" in other.stdout
 
 
+@pytest.mark.slow
 def test_warnings_reach_the_user_one_line_each(tmp_path, command, tiny_overrides, image_folder):
     shutil.copytree(image_folder, tmp_path / "images")
     broken = Path("images/train/class1/3.jpg")
@@ -162,6 +167,7 @@ def uninterrupted(tmp_path_factory, compose_config, tiny_overrides):
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
     name, tmp_path, uninterrupted, start, command_here, tiny_overrides
@@ -213,6 +219,7 @@ def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp
         train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
     value = train.run(tiny("recipe.epochs=1"))
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns
@@ -222,6 +229,7 @@ def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_two_processes_count_each_test_image_once(tmp_path, command, command_here, tiny_overrides):
     """359 test images do not divide by two. One process alone watches the mixers."""
     watched = ("mixer=linear_attention", "callbacks.telemetry.every_n_steps=5")
@@ -239,12 +247,14 @@ def test_two_processes_count_each_test_image_once(tmp_path, command, command_her
     assert result.stdout.count("effective batch 64 = 32 per device x 2 device(s)") == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_each_choice(tmp_path, command, tiny_overrides):
     result = command(tmp_path, "train", "-m", *tiny_overrides, "seed=0,1", "recipe.epochs=1")
     assert result.returncode == 0, result.stderr
     assert len(list(tmp_path.glob("outputs/image/sweep_*/*/metrics.json"))) == 2
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_from_a_checkpoint_at_another_stride(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1"))
     trained = tmp_path / "run" / "checkpoints" / "best.ckpt"

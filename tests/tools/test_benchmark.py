@@ -344,6 +344,7 @@ SMALL_MODELS = (
 )
 
 
+@pytest.mark.slow
 def test_models_are_measured_beside_attention(tmp_path):
     result = run(models, "models", *SMALL_MODELS, f"output={tmp_path}/rows.json")
     image, text, decoding = (
@@ -618,6 +619,7 @@ def test_trials_of_the_real_kernels_find_their_places(real_tables, op, sizes, dt
     assert trial.best < float("inf")
 
 
+@pytest.mark.slow
 def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, tmp_path, real_tables):
     """Emulated: each run extends the file, and the kernels take what it holds."""
     monkeypatch.setattr(tune, "CHOICES", {"tokens": (2, 4, 8), "warps": (4, 8)})
@@ -648,6 +650,7 @@ def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, t
         assert table == real_tables[name].LAUNCHES
 
 
+@pytest.mark.slow
 def test_a_candidate_that_crashes_is_left_out_when_the_run_is_repeated(monkeypatch, tmp_path, real_tables):
     """Emulated, but for the crash."""
     monkeypatch.setattr(tune, "CHOICES", {"warps": (2, 4, 8)})
@@ -733,13 +736,13 @@ def test_kernels_that_no_shape_launches_leave_no_file(monkeypatch, tmp_path, mod
     assert not (tmp_path / "l.json").exists()
 
 
-def test_readme_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
+def test_the_page_of_kernels_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
     named = ", ".join(tune.list_tuned(tune.find_tables()))
     with initialize_config_module("longseq.conf", version_base="1.3"):
         text = compose("benchmark_tune", return_hydra_config=True).hydra.help.template
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    for page in (text, readme):
+    kernels = (Path(__file__).parents[2] / "docs" / "pages" / "kernels.md").read_text()
+    for page in (text, kernels):
         assert named in " ".join(page.replace("`", "").split())
 
 

@@ -68,6 +68,7 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, arguments, words):
         assert word in lines[0]
 
 
+@pytest.mark.slow
 def test_the_installed_script_helps_with_a_verb():
     script = Path(sys.executable).with_name("longseq")
     result = subprocess.run([script, "train", "--help"], capture_output=True, text=True, check=False)
@@ -76,6 +77,7 @@ def test_the_installed_script_helps_with_a_verb():
         assert word in result.stdout
 
 
+@pytest.mark.slow
 def test_one_bad_trial_does_not_end_a_sweep(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     sweep = ("train", "-m", "recipe.batch_size=100000,32", "trainer.fast_dev_run=true", "model.depth=1")

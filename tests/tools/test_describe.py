@@ -127,6 +127,7 @@ def test_frozen_parameters_are_not_trainable() -> None:
     assert parameters["trainable"] == parameters["total"] - parameters["parts"]["mixers"] - 2 * 32
 
 
+@pytest.mark.slow
 def test_lists() -> None:
     cards = mixers.list_mixers()
     for row, card in zip(list_mixers(), cards, strict=True):
@@ -137,6 +138,7 @@ def test_lists() -> None:
     )
 
 
+@pytest.mark.slow
 def test_command_describes_a_configuration(longseq_command) -> None:
     result = longseq_command("describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
     assert result.returncode == 0, result.stderr
@@ -155,6 +157,7 @@ def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.Capture
     assert (facts["mixer"], facts["classes"], facts["images"]) == ("attention", 10, [1, 8, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"), [("mixers", ["deltanet", "35,072", "0.73 M", "delta_rule"]), ("models", ["6,852,904"])]
 )

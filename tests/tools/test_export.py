@@ -164,6 +164,7 @@ EXPORTED = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chassis", "mixer"), EXPORTED)
 def test_files_run_in_other_processes(
     chassis: str, mixer: str, tmp_path: Path, with_torch: Elsewhere, with_onnxruntime: Elsewhere, captured_once: None
@@ -185,6 +186,7 @@ def test_files_run_in_other_processes(
     assert with_onnxruntime(tmp_path, "model") == "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mixer", "direction"), [("longhorn", "cross"), ("mamba2", "bidirectional")])
 def test_one_mixer_for_all_orders(mixer: str, direction: str, tmp_path: Path) -> None:
     model = build(mixer=mixer, direction=direction, share_directions="all")
@@ -192,6 +194,7 @@ def test_one_mixer_for_all_orders(mixer: str, direction: str, tmp_path: Path) ->
     assert all(row.passed for row in report.comparisons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_preprocessing_and_softmax_in_the_file(format: str, tmp_path: Path) -> None:
     model = build()
@@ -203,6 +206,7 @@ def test_preprocessing_and_softmax_in_the_file(format: str, tmp_path: Path) -> N
     torch.testing.assert_close(FORMATS[format].open_file(path)(pixels), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "direction", "format"),
     [
@@ -222,6 +226,7 @@ def test_dynamic_resolution(mixer: str, direction: str, format: str, tmp_path: P
     torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_fixed_resolution_is_enforced(format: str, tmp_path: Path) -> None:
     path = tmp_path / ("model" + SUFFIXES[format])
@@ -236,6 +241,7 @@ def test_dynamic_resolution_refused_where_the_model_is_fixed(tmp_path: Path) -> 
         export_image_classifier(build(), tmp_path / "model.onnx", data=DATA, dynamic_resolution=True)
 
 
+@pytest.mark.slow
 def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
     model = timm.create_model("resnet10t", num_classes=3).eval()
     report = export_image_classifier(model, tmp_path / "model.onnx", dynamic_resolution=True, batch_sizes=[1])
@@ -345,6 +351,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         export_image_classifier(model, tmp_path / "model.onnx", data=DATA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_export_prints_nothing_of_the_exporters(format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("model" + SUFFIXES[format])
@@ -353,6 +360,7 @@ def test_export_prints_nothing_of_the_exporters(format: str, tmp_path: Path, cap
     assert captured.out == captured.err == ""
 
 
+@pytest.mark.slow
 def test_command_exports_a_checkpoint(longseq_command: Any, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "deep" / "digits.onnx"
     result = longseq_command(
@@ -383,6 +391,7 @@ def compose_export(*overrides: str) -> DictConfig:
         return compose("export", [*overrides, "latency=false"])
 
 
+@pytest.mark.slow
 def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path) -> None:
     assert run(compose_export(f"checkpoint={checkpoint}", f"output={tmp_path}/a.pt2")).format == "pt2"
     report = run(compose_export(f"checkpoint={checkpoint}", "format=torchscript"))
@@ -390,6 +399,7 @@ def test_format_and_name_follow_from_each_other(checkpoint: Path, tmp_path: Path
     report.path.unlink()
 
 
+@pytest.mark.slow
 def test_resolution_of_a_checkpoint_can_be_opened(checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     run(compose_export(f"checkpoint={checkpoint}", f"output={path}", "dynamic_resolution=true"))

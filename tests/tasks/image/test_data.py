@@ -120,6 +120,7 @@ def test_folder_without_splits_sets_some_images_apart(folder):
     assert not torch.equal(gather(module.val_dataloader())[0], gather(other.val_dataloader())[0])
 
 
+@pytest.mark.slow
 def test_tar_files_with_workers(folder, tmp_path):
     (tmp_path / "tars").mkdir()
     for split in ("train", "val"):
@@ -173,6 +174,7 @@ def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_pat
     assert torch.equal(counts[0] + counts[1], torch.tensor([3, 3, 3]))
 
 
+@pytest.mark.slow
 def test_hugging_face_data_sets(folder, tmp_path):
     pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
     module = open_data(f"hfds/{folder}", tmp_path / "cache")

@@ -32,6 +32,7 @@ def equal(ones, others):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("done", [0, 2, BATCHES])
 def test_the_rest_of_the_epoch_and_the_next_are_bitwise_equal(num_workers, done):
@@ -52,6 +53,7 @@ def test_the_rest_of_the_epoch_and_the_next_are_bitwise_equal(num_workers, done)
     assert equal(epoch_of(resumed, 5), epochs[1])
 
 
+@pytest.mark.slow
 def test_an_abandoned_epoch_leaves_no_trace_in_the_next():
     loader = digits(2).train_dataloader()
     loader.sampler.set_epoch(0)
@@ -154,6 +156,7 @@ def train(module, callbacks=(), checkpoint=None, num_workers=0, accumulate=1, **
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("hook", "place", "num_workers", "accumulate"),
@@ -177,6 +180,7 @@ def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_pat
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("hook", "place"), [("batch", (1, 3)), ("epoch", (0, 0))])
 def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(hook, place, tmp_path):

@@ -30,6 +30,7 @@ def parts(config, *callbacks):
     return build_trainer(config, list(callbacks)), task, datamodule
 
 
+@pytest.mark.slow
 def test_the_schedule_warms_up_and_falls_per_update(tiny):
     config = tiny(
         "recipe.epochs=4",

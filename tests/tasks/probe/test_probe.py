@@ -51,6 +51,7 @@ def read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_an_image_run_leaves(compose_config, tmp_path):
     value = train.run(make(compose_config, tmp_path / "run", "mixer=linear_attention", "trainer.log_every_n_steps=4"))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
@@ -87,6 +88,7 @@ def evaluation(compose_config: Any, run: Path, *overrides: str) -> Any:
     return compose_config("evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu", *overrides)
 
 
+@pytest.mark.slow
 def test_a_mixer_learns_to_recall_and_training_stops_there(compose_config, tmp_path):
     train.run(
         make(
@@ -157,6 +159,7 @@ INTERRUPTIBLE = ("mixer=linear_attention", "model.dropout=0.2", "callbacks.check
                  "trainer.accumulate_grad_batches=2", "recipe.batch_size=32", "recipe.epochs=3")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(compose_config, tmp_path, monkeypatch):
     """In the middle of the second epoch, with two slices, accumulation and dropout."""
     train.run(make(compose_config, tmp_path / "whole", *INTERRUPTIBLE))
@@ -301,6 +304,7 @@ def results_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "compared" / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_sweep_compares_mixers(tmp_path, monkeypatch, capsys):
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
@@ -334,6 +338,7 @@ folder = pathlib.Path(options["hydra.run.dir"])
 """
 
 
+@pytest.mark.slow
 def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)

@@ -1,0 +1,50 @@
+"""Many cases in one test, which names those that fail: where a case takes less time than pytest takes for a test."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from longseq.kernels.operation import forget
+
+Test = Callable[..., None]
+
+
+def cases(names: str | tuple[str, ...], values: Sequence[Any]) -> Callable[[Test], Test]:
+    """Run a test with each of the values, as `pytest.mark.parametrize` does, but as one test.
+
+    The cases share the test's fixtures: what a case leaves in them, the next one finds. All cases run; the error names
+    those that failed, and the first failure is its cause.
+    """
+    names = (names,) if isinstance(names, str) else names
+    values = list(values)
+    assert values, "a test without a case tests nothing"
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            failures: list[tuple[str, BaseException]] = []
+            for value in values:
+                case = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
+                forget()  # no choice of a backend that an earlier case has made
+                try:
+                    test(**fixtures, **case)
+                except (Exception, pytest.fail.Exception) as error:
+                    failures.append((", ".join(f"{name}={x!r:.80}" for name, x in case.items()), error))
+            if failures:
+                told = [f"{case}: {type(error).__name__}: {error}" for case, error in failures]
+                raise AssertionError(
+                    "\n".join([f"{len(failures)} of {len(values)} cases failed:", *told])
+                ) from failures[0][1]
+
+        signature = inspect.signature(test)
+        assert set(names) <= signature.parameters.keys()
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

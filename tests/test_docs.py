@@ -1,0 +1,250 @@
+"""The README and docs/: the site builds, the examples and the notebook run, and the top level holds what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from PIL import Image
+
+from longseq import kernels
+from longseq.mixers import registry
+from longseq.tools import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((DOCS / "pages").glob("*.md")))}
+
+# A block of code, and the comment before it that says why it is not run.
+BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+|test command) -->\n+)?^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+# Words added to `longseq train` in examples, so that it takes seconds; of a timm model there is no width to change.
+SHORT = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
+SHORT += ("recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "recipe.batch_size=8")
+NARROW = ("model.embed_dim=16", "model.depth=2", "data.num_workers=0")
+INSTEAD = {"trainer=gpu": "trainer=cpu"}
+
+
+class Example(NamedTuple):
+    """A block of code of a page: its line, its language, and why it is not run, if it is not."""
+
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+
+def find_examples(page: Path) -> list[Example]:
+    text = page.read_text()
+    found = [
+        Example(text[: match.start(3)].count("\n"), match[2], match[3], match[1]) for match in BLOCK.finditer(text)
+    ]
+    assert len(found) == len(re.findall(r"^```\w+$", text, re.M)), f"{page.name}: a block that is not read here"
+    return found
+
+
+def find_commands(example: Example) -> Iterator[list[str]]:
+    """The words behind `longseq` of each command of a block."""
+    for line in example.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        places = [index for index, word in enumerate(words) if Path(word).name == "longseq"]
+        if places and "pip" not in words[places[0] - 1]:
+            yield words[places[0] + 1 :]
+        else:
+            assert not words or example.not_run, f"only commands of longseq are run here: {line}"
+
+
+# ---- examples
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples run: two finished runs called RUN, a FOLDER of images and one of DIGITS."""
+    here = tmp_path_factory.mktemp("examples")
+    random = np.random.default_rng(0)
+    layouts = {"FOLDER/train": (("ant", "bee"), (40, 40, 3)), "FOLDER/val": (("ant", "bee"), (40, 40, 3))}
+    layouts["DIGITS"] = (tuple("0123456789"), (8, 8))
+    for name, (classes, shape) in layouts.items():
+        for one in classes:
+            (here / name / one).mkdir(parents=True)
+            for number in range(8):
+                pixels = random.integers(0, 256, shape, np.uint8)
+                Image.fromarray(pixels).save(here / name / one / f"{number}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        train = ["train", "mixer=linear_attention", "trainer=cpu"]
+        run_longseq([*train, *NARROW, *SHORT, "hydra.run.dir=outputs/image/RUN"])
+        probe = ["task=probe", "model.d_model=16", "model.depth=1", "hydra.run.dir=outputs/probe/RUN"]
+        run_longseq([*train, *probe, *SHORT])
+    return here
+
+
+def run_longseq(words: Sequence[str]) -> str:
+    """What `longseq WORDS` prints, run in this process."""
+    kept, out, err = sys.argv, io.StringIO(), io.StringIO()
+    sys.argv = ["longseq", *words]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main()
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    finally:
+        sys.argv = kept
+    assert code == 0, f"longseq {shlex.join(words)}\n{out.getvalue()}{err.getvalue()}"
+    return out.getvalue()
+
+
+def shorten(words: list[str]) -> list[str]:
+    """The words of an example as they run here: on the processor, and for a few batches where it trains."""
+    words = [INSTEAD.get(word, word) for word in words]
+    if words[0] != "train" or "--help" in words or "--cfg" in words:
+        return words
+    taken = {word.partition("=")[0] for word in words}
+    width = ("data.num_workers=0",) if "model=timm" in words else () if "task=probe" in words else NARROW
+    return [*words, *(word for word in (*SHORT, *width) if word.partition("=")[0] not in taken)]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # an example enters a mixer of its own
+    names: dict[str, object] = {"__name__": f"examples_of_{name}"}
+    for example in find_examples(PAGES[name]):
+        if example.language == "python" and example.not_run is None:
+            exec(compile("\n" * example.line + example.text, str(PAGES[name]), "exec"), names)
+        if example.language != "bash":
+            continue
+        for words in find_commands(example):
+            if example.not_run or words[:1] == ["probe"]:  # it trains each mixer in a process of its own
+                compose_command(words)
+            elif words not in ALREADY:
+                ALREADY.append(words)
+                run_longseq(shorten(words))
+
+
+# Commands that an earlier page has shown, and that ran.
+ALREADY: list[list[str]] = [[], ["train"]]  # `longseq` alone has its own tests, and `longseq train` is the run above
+
+
+def compose_command(words: list[str]) -> None:
+    """Check an example that is not run: its groups and keys exist."""
+    verb = next(name for name in cli.VERBS if words[: len(name.split())] == name.split())
+    overrides = [word for word in words[len(verb.split()) :] if not word.startswith("hydra.")]
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        compose(verb.replace(" ", "_"), overrides)
+
+
+def test_examples_that_are_not_run_say_why_and_are_the_few():
+    reasons = [example.not_run for page in PAGES.values() for example in find_examples(page) if example.not_run]
+    assert all(len(reason) > len("not run: ") or reason == "test command" for reason in reasons)
+    assert len(reasons) < 20
+
+
+# ---- the site
+
+
+def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path):
+    site = tmp_path / "site"
+    offline = "import socket, sys; socket.socket.connect = None; from mkdocs.__main__ import cli; cli(sys.argv[1:])"
+    command = ["build", "--strict", "--quiet", "--config-file", DOCS / "mkdocs.yml", "--site-dir", site]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = [sys.executable, "-c", offline, *map(str, command)]
+    result = subprocess.run(run, cwd=DOCS, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pages = {page.name: page.read_text() for page in site.glob("*.html")}
+    assert len(pages) >= len(PAGES) + 4
+    fetched = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
+    assert {name: found for name, text in pages.items() if (found := fetched.findall(text))} == {}
+    operations = [name for name in kernels.__all__ if not name.endswith("_step")]
+    for name in ("ImageBackbone", "TokenBackbone", "Mixer", "create", "export_image_classifier", *operations):
+        assert re.search(rf'id="[\w.]*\b{name}"', pages["reference.html"]), f"the reference lacks {name}"
+
+
+# ---- the notebook
+
+
+def test_the_notebook_runs_and_shows_what_it_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads((DOCS / "notebook.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    names: dict[str, object] = {"__name__": "notebook"}
+    for cell in cells:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec("".join(cell["source"]), names)
+        shown = "".join("".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream")
+        # Trained figures differ in their last digits from machine to machine.
+        assert re.sub(r"\d+\.\d+", "#", printed.getvalue()) == re.sub(r"\d+\.\d+", "#", shown)
+
+
+def test_the_picture_of_the_readme_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    picture = __import__("picture")
+    assert picture.draw() == picture.FILE.read_text(), "run python benchmarks/picture.py"
+
+
+# ---- the top level
+
+TOP = {
+    ".ci",
+    ".github",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "README.md",
+    "benchmarks",
+    "conf",
+    "docs",
+    "kernels",
+    "longseq",
+    "pyproject.toml",
+    "tasks",
+    "tests",
+    "tools",
+}
+
+
+def test_the_top_level_holds_what_is_listed():
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
+    found = {path.name for path in ROOT.iterdir() if not any(fnmatch(path.name, pattern) for pattern in ignored)}
+    assert found - {".git"} == TOP
+
+
+def test_the_readme_is_one_screen():
+    text = re.sub(r"<!-- table summary -->.*<!-- end of summary -->", "", (ROOT / "README.md").read_text(), flags=re.S)
+    assert len(text.splitlines()) <= 90
+
+
+def test_the_citation_and_the_changes_are_of_this_version():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert version is not None
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == version[1]
+    assert citation["cff-version"] == "1.2.0"
+    assert "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_public_forge_runs_the_test_command_on_every_python_that_is_promised():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job = workflow["jobs"]["test"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    least = re.search(r'^requires-python = ">=(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert least is not None
+    assert job["strategy"]["matrix"]["python"][0] == least[1]
