@@ -20,11 +20,12 @@ from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training import processes, runs, targets
+from longseq.tasks.training import processes, runs
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.configuration import Config, resolve
+from longseq.tasks.training.experiment import check_experiment
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
@@ -51,7 +52,7 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     folder = Path(config["output"])
-    targets.check(config)
+    check_experiment(config)
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:

@@ -32,7 +32,7 @@ from longseq.tasks.image.model import ImageModel, model_name
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.experiment import TrainKeys
+from longseq.tasks.training.experiment import TrainKeys, check_experiment
 from longseq.tasks.training.options import OneOf
 
 __all__ = [
@@ -101,6 +101,7 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
         loaded = checkpoint.load(cfg.checkpoint)
         return loaded.backbone, loaded.data
     config = resolve(cfg)
+    check_experiment(config, DescribeKeys)
     if (task := config["task"]["name"]) != "image":
         raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)

@@ -11,6 +11,8 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from longseq.tasks.training.options import check_call
+
 OPTIMIZERS = ("timm.optim.create_optimizer_v2",)
 SCHEDULES = ("timm.scheduler.create_scheduler_v2",)
 CALLBACKS = (
@@ -66,6 +68,17 @@ def check(config: Mapping[str, Any]) -> None:
         if allowed is None:
             raise ValueError(f"{place}.{TARGET}={target}: nothing is built from a name here; give a plain value")
         _named(target, allowed, place)
+
+
+def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, given: Sequence[str] = ()) -> None:
+    """ValueError, in one line, if what `node` names does not take its other keys; nothing is called.
+
+    `given` names arguments that the program gives itself.
+    """
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
+    options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
+    check_call(_named(node[TARGET], allowed, key), options, key, given=given)
 
 
 def find_targets(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,8 +26,7 @@ from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
-from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.experiment import compile_modes
+from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
 from longseq.tasks.training.options import OneOf, Range
 from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
 from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result

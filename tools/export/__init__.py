@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from omegaconf import DictConfig
 
-from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.options import Length, OneOf, Range, Required
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier
 from longseq.tools.export.report import ExportReport
 
@@ -20,7 +20,7 @@ __all__ = ["FORMATS", "ExportReport", "export_image_classifier", "run"]
 class ExportKeys(CommandKeys):
     """The keys of `longseq export`; conf/export.yaml says what they mean."""
 
-    checkpoint: Annotated[str | None, Required("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")]
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     format: Annotated[str | None, OneOf(FORMATS)]
     output: str | None
     weights: Literal["auto", "ema", "model"]
