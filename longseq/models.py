@@ -136,7 +136,10 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
 
 def kind_of(model: nn.Module) -> str | None:
     """The kind of a model, None where it is of none and cannot be saved."""
-    name = next((name for name, registered in _KINDS.items() if registered is type(model)), None)
+    own = type(model)
+    if hasattr(own, "_get_fsdp_state"):  # `fully_shard` puts a class of its own before the model's
+        own = own.__mro__[2]
+    name = next((name for name, registered in _KINDS.items() if registered is own), None)
     return TIMM if name is None and is_timm_model(model) else name
 
 
@@ -308,6 +311,22 @@ def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, l
         raise ValueError(f"{label} does not tell {error}{_origin(config)}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{label} cannot be built: {error}{_origin(config)}") from error
+
+
+def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
+    """Raise ValueError unless `config`, the description in a checkpoint, is that of this model.
+
+    Arguments differ where a default has changed since the checkpoint was written.
+    """
+    if config is None or kind_of(model) is None:
+        return
+    check_revisions(model, config.get("revisions"))
+    saved, own = config["model_args"], describe(model)["model_args"]
+    differing = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    differing = [name for name in differing if name != "saved_by"]
+    if differing:
+        name = differing[0]
+        raise ValueError(f"its model was built with {name}={saved.get(name)}, this one with {name}={own.get(name)}")
 
 
 def check_config_version(config: Mapping[str, Any], label: str) -> None:

@@ -13,13 +13,13 @@ def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
 def no_weight_decay(module: nn.Module) -> set[str]:
     """Names, relative to `module`, of the parameters that weight decay must leave alone.
 
-    A part lists them in its class attribute `undecayed`; lists of its base classes count too. Decaying a decay rate or
-    a step size pulls the recurrence towards another memory length instead of regularising it. The lists live on the
-    classes, so they survive copies of the module, which attributes on tensors do not.
+    A part lists them in its class attribute `no_weight_decay_names`; the lists of its base classes count too. Decaying
+    a decay rate or a step size pulls the recurrence towards another memory length instead of regularising it. The lists
+    live on the classes, so they survive copies of the module, which attributes on tensors do not.
     """
     names = set()
     for prefix, part in module.named_modules():
-        listed = (name for kind in type(part).__mro__ for name in vars(kind).get("undecayed", ()))
+        listed = (name for kind in type(part).__mro__ for name in vars(kind).get("no_weight_decay_names", ()))
         for name in listed:
             if getattr(part, name, None) is not None:
                 names.add(f"{prefix}.{name}" if prefix else name)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
+
+# What a state may hold: tensors, absent parts, and tuples of these. A mixer's own state is a named tuple.
+StateTree: TypeAlias = "Tensor | tuple[StateTree, ...] | None"
+StateT = TypeVar("StateT", bound="tuple[StateTree, ...]")
 
 State = TypeVar("State")
 
@@ -26,7 +30,7 @@ def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     return mapped
 
 
-def state_tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def state_tensors(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield `(name, tensor)` for every tensor of `state`; names of nested fields are joined by dots."""
     if isinstance(state, Tensor):
         yield prefix, state
@@ -41,6 +45,6 @@ def select_state(state: State, index: Tensor) -> State:
     return map_state(lambda tensor: tensor.index_select(0, index), state)
 
 
-def state_size(state: Any) -> int:
+def state_size(state: object) -> int:
     """Count the numbers in `state`, over the whole batch."""
     return sum(tensor.numel() for _, tensor in state_tensors(state))

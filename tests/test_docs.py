@@ -118,6 +118,7 @@ def shorten(words: list[str]) -> list[str]:
     return [*words, *(word for word in (*SHORT, *width) if word.partition("=")[0] not in taken)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
@@ -158,6 +159,7 @@ def test_examples_that_are_not_run_say_why_and_are_the_few():
 # ---- the site
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path):
     site = tmp_path / "site"
     offline = "import socket, sys; socket.socket.connect = None; from mkdocs.__main__ import cli; cli(sys.argv[1:])"
@@ -178,6 +180,7 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path):
 # ---- the notebook
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longseq import mixers
 from longseq.blocks.positions import Layout
-from longseq.blocks.scan import Directions
 from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
@@ -113,7 +112,8 @@ def _data_info(config: Mapping[str, Any]) -> DataInfo:
     data = config["data"]
     if data.get("num_classes") is None:
         try:
-            return ImageDataModule.from_config(config, batch_size=1).info
+            # No batch is read; two images are the least that Mixup pairs.
+            return ImageDataModule.from_config(config, batch_size=2).info
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
     classes = int(data["num_classes"])
@@ -198,18 +198,16 @@ def _count_flops(model: nn.Module, channels: int, height: int, width: int) -> di
 def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
     """For each mixing layer whose state has a fixed size: how many readings, and what they keep for one image."""
     states = []
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Directions):
-            continue
-        mixer: Any = layer.mixers[0]
+    for name, reading in mixers.named_readings(model):
+        mixer = reading.readers[0]
         if mixer.supports_noncausal:
             continue
         state = mixer.initial_state(1)
         states.append(
             {
                 "layer": name,
-                "readings": len(layer.orders),
-                "numbers": len(layer.orders) * state_size(state),
+                "readings": len(reading.orders),
+                "numbers": len(reading.orders) * state_size(state),
                 "tensors": {field: list(tensor.shape[1:]) for field, tensor in state_tensors(state)},
             }
         )
@@ -235,11 +233,11 @@ def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict
 
 def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
     """The calls of operations in a pass through each mixing layer, without data and over a few tokens."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Directions)]
     with record_calls() as calls, torch.no_grad():
-        for layer in layers:
-            empty = copy.deepcopy(layer).to("meta").eval()
-            empty(torch.empty(1, 4, empty.mixers[0].d_model, device="meta"), Layout(2, 2, None))
+        for _, reading in mixers.named_readings(model):
+            empty = copy.deepcopy(reading).to("meta").eval()
+            x = torch.empty(1, 4, empty.readers[0].d_model, device="meta")
+            empty(x, layout=Layout(2, 2, None), output_final_state=False)
     return calls
 
 

@@ -36,11 +36,17 @@ def cumulative_softmax(
     z = -1e30, stands for the logarithm of nothing: the first token gets the share 1. A token with x = -1e30 after a
     real one leaves everything as it is.
 
-    Shapes: x, g [B, T, H, M]; states z [B, H, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1
-    and states are [N, H, M]. With `reverse` sequences are read from their last token to their first: the initial state
-    is the one behind the last token and the final state that at the first. With reverse="second_half" the second half
-    of the rows of the batch is read so, and the first half forward. Arithmetic and state are float32, or float64 for
-    float64 inputs; g has x's dtype. Returns (g, final state or None).
+    Shapes: x, g [B, T, H, M]; states z [B, H, M].
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, M].
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward.
+
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; g has x's dtype.
+
+    Returns (g, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 

@@ -61,18 +61,27 @@ def delta_rule(
     beta in [0, 2]; the operation does not normalise keys. Tokens with beta = 0 and g = 0 leave the state as it is.
 
     Shapes: q, k, write_key [B, T, H, K]; v, o [B, T, H, V]; beta, g [B, T, H] with g <= 0 (a log); states [B, H, K, V].
-    With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, K, V]. With `reverse`
-    sequences are read from their last token to their first: the initial state is the one behind the last token and the
-    final state that at the first. With reverse="second_half" the second half of the rows of the batch is read so, and
-    the first half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, K, V].
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward.
+
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+
     `chunk_size`, a power of two, changes speed and memory but not the result. `recompute` lets the triton backend keep
     its inputs alone for the gradient, and run forward again before it: 193 MiB for 513 at (8, 2048, 16, 128) in
     bfloat16. The other backends keep little in any case.
+
     Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does so with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
+    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
+    because the check waits for the GPU.
+
+    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
+    ones of their chunk (see `longseq.kernels`).
 
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     the decay is that of Yang et al. 2024, "Gated Delta Networks", eq. 10.

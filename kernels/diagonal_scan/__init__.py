@@ -54,16 +54,27 @@ def longhorn_scan(
 
     With beta >= 0 the decay lies in (0, 1] whatever the keys. Tokens with beta = 0 leave the state as it is.
 
-    Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N]. With `cu_seqlens` [N + 1]
-    (0, the end of each packed segment) B is 1 and states have one row for each segment. With `reverse` sequences are
-    read from their last token to their first: the initial state is the one behind the last token and the final state
-    that at the first. With reverse="second_half" the second half of the rows of the batch is read so, and the first
-    half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None:
-    chosen from the sizes) changes speed and memory but not the result. Returns (o, final state or None).
+    Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N].
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
+    sequence.
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward.
+
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
+
+    `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
+
+    Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does so with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
+    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
+    because the check waits for the GPU.
+
+    inf and NaN stay in their row, and in their packed sequence. There they reach all later tokens, and earlier ones of
+    their chunk (see `longseq.kernels`).
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -97,16 +108,27 @@ def selective_scan(
     Tokens with delta = 0 leave the state as it is. The skip connection D x and the gate are left to the caller.
 
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
-    [B, D, N]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each
-    segment. With `reverse` sequences are read from their last token to their first: the initial state is the one behind
-    the last token and the final state that at the first. With reverse="second_half" the second half of the rows of the
-    batch is read so, and the first half forward; A may then be [2, D, N], one for each half. Arithmetic
-    and state are float32, or float64 for float64 inputs; o has x's dtype. `chunk_size` (None: chosen from the sizes)
-    changes speed and memory but not the result. Returns (o, final state or None).
+    [B, D, N].
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
+    sequence.
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward; A may then be [2, D, N], one for each half.
+
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
+
+    `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
+
+    Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does so with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
+    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
+    because the check waits for the GPU.
+
+    inf and NaN stay in their row, and in their packed sequence. There they reach all later tokens, and earlier ones of
+    their chunk (see `longseq.kernels`).
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.

@@ -111,16 +111,25 @@ def orthogonal_recurrence(
     whose chunks are matrix products, and takes no threshold. A sequence that is cut at a multiple of C, with the state
     carried over, gives the same numbers.
 
-    Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g, threshold [B, T, H] with g <= 0 (a log); states
-    [B, H, D, M]. With `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states are [N, H, D, M]. With
-    `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
-    token and the final state that at the first. With reverse="second_half" the second half of the rows of the batch is
-    read so, and the first half forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's
-    dtype. Returns (o, final state or None).
+    Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g, threshold [B, T, H] with g <= 0 (a log); states [B, H, D,
+    M].
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, D, M].
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward.
+
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+
+    Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends; the triton backend does so with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because it waits for the GPU.
+    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
+    because the check waits for the GPU.
+
+    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
+    ones of their chunk (see `longseq.kernels`).
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
     (objectives), 14 (N), 16 (g), 18 (threshold) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun

@@ -88,16 +88,26 @@ def recursive_least_squares(
     given A the symmetric part is used. Tokens that `mask` leaves out are not counted and give y = 0; a counted token
     with u = 0 changes A only by a refresh.
 
-    Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64). With
-    `cu_seqlens` [N + 1] (0, the end of each packed segment) B is 1 and states have one row for each segment. With
-    `reverse` sequences are read from their last token to their first: the initial state is the one behind the last
-    token and the final state that at the first. With reverse="second_half" the second half of the rows of the batch is
-    read so, and the first half forward. Arithmetic and A are float32, or float64 for float64 inputs; y has x's dtype.
+    Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64).
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
+    sequence.
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward.
+
+    Precision: arithmetic and A are float32, or float64 for float64 inputs; y has x's dtype.
+
     `chunk_size` changes speed and memory but not the result. In float32 uᵀ A u should stay below 1e6 (‖u‖² below 1e6
-    lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN. Returns (y, final state
-    or None).
+    lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN.
+
+    Returns (y, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
+    ones of their chunk (see `longseq.kernels`).
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", eq. 9 and Algorithm 1, lines 12 to 19. The paper
     states that the recurrence of A cannot be parallel in time; the chunk form is.

@@ -75,15 +75,26 @@ def variational_linear_attention(
     positive definite. Its spectral norm is 1 only for c = 1: σ² = (3 - 2c + sqrt((3 - 2c)² - 4 (1 - c)²)) / 2, so that
     σ = 1.09 at c = 0.9 and 1.618 at c = 0. The paper's Proposition 2 claims 1 for all unit vectors, and does not hold.
 
-    Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V],
-    A [B, H, K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0. With `cu_seqlens` [N + 1] (0,
-    the end of each packed segment) B is 1 and states have one row for each segment. With `reverse` sequences are read
-    from their last token to their first: the initial state is the one behind the last token and the final state that at
-    the first. With reverse="second_half" the second half of the rows of the batch is read so, and the first half
-    forward. Arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. `chunk_size`, a power of
-    two, changes speed and memory but not the result. Returns (o, final state or None).
+    Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V], A [B, H,
+    K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0.
+
+    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
+    sequence.
+
+    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
+    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
+    the rows of the batch is read backward, and the first half forward.
+
+    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+
+    `chunk_size`, a power of two, changes speed and memory but not the result.
+
+    Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+
+    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
+    ones of their chunk (see `longseq.kernels`).
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", Algorithm 1.
     """

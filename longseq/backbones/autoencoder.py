@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import NORMS, TokenBackbone
-from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.models import PretrainedModel, register_kind
 
 
@@ -35,7 +35,7 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
     def init_weights(self) -> None:
         """Draw all weights, as after `to_empty`."""
         self.encoder.init_weights()
-        with whole_parameters(self.decoder):
+        with full_parameters(self.decoder):
             layers: Any = self.decoder
             for layer in layers:
                 if not isinstance(layer, nn.GELU):

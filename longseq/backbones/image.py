@@ -27,8 +27,9 @@ from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs,
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from longseq.blocks.hooks import is_watched
-from longseq.blocks.initialisation import remember_generators
+from longseq.backbones.stack import build_blocks
+from longseq.blocks.hooks import has_observers
+from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchEmbed
 from longseq.blocks.positions import (
@@ -43,12 +44,9 @@ from longseq.blocks.positions import (
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
 from longseq.blocks.residual import Block
-from longseq.blocks.scan import Directions, scan_orders
-from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.mixers import Mixer, check_revisions
-from longseq.mixers import create as create_mixer
-from longseq.mixers import get as get_mixer
-from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
+from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
 from longseq.models import PretrainedModel, check_config_version, describe_origin, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
@@ -68,6 +66,28 @@ torch.fx.wrap("at_least_float32")
 torch.fx.wrap("resize_positions")
 
 
+class ImageBlock(Block[Any]):
+    """A residual block over an image, which takes and returns tokens alone, as timm's tools and hooks expect it."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, layout: Layout | None = None, *, token_first: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
+        """Transform `x [B, T, D]`.
+
+        Args:
+            layout: where the patches stand; needed by directions that read columns.
+            token_first: the class token stands before the patches in `x`, in `mask` and in the result, and at its place
+                in between only.
+            mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
+        """
+        if layout is None or not token_first:
+            return super().forward(x, layout=layout, mask=mask, output_final_state=False)[0]
+        if mask is not None:
+            mask = move_token_back(mask.unsqueeze(-1), layout).squeeze(-1)
+        y, _ = super().forward(move_token_back(x, layout), layout=layout, mask=mask, output_final_state=False)
+        return move_token_first(y, layout)
+
+
 @register_kind("image")
 class ImageBackbone(PretrainedModel, nn.Module):
     """Patches, positions, a stack of mixing blocks, a norm, pooling and a linear head.
@@ -78,7 +98,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         in_chans, num_classes: channels of the images; classes, 0 for no head.
         mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
-        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.scan`). A mixer that can see all
+        direction: forward, bidirectional, cross or alternating (see `longseq.blocks.reading`). A mixer that can see all
             tokens in one pass (attention) does so for bidirectional and cross: the direction sets its `causal`. In a
             hybrid each mixer alternates by itself.
         share_directions: what several readings of the image share: projections, all or none.
@@ -134,7 +154,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         dynamic_img_size: bool = False,
     ) -> None:
         super().__init__()
-        take_back_draws = remember_generators()
+        restore_rng_state = save_rng_state()
         check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
@@ -161,29 +181,26 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, embed_dim))
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
-        self.norm_eps = norm_epsilon(norm) if norm_eps is None else norm_eps
+        default_eps = norm_epsilon(norm)
+        self.norm_eps = default_eps if norm_eps is None else norm_eps
         make_norm = partial(NORMS[norm], embed_dim, eps=self.norm_eps, backend=backend)
-        make_mixing = partial(
-            make_directions,
-            d_model=embed_dim,
+        make_mlp = partial(Mlp, embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
+        blocks = build_blocks(
+            ImageBlock,
+            depth,
+            embed_dim,
+            mixer=mixer,
+            mixer_options=mixer_options,
             direction=direction,
-            share=share_directions,
+            share_directions=share_directions,
             merge=merge,
             backend=backend,
+            make_norm=make_norm,
+            make_mlp=make_mlp,
+            drop_path=drop_path_rate,
+            recompute=recompute,
         )
-        names = expand_pattern(mixer, depth)
-        options = options_by_name(mixer, mixer_options)
-        self.blocks = nn.Sequential()
-        for layer, rate in enumerate(torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()):
-            mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio)) if mlp_ratio else None
-            mlp_norm = make_norm() if mlp_ratio else None
-            name = names[layer]
-            # In step with a hybrid's pattern, a mixer would alternate to one direction in all its layers.
-            mixing = make_mixing(name, options=options[name], layer=names[:layer].count(name))
-            self.blocks.append(Block(mixing, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
-        for module in self.blocks.modules():
-            if isinstance(module, Mixer):
-                module.recompute = recompute == "mixer"
+        self.blocks = nn.Sequential(*blocks)
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": embed_dim, "reduction": self.patch_embed.feat_ratio()}
             for layer in range(depth)
@@ -195,11 +212,13 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.resolve_arguments(
             stride=self.patch_embed.stride,
             mixer=self.mixer_name,
-            mixer_options=mixer_options_of(mixer, mixer_options, names, self.blocks, without=self.decided_options),
+            mixer_options=mixer_options_of(
+                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
+            ),
         )
         # What timm asks of a model whatever made it.
         self._traits = {"img_size": self.patch_embed.img_size, "fixed_input_size": not dynamic_img_size}
-        take_back_draws()
+        restore_rng_state()
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -211,7 +230,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         channels twice as large, and those to Longhorn's rates, from 12, eight times.
         """
         blocks: Any = self.blocks
-        with whole_parameters(self, without=blocks):
+        with full_parameters(self, without=blocks):
             trunc_normal_(self.pos_embed, std=0.02)
             if self.cls_token is not None:
                 trunc_normal_(self.cls_token, std=0.02)
@@ -221,7 +240,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
             for part in (self.norm, self.head):
                 self._init_part(part)
         for block in blocks:
-            with whole_parameters(block):
+            with full_parameters(block):
                 self._init_part(block)
 
     def _init_part(self, part: nn.Module) -> None:
@@ -278,8 +297,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
         # Who looks at the border of a block, by a hook or in a symbolic trace, finds the token where others have it.
         # Moving it costs two copies, which runs that no one looks at are spared.
-        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or is_watched(block)):
-            return move_token_back(run(move_token_first(x, layout), layout, True), layout)
+        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
+            return move_token_back(run(move_token_first(x, layout), layout, token_first=True), layout)
         return run(x, layout)
 
     def _token_first(self, x: Tensor, layout: Layout) -> Tensor:
@@ -442,33 +461,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
         return pool
 
 
-def make_directions(
-    mixer: str,
-    *,
-    d_model: int,
-    options: dict[str, Any],
-    direction: str,
-    layer: int,
-    share: str,
-    merge: str,
-    backend: str,
-) -> Directions:
-    """Build a mixing layer, of index `layer` among those of its mixer: it reads in the orders that `direction` asks."""
-    orders = scan_orders(direction, layer)
-    options = dict(options)
-    if "causal" in options:
-        raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
-    if backend != "auto":
-        if options.get("backend", backend) != backend:
-            raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={options['backend']!r}; give one")
-        options["backend"] = backend
-    if get_mixer(mixer).supports_noncausal:
-        options["causal"] = len(orders) == 1
-        if len(orders) > 1:
-            orders = scan_orders("forward")
-    return Directions(partial(create_mixer, mixer, d_model, **options), orders, share=share, merge=merge)
-
-
 def norm_epsilon(kind: str) -> float:
     """What a norm of a kind adds to the variance where `norm_eps` is None."""
     if kind not in NORM_EPSILONS:
@@ -499,9 +491,9 @@ PARTS_ELSEWHERE = {
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> dict[str, Tensor]:
     """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
 
-    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.mixers.0.in_proj` and
-    `blocks.i.attn.proj` is `blocks.i.mixer.mixers.0.out_proj`. The position of timm's class token joins the token
-    itself, which stands at no place of the grid.
+    timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
+    `blocks.i.mixer.out_proj`. The position of timm's class token joins the token itself, which stands at no place of
+    the grid.
 
     A state dict does not tell its grid. Positions as many as the model's patches, or one more, are those of the model's
     own grid, without or with one for timm's class token; others are taken for a square grid, without or with one, and
@@ -532,7 +524,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
                 )
             table = resize_positions(table, (side, side), model.patch_embed.grid_size)
         state_dict["pos_embed"] = table
-    renamed = ((".attn.qkv.", ".mixer.mixers.0.in_proj."), (".attn.proj.", ".mixer.mixers.0.out_proj."))
+    renamed = ((".attn.qkv.", ".mixer.in_proj."), (".attn.proj.", ".mixer.out_proj."))
     for old, new in renamed:
         state_dict = {name.replace(old, new): value for name, value in state_dict.items()}
     return state_dict

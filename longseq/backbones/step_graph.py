@@ -1,8 +1,8 @@
-"""One-token steps of a text model without the host's time for launching them."""
+"""One-token steps of a token model without the host's time for launching them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from longseq.mixers import Mixer
 from longseq.state import map_state, state_tensors
 
+if TYPE_CHECKING:
+    from longseq.backbones.tokens import TokenBackbone, TokenState
+
 
 class StepGraph:
-    """The step of a text model recorded as a CUDA graph: a call reads one token and moves the state on, in place.
+    """The step of a token model recorded as a CUDA graph: a call reads one token and moves the state on, in place.
 
     A step is a few hundred short kernels, which a host takes longer to launch than a GPU to run. Recorded once, they
     cost one launch.
@@ -25,7 +28,7 @@ class StepGraph:
         ValueError: the model is on another device, or the state of one of its mixers grows with every token.
     """
 
-    def __init__(self, model: Any, state: Any) -> None:
+    def __init__(self, model: TokenBackbone, state: TokenState) -> None:
         check_step_graph(model)
         self.state = map_state(torch.clone, state)
         rows = next(tensor.shape[0] for _, tensor in state_tensors(self.state))

@@ -18,21 +18,22 @@ from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from longseq.backbones.stack import build_blocks
 from longseq.backbones.step_graph import StepGraph, check_step_graph
-from longseq.blocks.initialisation import remember_generators
+from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
-from longseq.blocks.residual import SequenceBlock
+from longseq.blocks.residual import Block
 from longseq.blocks.rotary import count_positions
-from longseq.blocks.sharding import gathers_parameters, whole_parameters
+from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers import Mixer
-from longseq.mixers import create as create_mixer
-from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name, spell_pattern
+from longseq.mixers.pattern import Pattern, expand_pattern, spell_pattern
 from longseq.models import PretrainedModel, mixer_options_of, register_kind
 from longseq.parameters import no_weight_decay
+from longseq.state import StateTree
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 MLPS: dict[str, Callable[..., nn.Module]] = {
@@ -40,6 +41,7 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
 }
 POSITIONS = ("none", "learned")
+DIRECTIONS = ("forward", "bidirectional", "alternating")
 
 
 def mlp_width(d_model: int, ratio: float | None = None) -> int:
@@ -57,7 +59,7 @@ class TokenState(NamedTuple):
     The tokens are counted only by models with learned positions; elsewhere `position` is None.
     """
 
-    layers: tuple[Any, ...]
+    layers: tuple[tuple[StateTree, ...], ...]
     position: Tensor | None
 
 
@@ -65,12 +67,20 @@ class TokenState(NamedTuple):
 class TokenBackbone(PretrainedModel, nn.Module):
     """Embedding, `depth` times (norm, mixer, add; norm, MLP, add), norm, head.
 
-    Causal: a sequence, any split of it with the state carried over, and token-by-token steps give the same numbers.
+    With direction="forward" it is a language model: a sequence, any split of it with the state carried over, and
+    token-by-token steps give the same numbers. With direction="bidirectional" it is an encoder of documents: the
+    features of each token see all of its sequence, and there is no state. Packed sequences and padded ones are each as
+    if alone.
 
     Args:
         vocab_size: number of tokens.
         mixer, mixer_options: a name from `longseq.mixers.mixer_names()` and keywords of its constructor; or a pattern
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
+        direction: forward, bidirectional or alternating (see `longseq.blocks.reading`). A mixer that can see all tokens
+            in one pass (attention) does so for bidirectional: the direction sets its `causal`. In a hybrid each mixer
+            alternates by itself.
+        share_directions: what both readings of a bidirectional layer share: projections, all or none.
+        merge: sum or mean of the two readings.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
         norm, norm_eps: rms or layer, and what they add to the variance.
@@ -88,6 +98,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         ValueError: an option has a value that does not exist or contradicts another.
     """
 
+    decided_options = ("causal",)
+
     def __init__(
         self,
         *,
@@ -96,6 +108,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         depth: int = 2,
         mixer: Pattern = "deltanet",
         mixer_options: dict[str, Any] | None = None,
+        direction: str = "forward",
+        share_directions: str = "projections",
+        merge: str = "sum",
         mlp: str | None = "swiglu",
         mlp_ratio: float | None = None,
         norm: str = "rms",
@@ -110,8 +125,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        take_back_draws = remember_generators()
-        for name, value, known in (("norm", norm, NORMS), ("positions", positions, POSITIONS)):
+        restore_rng_state = save_rng_state()
+        for name, value, known in (
+            ("direction", direction, DIRECTIONS),
+            ("norm", norm, NORMS),
+            ("positions", positions, POSITIONS),
+        ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
         if mlp is not None and mlp not in MLPS:
@@ -122,6 +141,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
             raise ValueError(f"vocab_size={vocab_size}, depth={depth}: both are at least 1")
         check_recompute(recompute)
         self.mixer_name = spell_pattern(mixer)
+        self.direction = direction
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.max_length = max_length if positions == "learned" else None
@@ -130,27 +150,36 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
-        options = options_by_name(mixer, mixer_options)
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
-        rates = torch.linspace(0, drop_path, depth, device="cpu").tolist()
-        self.blocks: Any = nn.ModuleList()
-        names = expand_pattern(mixer, depth)
         width = mlp_width(d_model, mlp_ratio)
-        for name, rate in zip(names, rates, strict=True):
-            layer = create_mixer(name, d_model, **_layer_options(name, options[name], backend))
-            layer.recompute = recompute == "mixer"
-            channels = None if mlp is None else MLPS[mlp](d_model, width, **switches)
-            mlp_norm = None if mlp is None else make_norm()
-            self.blocks.append(SequenceBlock(layer, make_norm(), mlp=channels, mlp_norm=mlp_norm, drop_path=rate))
+        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, **switches)
+        blocks = build_blocks(
+            Block,
+            depth,
+            d_model,
+            mixer=mixer,
+            mixer_options=mixer_options,
+            direction=direction,
+            share_directions=share_directions,
+            merge=merge,
+            backend=backend,
+            make_norm=make_norm,
+            make_mlp=make_mlp,
+            drop_path=drop_path,
+            recompute=recompute,
+        )
+        self.blocks: Any = nn.ModuleList(blocks)
         self.norm = make_norm()
         self.head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
         self.resolve_arguments(
             mixer=self.mixer_name,
-            mixer_options=mixer_options_of(mixer, mixer_options, names, self.blocks),
+            mixer_options=mixer_options_of(
+                mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
+            ),
             mlp_ratio=width / d_model,
         )
-        take_back_draws()
+        restore_rng_state()
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -167,7 +196,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
-                with whole_parameters(part):  # one after the other: all of them at once may not fit a device
+                with full_parameters(part):  # one after the other: all of them at once may not fit a device
                     self._init_part(part)
 
     def _init_part(self, part: nn.Module) -> None:
@@ -179,11 +208,13 @@ class TokenBackbone(PretrainedModel, nn.Module):
                 reset()
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        if not isinstance(part, SequenceBlock):
+        if not isinstance(part, Block):
             return
-        part.mixer.reset_parameters()
+        mixers = [module for module in part.modules() if isinstance(module, Mixer)]
+        for mixer in mixers:
+            mixer.reset_parameters()
         branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
-        for last in (part.mixer.out_proj, getattr(part.mlp, "fc2", None)):
+        for last in (*(mixer.out_proj for mixer in mixers), getattr(part.mlp, "fc2", None)):
             if last is not None:
                 last.weight.data.div_(math.sqrt(branches))
 
@@ -191,18 +222,23 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None, output_final_state: bool = True,
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
-        """Score what follows each token.
+        """Score the vocabulary at each token: for direction="forward" what follows it.
 
         Args:
             tokens: `[B, T]` whole numbers below `vocab_size`.
-            state: what an earlier call returned, or None at the start of a sequence.
+            state: what an earlier call returned, or None at the start of a sequence. For direction="forward" alone.
             cu_seqlens: `[N + 1]`, the borders of N sequences packed into one row (B = 1), or their `Packing`; the state
                 then has N rows.
             mask: `[B, T]`, True at real tokens. Padding leaves the state alone; its scores are not defined.
             output_final_state: False where nobody reads the state: training needs less memory without it.
 
         Returns:
-            Logits `[B, T, vocab_size]` and the state after the last real token, or None.
+            Logits `[B, T, vocab_size]` and the state after the last real token, or None: other directions than forward
+            have none.
+
+        Raises:
+            ValueError: a state is given to a model that does not read forward; `cu_seqlens` or `mask` does not fit
+                `tokens`, or both are given; a sequence is longer than `max_length`.
         """
         x, state = self.forward_features(
             tokens, state, cu_seqlens=cu_seqlens, mask=mask, output_final_state=output_final_state
@@ -220,6 +256,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
                 f"a sequence of {tokens.shape[1]} tokens is longer than the max_length={self.max_length} of the "
                 "learned positions: give shorter ones, or train with a larger max_length or without positions"
             )
+        output_final_state = output_final_state and self.direction == "forward"
+        if state is not None:
+            self._check_forward("a state")
         layers, position = (None, None) if state is None else state
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
@@ -242,7 +281,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
     @gathers_parameters
     def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
-        """Read one more token `[B]`: logits `[B, vocab_size]` and the next state."""
+        """Read one more token `[B]`: logits `[B, vocab_size]` and the next state.
+
+        Raises:
+            ValueError: the model does not read forward.
+        """
+        self._check_forward("step")
         position = state.position
         x = self._embed(token, position)
         states = []
@@ -251,8 +295,15 @@ class TokenBackbone(PretrainedModel, nn.Module):
             states.append(layer)
         return self.forward_head(self.norm(x)), TokenState(tuple(states), None if position is None else position + 1)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> TokenState:
-        """Return the state before the first token; `dtype` is that of the weights."""
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> TokenState:
+        """Return the state before the first token; `dtype` is that of the weights.
+
+        Raises:
+            ValueError: the model does not read forward.
+        """
+        self._check_forward("a state")
         layers = tuple(block.mixer.initial_state(batch, device, dtype) for block in self.blocks)
         counted = self.positions is not None
         return TokenState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
@@ -274,7 +325,11 @@ class TokenBackbone(PretrainedModel, nn.Module):
         After the prompt, memory does not grow for mixers whose state does not. `temperature` divides the logits, 0
         takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest whose probabilities reach p.
         `cuda_graph` records the step as a `StepGraph` and replays it.
+
+        Raises:
+            ValueError: the model does not read forward; the prompt is empty; an option has a value that makes no sense.
         """
+        self._check_forward("generate")
         if cuda_graph:
             check_step_graph(self)
         if prompt.ndim != 2 or prompt.shape[1] == 0:
@@ -284,11 +339,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
                 f"temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature is at least 0, top_k at least "
                 "1, and top_p in (0, 1]"
             )
+        if max_new_tokens < 1:
+            return prompt.clone()
         tokens = [prompt]
-        state: Any = None
-        if max_new_tokens > 0:
-            features, state = self.forward_features(prompt)
-            logits = self.forward_head(features[:, -1])
+        features, last = self.forward_features(prompt)
+        assert last is not None
+        state, logits = last, self.forward_head(features[:, -1])
         graph = StepGraph(self, state) if cuda_graph and max_new_tokens > 1 else None
         for index in range(max_new_tokens):
             token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
@@ -308,6 +364,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
             x = x + self.positions(places)
         x = self.dropout(x)
         return at_least_float32(x) if self.residual_in_float32 else x
+
+    def _check_forward(self, what: str) -> None:
+        if self.direction != "forward":
+            raise ValueError(f"direction={self.direction!r}: {what} needs a model with direction='forward'")
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
@@ -351,15 +411,3 @@ def sample(
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return tokens.gather(1, drawn).squeeze(1)
-
-
-def _layer_options(mixer: str, options: dict[str, Any], backend: str) -> dict[str, Any]:
-    if not options.get("causal", True):
-        raise ValueError(
-            f"the options of {mixer} set causal=False, and each token is scored from its past: leave it out"
-        )
-    if backend == "auto":
-        return options
-    if options.get("backend", backend) != backend:
-        raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={options['backend']!r}; give one")
-    return options | {"backend": backend}

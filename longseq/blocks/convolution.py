@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longseq.blocks.pairs import stack_pair
 from longseq.kernels import convolved_features, short_convolution, short_convolution_step
 from longseq.kernels.dispatch import backend_of_step
 from longseq.kernels.packing import Packing
@@ -56,7 +57,7 @@ class ShortConvolution(nn.Module):
         mask: Tensor | None = None,
         reverse: Reverse = False,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Convolve `x [B, T, channels]`; returns the same shape and the state after the last real token, if wanted.
 
         With `reverse` the taps see later tokens, and the states are behind the last token and before the first; with
@@ -79,8 +80,8 @@ class ShortConvolution(nn.Module):
         """Convolve `x [B, T, channels]` forward by this layer and backward by another one: `[2 B, T, channels]`."""
         y, _ = short_convolution(
             x,
-            torch.stack((self.weight, backward.weight)),
-            None if self.bias is None or backward.bias is None else torch.stack((self.bias, backward.bias)),
+            stack_pair(self.weight, backward.weight),
+            stack_pair(self.bias, backward.bias),
             activation=self.activation,
             mask=mask,
             reverse="second_half",
@@ -88,7 +89,9 @@ class ShortConvolution(nn.Module):
         )
         return y
 
-    def features(self, x: Tensor, state: Tensor | None = None, **options: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def features(
+        self, x: Tensor, state: Tensor | None = None, **options: Any
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """q, k, v and β of `x [B, T, channels + H + ...]`, and the state after the last real token, if wanted.
 
         The options are those of `convolved_features`, of which a layer without activation and bias is a part.
@@ -100,7 +103,7 @@ class ShortConvolution(nn.Module):
     def features_pair(self, backward: ShortConvolution, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
         """q, k, v and β of x read forward by this layer and backward by another one: 2 B rows."""
         assert self.activation is self.bias is None
-        weight = torch.stack((self.weight, backward.weight))
+        weight = stack_pair(self.weight, backward.weight)
         *features, _ = convolved_features(x, weight, reverse="second_half", backend=self.backend, **options)
         return tuple(features)
 
@@ -109,7 +112,9 @@ class ShortConvolution(nn.Module):
         backend = backend_of_step(self.backend)
         return short_convolution_step(x, self.weight, state, self.bias, activation=self.activation, backend=backend)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Tensor:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return zeros `[batch, channels, width - 1]`."""
         return torch.zeros(batch, self.channels, self.width - 1, device=device, dtype=dtype)
 

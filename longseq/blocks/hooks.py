@@ -1,35 +1,37 @@
-"""Whether another part may do a module's work with its parameters, or the module must be called."""
+"""Checks whether hooks, adapters or quantisation changed what a call of a module does."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from torch import nn
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is of this very class, and nothing waits for it to be called.
+def is_replaceable(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """True if a fused kernel may replace this module: it has no hooks and was not subclassed.
 
-    Adapters, quantisation, sharding and parametrisations make another class of it; observers, pruning, weight norm and
-    offloading hook onto it.
+    Adapters, quantisation, sharding and parametrisations change a module's class. Observers, pruning, weight norm and
+    offloading register hooks.
     """
     return type(module) is kind and not is_hooked(module)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of a module does more than its class says."""
+    """True if the module has hooks, or a `forward` of its own instead of its class's."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in module.__dict__
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks look at what goes into a module or comes out of it; those of sharding only care for its weights."""
+def has_observers(module: nn.Module) -> bool:
+    """True if hooks other than those of `fully_shard` are registered: they may look at inputs and outputs.
+
+    The hooks of `fully_shard` gather and release weights only.
+    """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(not _is_of_sharding(hook) for kind in hooks for hook in kind.values())
 
 
-def _is_of_sharding(hook: Any) -> bool:
+def _is_of_sharding(hook: object) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

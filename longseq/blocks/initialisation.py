@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-def remember_generators() -> Callable[[], None]:
+def save_rng_state() -> Callable[[], None]:
     """Return a function that takes random numbers back: those drawn since, for parameters on the default device.
 
     A constructor calls it before it draws all weights of its parts again, so that a model drawn in place and one that
@@ -19,8 +19,8 @@ def remember_generators() -> Callable[[], None]:
         return lambda: torch.random.set_rng_state(cpu)
     cuda = torch.cuda.get_rng_state(device)
 
-    def take_back() -> None:
+    def restore() -> None:
         torch.random.set_rng_state(cpu)
         torch.cuda.set_rng_state(cuda, device)
 
-    return take_back
+    return restore

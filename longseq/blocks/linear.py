@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.blocks.hooks import is_plain
+from longseq.blocks.hooks import is_replaceable
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.dispatch import is_exporting
 
@@ -18,20 +19,23 @@ ALIGNMENT = 16
 class AlignedLinear(nn.Linear):
     """`nn.Linear` that a GPU computes at a multiple of 16 outputs in half precision; its parameters keep their width.
 
-    Widening the weight costs a copy of it, which sequences are worth, and one token is not. The result is a view of the
-    wider product, or with `whole` that product itself, with channels behind those of the layer.
+    Padding the weight copies it, which pays for a sequence and not for one token. The result is a view of the padded
+    product. With `keep_padding` it is the padded product itself: further channels follow those of the layer.
     """
 
-    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
+    def forward(self, x: Tensor, keep_padding: bool = False) -> Tensor:
         if self.out_features % ALIGNMENT == 0 or x.ndim < 3 or not gains_by_alignment(self.weight):
             return super().forward(x)
         y = functional.linear(x, *_align(self.weight, self.bias))
-        return y if whole else y[..., : self.out_features]
+        return y if keep_padding else y[..., : self.out_features]
 
 
-def project_whole(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Project by a layer, for readers who pass over channels behind its own: a view's gradient would be a copy."""
-    return layer(x, whole=True) if is_plain(layer, AlignedLinear) else layer(x)
+def project_padded(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Project by a layer and keep the padding of an `AlignedLinear`: the caller ignores the channels behind its own.
+
+    It saves a copy: the gradient of a view is written to a new tensor.
+    """
+    return layer(x, keep_padding=True) if is_replaceable(layer, AlignedLinear) else layer(x)
 
 
 def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
@@ -40,8 +44,8 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     The halves may also be apart, [2, B, T, I]: so `expand` gives both layers the same rows.
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
-    weight = torch.stack((forward.weight, backward.weight))
-    bias: Tensor | None = None if forward.bias is None else torch.stack((forward.bias, backward.bias))
+    weight = stack_pair(forward.weight, backward.weight)
+    bias: Tensor | None = stack_pair(forward.bias, backward.bias)
     rows = halves.flatten(1, 2)
     gains = gains_by_alignment(forward.weight)
     if gains and forward.out_features % ALIGNMENT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from timm import layers
 from torch import Tensor
 
-from longseq.blocks.recompute import run_again
+from longseq.blocks.recompute import checkpoint_if
 from longseq.kernels import silu_product
 from longseq.kernels.dispatch import backend_of_local
 
@@ -26,7 +26,7 @@ class SwiGLU(layers.SwiGLU):
         self.backend = backend_of_local(backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_again(self.recompute, self._project_product, self.fc1_x(x), self.fc1_g(x))
+        return checkpoint_if(self.recompute, self._project_product, self.fc1_x(x), self.fc1_g(x))
 
     def _project_product(self, x: Tensor, gate: Tensor) -> Tensor:
         return self.fc2(silu_product(x, gate, backend=self.backend))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.add_norm import add_norm
 from longseq.kernels.dispatch import backend_of_local
@@ -28,7 +28,7 @@ class RMSNorm(nn.RMSNorm):
 
     def norm_pair(self, backward: RMSNorm, x: Tensor) -> Tensor:
         """Sum of the norms of both halves of x `[2 B, ...]`, the first by this layer and the second by another one."""
-        weight = torch.stack((self.weight, backward.weight))
+        weight = stack_pair(self.weight, backward.weight)
         return add_norm(x, weight, eps=self.eps, backend=self.backend)[1]
 
 

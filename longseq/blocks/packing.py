@@ -55,14 +55,14 @@ def front_places(real: Tensor, start: Tensor | None = None) -> Tensor:
     return place if start is None else place + start[:, None]
 
 
-def move(x: Tensor, place: Tensor, slots: Tensor | None = None) -> Tensor:
+def scatter_tokens(x: Tensor, place: Tensor, slots: Tensor | None = None) -> Tensor:
     """Put token t of row b of `x [B, T, ...]` at `place[b, t]` of `slots [B, S, ...]`, by default T of them."""
     slots = torch.zeros_like(x) if slots is None else slots
     return slots.scatter(1, _expand(place, x), x)
 
 
-def pick(x: Tensor, place: Tensor) -> Tensor:
-    """Read `x [B, S, ...]` at `place [B, T]`: `[B, T, ...]`, what undoes `move`."""
+def gather_tokens(x: Tensor, place: Tensor) -> Tensor:
+    """Read `x [B, S, ...]` at `place [B, T]`: `[B, T, ...]`, what undoes `scatter_tokens`."""
     return x.gather(1, _expand(place, x))
 
 

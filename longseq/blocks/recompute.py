@@ -1,4 +1,4 @@
-"""Run a part of a layer again in the backward pass instead of keeping what its gradient needs."""
+"""Activation checkpointing of a part of a layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def check_recompute(recompute: str) -> None:
         raise ValueError(f"recompute={recompute!r} is not one of {', '.join(RECOMPUTE)}")
 
 
-def run_again(wanted: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function`; if that is wanted, keep its arguments alone, and call it again for its gradient.
+def checkpoint_if(enabled: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function`, with activation checkpointing if `enabled`: the backward pass calls it again.
 
-    The second call ends with the last tensor that the gradient needs, and draws the random numbers of the first: an
-    adapter within may have dropout.
+    The second call stops once it has computed the last tensor that the gradient needs. It draws the same random numbers
+    as the first: an adapter inside may have dropout.
     """
-    if not wanted or not torch.is_grad_enabled() or is_exporting():
+    if not enabled or not torch.is_grad_enabled() or is_exporting():
         return function(*args, **kwargs)
     return checkpoint(function, *args, use_reentrant=False, **kwargs)

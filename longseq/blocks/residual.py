@@ -1,33 +1,39 @@
-"""The residual block of every backbone: norm, mixer, add; and, where the chassis has one, norm, MLP, add."""
+"""The residual block of every backbone: norm, reading, add; and, where the chassis has one, norm, MLP, add."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Generic
 
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 from longseq.blocks.norm import add_and_norm
-from longseq.blocks.positions import Layout, move_token_back, move_token_first
+from longseq.blocks.positions import Layout
+from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing
+from longseq.state import StateT
 
 
-class ResidualBlock(nn.Module):
-    """The parts of a pre-norm residual block around a mixing layer and an optional MLP.
+class Block(nn.Module, Generic[StateT]):
+    """A pre-norm residual block around a reading of the sequence and an optional MLP.
+
+        x = x + mixer(norm1(x));   x = x + mlp(norm2(x))
 
     The residual keeps the type it comes in (float32, say) whatever the type of the weights.
 
     Args:
-        mixer: the mixing layer.
+        mixer: the reading: a mixer, or several that read in different directions.
         norm: its norm.
         mlp, mlp_norm: the channel mixer and its norm, both or neither.
         drop_path: probability of leaving a branch out for a sample, in training.
     """
 
+    mixer: Reading[StateT]
+
     def __init__(
         self,
-        mixer: Any,
+        mixer: Reading[StateT],
         norm: nn.Module,
         *,
         mlp: nn.Module | None = None,
@@ -42,8 +48,34 @@ class ResidualBlock(nn.Module):
         self.mlp = mlp
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Add the mixing layer's branch to `x`, and then the MLP's, where there is one."""
+    def forward(
+        self,
+        x: Tensor,
+        state: StateT | None = None,
+        *,
+        layout: Layout | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, StateT | None]:
+        """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
+        y, following = self.mixer(
+            self.norm1(x),
+            state,
+            layout=layout,
+            cu_seqlens=cu_seqlens,
+            mask=mask,
+            output_final_state=output_final_state,
+        )
+        return self._add_branches(x, y), following
+
+    @gathers_parameters
+    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
+        y, following = self.mixer.step(self.norm1(x), state)
+        return self._add_branches(x, y), following
+
+    def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
         branch = self.drop_path(branch)
         if self.mlp is None or self.norm2 is None:
             return x + branch
@@ -54,41 +86,3 @@ class ResidualBlock(nn.Module):
         """Count the floating-point operations over one sequence, without norms and additions."""
         layers = [] if self.mlp is None else [part for part in self.mlp.modules() if isinstance(part, nn.Linear)]
         return self.mixer.flops(tokens) + 2 * tokens * sum(layer.weight.numel() for layer in layers)
-
-
-class Block(ResidualBlock):
-    """A residual block whose mixing layer reads an image (see `longseq.blocks.scan.Directions`)."""
-
-    def forward(self, x: Tensor, layout: Layout | None = None, token_first: bool = False) -> Tensor:
-        """Transform `x [B, T, D]`; `layout` says where patches stand, for directions that read columns.
-
-        With `token_first` the class token stands before the patches in `x` and in the result, and at its place in
-        between only.
-        """
-        if layout is None or not token_first:
-            return self.add_branches(x, self.mixer(self.norm1(x), layout))
-        return move_token_first(self.forward(move_token_back(x, layout), layout), layout)
-
-
-class SequenceBlock(ResidualBlock):
-    """A residual block whose mixing layer is a mixer itself, with the state that it carries along a sequence."""
-
-    def forward(
-        self,
-        x: Tensor,
-        state: Any = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
-        """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.mixers.Mixer`."""
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
-        y, state = self.mixer(self.norm1(x), state, **options)
-        return self.add_branches(x, y), state
-
-    @gathers_parameters
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Transform one more token `x [B, D]`."""
-        y, state = self.mixer.step(self.norm1(x), state)
-        return self.add_branches(x, y), state

@@ -25,10 +25,10 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
     Source: RoFormer (Su et al., 2021), equation 34, with the two halves of the channels paired as in Llama.
     """
-    return turn_pairs(x, *find_angles(x, positions, base))
+    return rotate_pairs(x, *rotary_angles(x, positions, base))
 
 
-def find_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rotary_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[..., 1, D/2]` by which `apply_rotary` turns; of `x` they need the width and the type."""
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
@@ -39,8 +39,8 @@ def find_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[Te
     return angle.cos(), angle.sin()
 
 
-def turn_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the pairs of channels of `x` by angles that `find_angles` gives."""
+def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn the pairs of channels of `x` by angles that `rotary_angles` gives."""
     first, second = at_least_float32(x).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)

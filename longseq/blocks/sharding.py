@@ -37,7 +37,7 @@ def gathers_parameters(method: Method) -> Method:
 
 
 @contextmanager
-def whole_parameters(module: nn.Module, without: nn.Module | None = None) -> Iterator[None]:
+def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iterator[None]:
     """Give sharded parameters of a module their whole shape inside; after it each process keeps its share of them.
 
     All processes then draw the same numbers from one seed, and those of a model that is not sharded. The parts of

@@ -29,10 +29,12 @@ from longseq.mixers import (
 )
 from longseq.mixers.base import Mixer
 from longseq.mixers.cards import MixerCard, list_mixers
+from longseq.mixers.directions import Directions, make_reading, named_readings
 from longseq.mixers.registry import create, get, mixer_names, options, register
 from longseq.mixers.revisions import check_revisions, mixer_revisions
 
 __all__ = [
+    "Directions",
     "Mixer",
     "MixerCard",
     "abc",
@@ -52,10 +54,12 @@ __all__ = [
     "list_mixers",
     "longhorn",
     "longhorn_exact",
+    "make_reading",
     "mamba",
     "mamba2",
     "mixer_names",
     "mixer_revisions",
+    "named_readings",
     "options",
     "register",
     "retnet",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import twice
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState
 
@@ -71,7 +70,9 @@ class BoundedMemoryControl(SlotMixer):
         )
         self.renormalize = renormalize
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SlotState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> SlotState:
         state = super().initial_state(batch, device, dtype)
         return state._replace(normalizer=torch.full_like(state.keys[..., 0], NOTHING))
 
@@ -91,8 +92,8 @@ class BoundedMemoryControl(SlotMixer):
         )
         return *self._gates(g if real is None else g * real), normalizer
 
-    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        g, write, _ = self.write(twice(logits), None, None, twice(mask), "second_half")
+    def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        g, write, _ = self.write(repeat_rows(logits), None, None, repeat_rows(mask), "second_half")
         return g, write
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.arguments import KeepsArguments
-from longseq.blocks.recompute import run_again
+from longseq.blocks.positions import Layout
+from longseq.blocks.reading import BACKWARD, FORWARD
+from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
+from longseq.kernels.reading import Reverse
+from longseq.state import StateT, map_state
 
 
-class Mixer(KeepsArguments, nn.Module):
+@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
+class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     """A layer that mixes information along a sequence: project in, scan, project out.
 
         y, state = mixer(x, state)              x, y [B, T, d_model]
         y_t, state = mixer.step(x_t, state)     x_t, y_t [B, d_model]
+
+    A mixer is the reading of one direction (see `longseq.blocks.reading.Reading`). `StateT` is the type of its state, a
+    named tuple.
 
     `in_proj` and `out_proj` act on each token alone; everything that looks along the sequence (convolution, gates that
     follow it, recurrence, output norm) happens in between, in `scan`. The split lets two directions over an image share
@@ -32,7 +42,7 @@ class Mixer(KeepsArguments, nn.Module):
     Class attributes:
         paper: the source of the layer.
         operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
-        undecayed: names of parameters that weight decay must leave alone (see `longseq.parameters`).
+        no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse=True`, with which it reads from the last token, and from the state behind
             it, to the first, without turning the tokens round in memory, and `reverse="second_half"`, with which it
@@ -40,26 +50,29 @@ class Mixer(KeepsArguments, nn.Module):
         reads_pairs: it defines `scan_pair`, which reads the same tokens both ways.
         growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
             their number, and its floating-point tensors are float32 (float64 for float64 inputs).
-        keeps_little: `scan` keeps little for its gradient beside its arguments, and `recompute` has no effect.
+        recomputable: `recompute` saves memory. False where `scan` keeps little for its gradient beside its arguments.
 
     Attributes:
         arguments: those of the constructor, with which a saved model builds the mixer again (see `KeepsArguments`).
         revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
             of an earlier one are refused (see `check_revisions`).
+        reverse: set by models: the layer reads from the last token to the first. A state is then the one behind the
+            last token or that at the first, and `step` reads the token before.
         recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more
             before it.
     """
 
     paper: ClassVar[str] = ""
     operations: ClassVar[tuple[str, ...]] = ()
-    undecayed: ClassVar[tuple[str, ...]] = ()
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ()
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     growing_state: ClassVar[bool] = False
-    keeps_little: ClassVar[bool] = False
+    recomputable: ClassVar[bool] = True
 
     revision: int = 1
+    reverse: bool = False
     recompute: bool = False
 
     # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
@@ -75,20 +88,32 @@ class Mixer(KeepsArguments, nn.Module):
         self.d_model = d_model
         self.backend = backend
 
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The one order in which this layer reads."""
+        return (BACKWARD if self.reverse else FORWARD,)
+
+    @property
+    def readers(self) -> list[Self]:
+        """The mixer of each order: this one."""
+        return [self]
+
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: StateT | None = None,
         *,
+        layout: Layout | None = None,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, StateT | None]:
         """Mix a batch of sequences.
 
         Args:
             x: `[B, T, d_model]`.
             state: what an earlier call returned, or None at the start of a sequence.
+            layout: where the patches of an image stand; a mixer reads tokens as they come and does not ask.
             cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`;
                 the state then has N rows.
             mask: `[B, T]`, True at real tokens, of sequences that are not packed. Padding leaves the state alone; its
@@ -101,25 +126,52 @@ class Mixer(KeepsArguments, nn.Module):
         Raises:
             ValueError: `cu_seqlens` or `mask` does not fit `x`, or both are given.
         """
-        if cu_seqlens is not None and mask is not None:
-            raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
-        if mask is not None and not is_exporting():
-            check_mask("mixer", mask, "x", x)
-        packing = pack_like(cu_seqlens, x)
-        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
-        y, state = self.read(self.project_in(x), state, **options)
+        packing = check_rows(x, cu_seqlens, mask)
+        y, state = self.read(
+            self.project_in(x),
+            state,
+            reverse=self.reverse,
+            cu_seqlens=packing,
+            mask=mask,
+            output_final_state=output_final_state,
+        )
         return self.project_out(y), state
 
-    def read(self, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
-        """`scan`, that keeps its arguments alone where the model wants to `recompute` the rest."""
-        return run_again(self.recompute and not self.keeps_little, self.scan, projected, state, **options)
+    def read(
+        self,
+        projected: Tensor,
+        state: StateT | None = None,
+        *,
+        reverse: Reverse = False,
+        cu_seqlens: Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, StateT | None]:
+        """`scan` in either direction, with activation checkpointing where the model wants to `recompute`.
 
-    def read_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`scan_pair` in the same way."""
-        return run_again(self.recompute and not self.keeps_little, self.scan_pair, backward, projected, mask)
+        With `reverse` each sequence is read from its last token; `reverse="second_half"` is for mixers that read
+        backwards alone. A mixer that does not read backwards gets the tokens turned round in memory.
+        """
+        turned = bool(reverse) and not self.reads_backwards
+        options: dict[str, Any] = {"reverse": reverse} if self.reads_backwards else {}
+        if turned:
+            assert reverse is True
+            projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
+            if cu_seqlens is not None:  # the last sequence comes first, and so does its state
+                cu_seqlens, state = cu_seqlens.turned(), map_state(_flip_rows, state)
+        packing = cu_seqlens
+        options |= {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
+        y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
+        if turned:
+            y, last = y.flip(1), last if packing is None else map_state(_flip_rows, last)
+        return y, last
+
+    def read_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`scan_pair`, with activation checkpointing where the model wants to `recompute`."""
+        return checkpoint_if(self.recompute and self.recomputable, self.scan_pair, backward, projected, mask)
 
     @gathers_parameters
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Mix one more token: `x [B, d_model]` and the state before it give `y [B, d_model]` and the state after it."""
         y, state = self.scan_step(self.project_in(x), state)
         return self.project_out(y), state
@@ -147,29 +199,26 @@ class Mixer(KeepsArguments, nn.Module):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: StateT | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, StateT | None]:
         """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]`, and the state if it is wanted."""
         raise NotImplementedError
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Sum of two scans: by this mixer from the first token, and by `backward`, built alike, from the last.
 
         Every operation over sequences is called once for both, on rows of which the second half is read from the end.
         `backward` may be this mixer itself. It reports nothing (see `observe`), and takes the parameters of both
-        mixers' parts without calling those: `Directions` does not use it where a part has hooks or was replaced.
+        mixers' parts without calling those: `Directions` does not use it where a part has hooks or was replaced, nor
+        for packed rows, which the operations read one way at a time.
         """
         raise NotImplementedError
 
-    def stack_parameters(self, backward: Any, *names: str) -> tuple[Tensor, ...]:
-        """Parameters of a pair, `[2, ...]` each."""
-        return tuple(torch.stack((getattr(self, name), getattr(backward, name))) for name in names)
-
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def scan_step(self, projected: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError
 
@@ -186,7 +235,9 @@ class Mixer(KeepsArguments, nn.Module):
             with torch.no_grad():
                 self.observed[name] = measure().detach().float()
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Any:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> StateT:
         """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.
 
         `dtype` is that of the inputs; recurrent memories are float32 whatever it is (float64 for float64).
@@ -213,14 +264,26 @@ class Mixer(KeepsArguments, nn.Module):
         self.out_proj = None
 
 
-MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
+    """Return the packing of tokens `x [B, T, ...]`; raise ValueError where it or the mask does not fit them."""
+    if cu_seqlens is not None and mask is not None:
+        raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
+    if mask is not None and not is_exporting():
+        check_mask("mixer", mask, "x", x)
+    return pack_like(cu_seqlens, x)
 
 
-def twice(x: MaybeTensor) -> MaybeTensor:
-    """The rows `[2 B, ...]` of a pair that reads the same `x [B, ...]` both ways, or None for None."""
-    if x is None:
-        return x
-    return torch.cat((x, x))
+def _flip_rows(x: Tensor) -> Tensor:
+    return x.flip(0)
+
+
+Found = TypeVar("Found")
+
+
+def required(state: Found | None) -> Found:
+    """The state that an operation was asked for; it returns None only where nobody asked."""
+    assert state is not None
+    return state
 
 
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:

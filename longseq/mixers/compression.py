@@ -8,14 +8,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -30,7 +32,7 @@ class CompressionState(NamedTuple):
     memory: Tensor
 
 
-class CompressionMixer(Mixer):
+class CompressionMixer(Mixer[CompressionState]):
     """Shared frame of Lattice and TTT; a subclass chooses the rule of the memory by `recurrence`, options of the op.
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
@@ -98,7 +100,7 @@ class CompressionMixer(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: CompressionState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -117,21 +119,22 @@ class CompressionMixer(Mixer):
         o, final = self._recur(q, k, v, gamma, g, memory, keep=output_final_state, **options)
         if final is not None:
             self._observe_memory(final)
-        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, final) if output_final_state else None
+        y = o.flatten(-2) * functional.gelu(gate)
+        return y, CompressionState(required(last), required(final)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         shared, v, gate, rates = self._split(projected)
         q = self.query_convolution.convolve_pair(backward.query_convolution, shared, mask)
         k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
-        gamma, g = twice(self._gamma(rates)), self._log_decay(rates, backward)
+        gamma, g = repeat_rows(self._gamma(rates)), self._log_decay(rates, backward)
         memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
-        o, _ = self._recur(q, k, twice(v), gamma, g, memory, mask=twice(mask), reverse="second_half")
+        o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, mask=repeat_rows(mask), reverse="second_half")
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
 
     def _recur(
         self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, *,
         cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """What the memory gives at the queries, `[B, T, H, D]`, and the last memory."""
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
@@ -151,7 +154,7 @@ class CompressionMixer(Mixer):
         )
         return o, final
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, CompressionState]:
+    def scan_step(self, projected: Tensor, state: CompressionState) -> tuple[Tensor, CompressionState]:
         shared, v, gate, rates = self._split(projected)
         gamma, g = self._gamma(rates), self._log_decay(rates)
         q, last = self.query_convolution.step(shared, state.convolution)
@@ -168,11 +171,13 @@ class CompressionMixer(Mixer):
         )
         return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> CompressionState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> CompressionState:
         memory = self._first_memory(batch, dtype).to(device)
         return CompressionState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
 
-    def _first_memory(self, batch: int, dtype: Any) -> Tensor:
+    def _first_memory(self, batch: int, dtype: torch.dtype | None) -> Tensor:
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -183,14 +188,14 @@ class CompressionMixer(Mixer):
     def _gamma(self, rates: Tensor) -> Tensor:
         return GAMMA_ACTIVATIONS[self.gamma_activation](rates[..., : self.num_heads])
 
-    def _log_decay(self, rates: Tensor, backward: Any = None) -> Tensor | None:
+    def _log_decay(self, rates: Tensor, backward: Self | None = None) -> Tensor | None:
         """log μ `[..., H]`, where there is a forget gate; of a pair `[2 B, T, H]`."""
         if self.forget_bias is None:
             return None
         logits = rates[..., self.num_heads :]
         if backward is None:
             return functional.logsigmoid(logits + self.forget_bias)
-        (bias,) = self.stack_parameters(backward, "forget_bias")
+        bias = stack_pair(self.forget_bias, required(backward.forget_bias))
         return functional.logsigmoid(logits + bias[:, None, None]).flatten(0, 1)
 
     def _to_heads(self, x: Tensor) -> Tensor:

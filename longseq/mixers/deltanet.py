@@ -6,17 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.hooks import is_plain
-from longseq.blocks.linear import AlignedLinear, project_whole
+from longseq.blocks.hooks import is_replaceable
+from longseq.blocks.linear import AlignedLinear, project_padded
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -30,7 +32,7 @@ class DeltaNetState(NamedTuple):
 
 
 @register("deltanet")
-class DeltaNet(Mixer):
+class DeltaNet(Mixer[DeltaNetState]):
     """Multi-head delta rule with normalised keys.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
@@ -86,12 +88,12 @@ class DeltaNet(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def project_in(self, x: Tensor) -> Tensor:
-        return super().project_in(x) if self.in_proj is None else project_whole(self.in_proj, x)
+        return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: DeltaNetState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -101,7 +103,7 @@ class DeltaNet(Mixer):
         convolution, memory = (None, None) if state is None else state
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         options["output_final_state"] = output_final_state
-        if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
+        if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(projected, convolution, **options, **self._options)
         else:
             mixed, logits = self._split(projected)
@@ -109,21 +111,23 @@ class DeltaNet(Mixer):
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
         o, memory = self._recur(features, memory, cu_seqlens, mask, reverse, output_final_state)
-        return self.norm(o).flatten(-2), DeltaNetState(convolution, memory) if output_final_state else None
+        return self.norm(o).flatten(-2), DeltaNetState(convolution, required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
             mixed, logits = self._split(projected)
-            features = self._features(twice(mixed), logits)
+            features = self._features(repeat_rows(mixed), logits)
         else:
-            features = self.convolution.features_pair(backward.convolution, projected, mask=mask, **self._options)
-        o, _ = self._recur(features, None, None, twice(mask), "second_half")
+            features = self.convolution.features_pair(
+                required(backward.convolution), projected, mask=mask, **self._options
+            )
+        o, _ = self._recur(features, None, None, repeat_rows(mask), "second_half")
         return self.norm.norm_pair(backward.norm, o).flatten(-2)
 
     def _recur(
         self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, K]` and the last memory."""
         q, k, v, beta = features
         beta = self._scale(beta)
@@ -144,18 +148,20 @@ class DeltaNet(Mixer):
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, DeltaNetState]:
+    def scan_step(self, projected: Tensor, state: DeltaNetState) -> tuple[Tensor, DeltaNetState]:
         convolution, memory = state
         mixed, logits = self._split(projected)
         if self.convolution is not None:
-            mixed, convolution = self.convolution.step(mixed, convolution)
+            mixed, convolution = self.convolution.step(mixed, required(convolution))
         q, k, v, beta = self._features(mixed, logits)
         o, memory = delta_rule_step(
             q, k, v, self._scale(beta), memory, scale=self.head_dim**-0.5, backend=self.step_backend
         )
         return self.norm(o).flatten(-2), DeltaNetState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> DeltaNetState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> DeltaNetState:
         dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)

@@ -6,17 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.hooks import is_plain
-from longseq.blocks.linear import AlignedLinear, project_whole
+from longseq.blocks.hooks import is_replaceable
+from longseq.blocks.linear import AlignedLinear, project_padded
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features, silu_product
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads, expand_width, largest_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -34,7 +36,7 @@ class GatedDeltaNetState(NamedTuple):
 
 
 @register("gated_deltanet")
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     """Multi-head delta rule with Mamba-2's decay for each head and a gated output.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
@@ -64,7 +66,7 @@ class GatedDeltaNet(Mixer):
     operations = ("convolved_features", "delta_rule")
     reads_backwards = True
     reads_pairs = True
-    undecayed = ("A_log", "dt_bias")
+    no_weight_decay_names = ("A_log", "dt_bias")
     revision = 2  # the first had no 1/√K
 
     def __init__(
@@ -118,12 +120,12 @@ class GatedDeltaNet(Mixer):
         draw_step_bias(self.dt_bias, self.dt_min, self.dt_max)
 
     def project_in(self, x: Tensor) -> Tensor:
-        return super().project_in(x) if self.in_proj is None else project_whole(self.in_proj, x)
+        return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: GatedDeltaNetState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -135,7 +137,7 @@ class GatedDeltaNet(Mixer):
         g = _log_decay(rate, self.A_log, self.dt_bias)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         options["output_final_state"] = output_final_state
-        if self.convolution is not None and is_plain(self.convolution, ShortConvolution):
+        if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
         else:
             mixed, logits = self._split_logits(mixed)
@@ -143,24 +145,25 @@ class GatedDeltaNet(Mixer):
                 mixed, convolution = self.convolution(mixed, convolution, **options)
             features = self._features(mixed, logits)
         o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse, output_final_state)
-        return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory) if output_final_state else None
+        y = self._gate(self.norm(o), gate)
+        return y, GatedDeltaNetState(convolution, required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
-        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
+        A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         g = _log_decay(rate, A_log[:, None, None], dt_bias[:, None, None]).flatten(0, 1)
         if self.convolution is None:
             mixed, logits = self._split_logits(mixed)
-            features = self._features(twice(mixed), logits)
+            features = self._features(repeat_rows(mixed), logits)
         else:
-            features = self.convolution.features_pair(backward.convolution, mixed, mask=mask, **self._options)
-        o, _ = self._recur(features, g, None, None, twice(mask), "second_half")
+            features = self.convolution.features_pair(required(backward.convolution), mixed, mask=mask, **self._options)
+        o, _ = self._recur(features, g, None, None, repeat_rows(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
     def _recur(
         self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The recurrence over q, k, v and β: `[B, T, H, V]` and the last memory."""
         q, k, v, beta = features
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
@@ -182,18 +185,20 @@ class GatedDeltaNet(Mixer):
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, GatedDeltaNetState]:
+    def scan_step(self, projected: Tensor, state: GatedDeltaNetState) -> tuple[Tensor, GatedDeltaNetState]:
         convolution, memory = state
         mixed, rate, gate = self._split(projected)
         g = _log_decay(rate, self.A_log, self.dt_bias)
         mixed, logits = self._split_logits(mixed)
         if self.convolution is not None:
-            mixed, convolution = self.convolution.step(mixed, convolution)
+            mixed, convolution = self.convolution.step(mixed, required(convolution))
         q, k, v, beta = self._features(mixed, logits)
         o, memory = delta_rule_step(q, k, v, beta, memory, g=g, scale=self.key_dim**-0.5, backend=self.step_backend)
         return self._gate(self.norm(o), gate), GatedDeltaNetState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> GatedDeltaNetState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> GatedDeltaNetState:
         dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)

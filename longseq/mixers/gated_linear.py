@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
+from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
@@ -12,6 +13,7 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer
 from longseq.mixers.measures import mean_norm, saturation
+from longseq.state import StateT
 
 
 class MemoryState(NamedTuple):
@@ -20,7 +22,7 @@ class MemoryState(NamedTuple):
     memory: Tensor
 
 
-class GatedLinearMixer(Mixer):
+class GatedLinearMixer(Mixer[StateT]):
     """Frame of GLA, HGRN2, RetNet and Mamba-2: keys written to a decaying memory.
 
     S ← exp(g) S + k vᵀ;   o = scale Sᵀ q;   g ≤ 0, one a head or one a key channel
@@ -45,7 +47,7 @@ class GatedLinearMixer(Mixer):
         scale: float = 1.0,
         reverse: Reverse = False,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`.
 
         The last memory comes with it if it is to be kept.
@@ -74,7 +76,7 @@ class GatedLinearMixer(Mixer):
         """Run one token; the shapes of `recur` without T."""
         return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
 
-    def read_out(self, o: Tensor, gate: Tensor, backward: Any = None) -> Tensor:
+    def read_out(self, o: Tensor, gate: Tensor, backward: Self | None = None) -> Tensor:
         """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`.
 
         With `backward`, the second half of the rows is that mixer's, and both halves are added.

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.linear import project_pair
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads, expand_width
 from longseq.mixers.registry import register
 
 
 @register("gla")
-class GatedLinearAttention(GatedLinearMixer):
+class GatedLinearAttention(GatedLinearMixer[MemoryState]):
     """Linear attention whose forget gates depend on the token, one for each key channel.
 
         q, k, v = W x;   g = log sigmoid(W₂ W₁ x + b) / τ
@@ -69,7 +69,7 @@ class GatedLinearAttention(GatedLinearMixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: MemoryState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -82,23 +82,33 @@ class GatedLinearAttention(GatedLinearMixer):
         o, memory = self.recur(
             q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
         )
-        return self.read_out(o, gate), MemoryState(memory) if output_final_state else None
+        return self.read_out(o, gate), MemoryState(required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate, rank = self._split(projected)
         g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
         o, _ = self.recur(
-            twice(q), twice(k), twice(v), g, None, None, twice(mask), scale=self.key_dim**-0.5, reverse="second_half"
+            repeat_rows(q),
+            repeat_rows(k),
+            repeat_rows(v),
+            g,
+            None,
+            None,
+            repeat_rows(mask),
+            scale=self.key_dim**-0.5,
+            reverse="second_half",
         )
         return self.read_out(o, gate, backward)
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
+    def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         q, k, v, gate, rank = self._split(projected)
         g = self._log_decay(self.decay_proj(rank))
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), MemoryState(memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> MemoryState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MemoryState:
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)
         return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import twice
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
 
@@ -19,7 +18,7 @@ from longseq.mixers.slots import SlotMixer
 class ConstantGate(nn.Module):
     """Logits of forget gates that are the same for every token, `[H, M]`."""
 
-    undecayed = ("logits",)
+    no_weight_decay_names = ("logits",)
 
     def __init__(self, num_heads: int, num_slots: int) -> None:
         super().__init__()
@@ -96,10 +95,10 @@ class GatedSlotAttention(SlotMixer):
         g, _, _ = self.write_step(logits, None)
         return g if mask is None else g * mask[..., None, None], None, None
 
-    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+    def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
         g, _, _ = self.write(logits, None, None, mask, False)
         if self.gate is None:
-            return twice(g), None
+            return repeat_rows(g), None
         other, _, _ = backward.write(logits, None, None, mask, True)
         return torch.cat((g, other)), None
 

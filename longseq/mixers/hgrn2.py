@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
 
 
 @register("hgrn2")
-class HGRN2(GatedLinearMixer):
+class HGRN2(GatedLinearMixer[MemoryState]):
     """Linear recurrent network with an outer-product state: what a channel forgets, it takes from the new value.
 
         f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x) / √K)
@@ -63,7 +64,7 @@ class HGRN2(GatedLinearMixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: MemoryState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -72,21 +73,25 @@ class HGRN2(GatedLinearMixer):
     ) -> tuple[Tensor, MemoryState | None]:
         q, k, v, g = self._split(projected)
         memory = None if state is None else state.memory
-        options: dict[str, Any] = {"scale": self.head_dim**-0.5, "reverse": reverse, "keep": output_final_state}
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, **options)
-        return self.norm(o.flatten(-2)), MemoryState(memory) if output_final_state else None
+        scale = self.head_dim**-0.5
+        o, memory = self.recur(
+            q, k, v, g, memory, cu_seqlens, mask, scale=scale, reverse=reverse, keep=output_final_state
+        )
+        return self.norm(o.flatten(-2)), MemoryState(required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v, g = (twice(x) for x in self._split(projected))
-        o, _ = self.recur(q, k, v, g, None, None, twice(mask), scale=self.head_dim**-0.5, reverse="second_half")
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, g = (repeat_rows(x) for x in self._split(projected))
+        o, _ = self.recur(q, k, v, g, None, None, repeat_rows(mask), scale=self.head_dim**-0.5, reverse="second_half")
         return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, MemoryState]:
+    def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         q, k, v, g = self._split(projected)
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.head_dim**-0.5)
         return self.norm(o.flatten(-2)), MemoryState(memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> MemoryState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MemoryState:
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)
         return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.packing import front_places, move, pack_rows, pick, rows_of, unpack_rows
+from longseq.blocks.packing import front_places, gather_tokens, pack_rows, rows_of, scatter_tokens, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.registry import register
 
 LOWEST_BAND = 1e-4  # of the inputs of filters
@@ -35,7 +35,7 @@ class HyenaState(NamedTuple):
 
 
 @register("hyena")
-class Hyena(Mixer):
+class Hyena(Mixer[HyenaState]):
     """Projections that gate one another between causal convolutions as long as the sequence.
 
         x⁰, ..., x^{N−1}, v = conv(W_in u);   z ← h ∗ (x ⊙ z) + D x ⊙ z  for x = x^{N−1}, ..., x¹;   y = W_out (x⁰ ⊙ z)
@@ -119,7 +119,7 @@ class Hyena(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: HyenaState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -146,13 +146,15 @@ class Hyena(Mixer):
             length = start + real.sum(1)
         if packing is not None:
             y = pack_rows(y, packing)
-        return y, HyenaState(convolution, torch.stack(inputs, dim=2), length) if output_final_state else None
+        return y, HyenaState(required(convolution), torch.stack(inputs, dim=2), length) if output_final_state else None
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, HyenaState]:
-        y, state = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), state
+    def scan_step(self, projected: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
+        y, following = self.scan(projected.unsqueeze(1), state)
+        return y.squeeze(1), required(following)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> HyenaState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> HyenaState:
         convolution = self.convolution.initial_state(batch, device, memory_dtype(dtype))
         inputs = torch.zeros(batch, 0, self.order - 1, self.d_model, device=device, dtype=dtype)
         return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))
@@ -176,11 +178,11 @@ class Hyena(Mixer):
             row = own
             if past is not None and place is not None:
                 row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
-                row = move(own, place, row)
+                row = scatter_tokens(own, place, row)
             inputs.append(row)
             z = long_convolution(row, filters[..., index], reverse)
             if place is not None:
-                z = pick(z, place)
+                z = gather_tokens(z, place)
             z = (z + skips[index] * own).to(own.dtype)
         return gates[0] * z, inputs
 
@@ -195,7 +197,7 @@ class Hyena(Mixer):
 class FilterLinear(nn.Linear):
     """A linear layer of a filter, which weight decay leaves alone."""
 
-    undecayed = ("weight", "bias")
+    no_weight_decay_names = ("weight", "bias")
 
 
 class ImplicitFilter(nn.Module):
@@ -205,7 +207,7 @@ class ImplicitFilter(nn.Module):
     them multiplies the rounding errors before it by about its frequency, three of them a few thousand times.
     """
 
-    undecayed = ("frequency", "skip")
+    no_weight_decay_names = ("frequency", "skip")
 
     def __init__(
         self,

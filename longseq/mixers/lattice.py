@@ -55,7 +55,7 @@ class Lattice(CompressionMixer):
     """
 
     paper = "Lattice (arXiv:2504.05646), equations 7 to 18"
-    undecayed = ("forget_bias",)
+    no_weight_decay_names = ("forget_bias",)
 
     def __init__(
         self,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -25,7 +27,7 @@ class LinearAttentionState(NamedTuple):
 
 
 @register("linear_attention")
-class LinearAttention(Mixer):
+class LinearAttention(Mixer[LinearAttentionState]):
     """Causal linear attention with φ = ELU + 1.
 
         S ← S + φ(k) vᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / zᵀ φ(q))
@@ -63,7 +65,7 @@ class LinearAttention(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: LinearAttentionState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -85,24 +87,23 @@ class LinearAttention(Mixer):
         )
         self.observe("state_norm", lambda: mean_norm(memory))
         y = self._normalise(o).flatten(-2).to(projected.dtype)
-        if not output_final_state:
-            return y, None
-        assert memory is not None
-        return y, LinearAttentionState(memory)
+        return y, LinearAttentionState(required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._features(projected)
         if mask is not None:
             k = k * mask[..., None, None]
-        q, k, v = twice(q), twice(k), twice(v)
+        q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         o, _ = linear_attention(q, k, v, reverse="second_half", backend=self.backend)
         return self._normalise(o).unflatten(0, (2, -1)).sum(0).flatten(-2).to(projected.dtype)
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, LinearAttentionState]:
+    def scan_step(self, projected: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
         o, memory = linear_attention_step(*self._features(projected), state.memory, backend=self.step_backend)
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> LinearAttentionState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LinearAttentionState:
         shape = (batch, self.num_heads, self.key_dim, self.head_dim + int(self.normalizer))
         return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from longseq.blocks.pairs import stack_pair
 from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.longhorn_pair import TRITON_RANKS
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
+from longseq.mixers.base import required
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -52,23 +52,28 @@ class Longhorn(SelectiveMixer):
             backend=backend,
         )
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         is_wide = self.rate_rank > TRITON_RANKS or self.state_size > TRITON_ENTRIES
         if mask is not None or self.backend == "reference" or is_wide:
             return super().scan_pair(backward, projected, mask)
-        parameters = zip(self._scan_parameters(), backward._scan_parameters(), strict=True)
-        return longhorn_pair(projected, *(torch.stack(pair) for pair in parameters), backend=self.local_backend)
-
-    def _scan_parameters(self) -> tuple[Any, ...]:
-        """What a layer has of its own between the projections."""
         convolution, rate = self.convolution, self.rate_proj
-        return convolution.weight, convolution.bias, self.x_proj.weight, rate.weight, rate.bias, self.D
+        other, other_rate = backward.convolution, backward.rate_proj
+        return longhorn_pair(
+            projected,
+            stack_pair(convolution.weight, other.weight),
+            stack_pair(required(convolution.bias), required(other.bias)),
+            stack_pair(self.x_proj.weight, backward.x_proj.weight),
+            stack_pair(rate.weight, other_rate.weight),
+            stack_pair(rate.bias, other_rate.bias),
+            stack_pair(self.D, backward.D),
+            backend=self.local_backend,
+        )
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
         self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(

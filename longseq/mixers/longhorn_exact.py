@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Self
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
@@ -60,9 +59,9 @@ class LonghornExact(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
         strength = self._strength(key, rate)
         if mask is not None:

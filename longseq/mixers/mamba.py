@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
 from longseq.kernels.packing import Packing
@@ -32,7 +32,7 @@ class Mamba(SelectiveMixer):
 
     paper = "Mamba (arXiv:2312.00752), algorithm 2"
     operations = ("short_convolution", "selective_scan")
-    undecayed = ("A_log", "rate_bias")
+    no_weight_decay_names = ("A_log", "rate_bias")
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Mamba(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         A_log: Tensor = self.A_log
         if backward is None:
             step = step_size(rate, self.rate_bias)
         else:
-            A_log, bias = self.stack_parameters(backward, "A_log", "rate_bias")
+            A_log, bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.rate_bias, backward.rate_bias)
             step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
         y, final = selective_scan(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -30,7 +32,7 @@ class Mamba2State(NamedTuple):
 
 
 @register("mamba2")
-class Mamba2(GatedLinearMixer):
+class Mamba2(GatedLinearMixer[Mamba2State]):
     """State space duality: a scalar decay for each head, input and output maps shared by groups of heads.
 
         z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
@@ -49,7 +51,7 @@ class Mamba2(GatedLinearMixer):
 
     paper = "Mamba-2 (arXiv:2405.21060), section 7"
     operations = ("short_convolution", "linear_attention")
-    undecayed = ("A_log", "dt_bias", "D")
+    no_weight_decay_names = ("A_log", "dt_bias", "D")
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Mamba2(GatedLinearMixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: Mamba2State | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -113,18 +115,21 @@ class Mamba2(GatedLinearMixer):
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
         y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse, keep=output_final_state)
-        return self._read_out(y, x, z), Mamba2State(convolution, memory) if output_final_state else None
+        y = self._read_out(y, x, z)
+        return y, Mamba2State(required(convolution), required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         z, mixed, rate = self._split(projected)
         x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
-        A_log, dt_bias = self.stack_parameters(backward, "A_log", "dt_bias")
+        A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
-        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, twice(mask), reverse="second_half")
+        y, _ = self.recur(
+            query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, repeat_rows(mask), reverse="second_half"
+        )
         (ahead, behind), (x, x_behind) = halves(y), halves(x)
         return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, Mamba2State]:
+    def scan_step(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
         z, mixed, rate = self._split(projected)
         mixed, convolution = self.convolution.step(mixed, state.convolution)
         x, key, query = self._heads(mixed)
@@ -132,7 +137,9 @@ class Mamba2(GatedLinearMixer):
         y, memory = self.recur_step(query, key, v, g, state.memory)
         return self._read_out(y, x, z), Mamba2State(convolution, memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> Mamba2State:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Mamba2State:
         shape = (batch, self.num_heads, self.state_size, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return Mamba2State(self.convolution.initial_state(batch, device, memory.dtype), memory)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 
-def mean_norm(memory: Any) -> Tensor:
+def mean_norm(memory: Tensor | None) -> Tensor:
     """Frobenius norm of memories `[..., K, V]`, averaged over batch and heads; a scan that is watched has one."""
+    assert memory is not None
     return memory.flatten(-2).norm(dim=-1).mean()
 
 

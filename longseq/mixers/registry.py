@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from longseq.mixers.base import Mixer
 
-_REGISTRY: dict[str, type[Mixer]] = {}
+_REGISTRY: dict[str, type[Mixer[Any]]] = {}
 
-MixerClass = TypeVar("MixerClass", bound=type[Mixer])
+MixerClass = TypeVar("MixerClass", bound=type[Mixer[Any]])
 
 
 def register(name: str) -> Callable[[MixerClass], MixerClass]:
@@ -31,7 +31,7 @@ def mixer_names() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def get(name: str) -> type[Mixer]:
+def get(name: str) -> type[Mixer[Any]]:
     """Return the class registered under `name`; a ValueError lists the valid names."""
     if name not in _REGISTRY:
         near = difflib.get_close_matches(str(name), _REGISTRY, n=1)
@@ -40,7 +40,7 @@ def get(name: str) -> type[Mixer]:
     return _REGISTRY[name]
 
 
-def name_of(mixer: type[Mixer]) -> str | None:
+def name_of(mixer: type[Mixer[Any]]) -> str | None:
     """Return the name under which a class is registered, None for one that is not."""
     return next((name for name, registered in _REGISTRY.items() if registered is mixer), None)
 
@@ -51,7 +51,7 @@ def options(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def create(name: str, d_model: int, **chosen: Any) -> Mixer:
+def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:
     """Build the mixer `name` for `d_model` channels; the further keywords are its constructor's options.
 
     Raises:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.rotary import count_positions, find_angles, turn_pairs
+from longseq.blocks.pairs import repeat_rows
+from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import memory_dtype, twice
+from longseq.mixers.base import memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads, expand_width
 from longseq.mixers.registry import register
@@ -25,7 +27,7 @@ class RetNetState(NamedTuple):
 
 
 @register("retnet")
-class RetNet(GatedLinearMixer):
+class RetNet(GatedLinearMixer[RetNetState]):
     """Multi-scale retention.
 
         q, k = rotary(W x);   S ← γ S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x));   γ_h = 1 − 2^{−5−h}
@@ -70,7 +72,7 @@ class RetNet(GatedLinearMixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: RetNetState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -82,31 +84,33 @@ class RetNet(GatedLinearMixer):
         q, k, v, gate = self._split(projected)
         packing = pack_like(cu_seqlens, projected) if start is None and not reverse else None
         if packing is None:
-            angles = find_angles(q, positions, self.rotary_base)
+            angles = rotary_angles(q, positions, self.rotary_base)
         else:  # from the first token of each sequence: the same in all layers
             key = ("rotary", q.shape[-1], self.rotary_base, q.dtype)
-            angles = packing.once(key, lambda: find_angles(q, positions, self.rotary_base))
+            angles = packing.once(key, lambda: rotary_angles(q, positions, self.rotary_base))
         q, k, g = self._turn(q, k, *angles)
         o, memory = self.recur(
             q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
         )
-        return self.read_out(o, gate), RetNetState(memory, following) if output_final_state else None
+        return self.read_out(o, gate), RetNetState(required(memory), following) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate = self._split(projected)
-        v, mask = twice(v), twice(mask)
+        v, mask = repeat_rows(v), repeat_rows(mask)
         positions, _ = count_positions(v, mask=mask, reverse="second_half")
-        q, k, g = self._place(twice(q), twice(k), positions)
+        q, k, g = self._place(repeat_rows(q), repeat_rows(k), positions)
         o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
         return self.read_out(o, gate, backward)
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RetNetState]:
+    def scan_step(self, projected: Tensor, state: RetNetState) -> tuple[Tensor, RetNetState]:
         q, k, v, gate = self._split(projected)
         q, k, g = self._place(q, k, state.position)
         o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
         return self.read_out(o, gate), RetNetState(memory, state.position + 1)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RetNetState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> RetNetState:
         shape = (batch, self.num_heads, self.key_dim, self.value_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return RetNetState(memory, torch.zeros(batch, device=device, dtype=torch.long))
@@ -119,12 +123,12 @@ class RetNet(GatedLinearMixer):
 
     def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys turned by their positions, and the log decay `[..., H]`."""
-        return self._turn(q, k, *find_angles(q, positions, self.rotary_base))
+        return self._turn(q, k, *rotary_angles(q, positions, self.rotary_base))
 
     def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
         g = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:-1])
-        return turn_pairs(q, cosine, sine), turn_pairs(k, cosine, sine), g
+        return rotate_pairs(q, cosine, sine), rotate_pairs(k, cosine, sine), g
 
     def scan_flops(self, tokens: int) -> int:
         rotary = 6 * self.d_model  # queries and keys, three for each of their channels

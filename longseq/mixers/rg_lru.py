@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -30,7 +32,7 @@ class RGLRUState(NamedTuple):
 
 
 @register("rg_lru")
-class RGLRU(Mixer):
+class RGLRU(Mixer[RGLRUState]):
     """A real-gated linear recurrent unit between two branches.
 
         x, z = W_in u;   x = conv(x);   r, i = sigmoid(W_a x + b_a), sigmoid(W_x x + b_x)
@@ -56,7 +58,7 @@ class RGLRU(Mixer):
     operations = ("short_convolution", "linear_attention")
     reads_backwards = True
     reads_pairs = True
-    undecayed = ("decay", "gate_bias")
+    no_weight_decay_names = ("decay", "gate_bias")
     revision = 2  # the first had the exact GELU
 
     def __init__(
@@ -95,7 +97,7 @@ class RGLRU(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: RGLRUState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -113,21 +115,26 @@ class RGLRU(Mixer):
             *self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse, keep=output_final_state
         )
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(h, branch), RGLRUState(convolution, memory) if output_final_state else None
+        y = self._gate(h, branch)
+        return y, RGLRUState(required(convolution), required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, branch = projected.chunk(2, dim=-1)
         x = self.convolution.convolve_pair(backward.convolution, x, mask).unflatten(0, (2, -1))
-        weight, bias, decay = self.stack_parameters(backward, "gate_weight", "gate_bias", "decay")
+        weight, bias, decay = (
+            stack_pair(self.gate_weight, backward.gate_weight),
+            stack_pair(self.gate_bias, backward.gate_bias),
+            stack_pair(self.decay, backward.decay),
+        )
         gates = self._gates(x, weight, bias[:, None, None])
         decay, update = (y.flatten(0, 1) for y in self._recurrence(x, gates, decay[:, None, None]))
-        h, _ = self._recur(decay, update, None, None, twice(mask), "second_half")
+        h, _ = self._recur(decay, update, None, None, repeat_rows(mask), "second_half")
         return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
 
     def _recur(
         self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """h `[B, T, H, I / H]` and the last memory."""
         if mask is not None:
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
@@ -145,7 +152,7 @@ class RGLRU(Mixer):
         )
         return h, memory
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RGLRUState]:
+    def scan_step(self, projected: Tensor, state: RGLRUState) -> tuple[Tensor, RGLRUState]:
         x, branch = projected.chunk(2, dim=-1)
         x, convolution = self.convolution.step(x, state.convolution)
         decay, update = self._recurrence(x, self._gates(x, self.gate_weight, self.gate_bias), self.decay)
@@ -153,7 +160,9 @@ class RGLRU(Mixer):
         h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
         return self._gate(h, branch), RGLRUState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RGLRUState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> RGLRUState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
         return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
@@ -168,7 +177,7 @@ class RGLRU(Mixer):
         """log a and sqrt(1 − a²) (i x), both `[..., H, I / H]`."""
         recurrence, entry = gates.chunk(2, dim=-1)
         decay = -DECAY_EXPONENT * self._heads(functional.softplus(at_least_float32(decay))) * recurrence
-        return decay, root_of_rest(decay) * entry * at_least_float32(self._heads(x))
+        return decay, sqrt_one_minus_square(decay) * entry * at_least_float32(self._heads(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -182,6 +191,6 @@ class RGLRU(Mixer):
         return tokens * (gates + recurrence + self.width) + self.convolution.flops(tokens)
 
 
-def root_of_rest(log_a: Tensor) -> Tensor:
+def sqrt_one_minus_square(log_a: Tensor) -> Tensor:
     """sqrt(1 − a²) from log a <= 0: exact for a near 1, with a finite gradient at a = 1, where the root's is not."""
     return (-torch.expm1(2 * log_a)).clamp_min(torch.finfo(log_a.dtype).tiny).sqrt()

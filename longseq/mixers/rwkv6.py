@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, short_convolution
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
@@ -28,7 +30,7 @@ class RWKV6State(NamedTuple):
 
 
 @register("rwkv6")
-class RWKV6(Mixer):
+class RWKV6(Mixer[RWKV6State]):
     """Linear attention with a decay that depends on the token, a bonus for the current token and a token shift.
 
         x_□ = x_t + (x_{t−1} − x_t) ⊙ (μ_□ + tanh((x_t + (x_{t−1} − x_t) ⊙ μ_x) A_□) B_□)        □ in w, k, v, r, g
@@ -53,7 +55,7 @@ class RWKV6(Mixer):
     operations = ("short_convolution", "linear_attention")
     reads_backwards = True
     reads_pairs = True
-    undecayed = ("shift_base", "shift_bases", "decay_base", "bonus")
+    no_weight_decay_names = ("shift_base", "shift_bases", "decay_base", "bonus")
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class RWKV6(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: RWKV6State | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -137,17 +139,16 @@ class RWKV6(Mixer):
         o, memory = self._recur(r, k, v, decay, memory, packing, reverse, keep)
         if keep:
             r_last, k_last, v_last, decay_last = (_latest(x, packing, reverse) for x in (r, k, v, decay))
-            _, memory = linear_attention_step(r_last, k_last, v_last, memory, g=decay_last, backend=self.step_backend)
+            _, memory = linear_attention_step(
+                r_last, k_last, v_last, required(memory), g=decay_last, backend=self.step_backend
+            )
             self.observe("state_norm", lambda: mean_norm(memory))
         y = self._read_out(o, r, k, v, gate)
-        if not output_final_state:
-            return y, None
-        assert latest is not None
-        return y, RWKV6State(latest, memory)
+        return y, RWKV6State(required(latest), required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if backward is self:  # all rows are projected at once
-            y, _ = self.scan(twice(projected), mask=twice(mask), reverse="second_half")
+            y, _ = self.scan(repeat_rows(projected), mask=repeat_rows(mask), reverse="second_half")
             return y.unflatten(0, (2, -1)).sum(0)
         taps = _previous_tap(projected).expand(2, -1, -1)
         previous, _ = short_convolution(projected, taps, mask=mask, reverse="second_half", backend=self.backend)
@@ -155,7 +156,7 @@ class RWKV6(Mixer):
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
         if mask is not None:
-            real = twice(mask)[..., None, None]
+            real = repeat_rows(mask)[..., None, None]
             k, decay = k * real, decay * real
         o, _ = self._recur(r, k, v, decay, None, None, "second_half")
         ahead, behind = (
@@ -164,14 +165,16 @@ class RWKV6(Mixer):
         )
         return ahead + behind
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, RWKV6State]:
+    def scan_step(self, projected: Tensor, state: RWKV6State) -> tuple[Tensor, RWKV6State]:
         previous = state.shift.squeeze(-1).to(projected.dtype)
         r, k, v, decay, gate = self._project(projected, previous)
         o, _ = linear_attention_step(r, torch.zeros_like(k), v, state.memory, backend=self.step_backend)
         _, memory = linear_attention_step(r, k, v, state.memory, g=decay, backend=self.step_backend)
         return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> RWKV6State:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> RWKV6State:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
         return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
@@ -179,7 +182,7 @@ class RWKV6(Mixer):
     def _recur(
         self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, packing: Packing | None,
         reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if it is to be kept.
 
         Each token reads what the one before it has left: keys, values and decays go one token later into the operation,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear, project_pair
+from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.kernels import silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.measures import mean_norm
 
 
@@ -24,7 +26,7 @@ class SelectiveState(NamedTuple):
     memory: Tensor
 
 
-class SelectiveMixer(Mixer):
+class SelectiveMixer(Mixer[SelectiveState]):
     """Shared frame of Mamba and Longhorn; a subclass supplies the recurrence.
 
         x, z = in_proj(u);  x = SiLU(conv(x));  r, k, q = x_proj(x)
@@ -35,7 +37,7 @@ class SelectiveMixer(Mixer):
     Source: Mamba (Gu and Dao, 2023), figure 3; Longhorn (Liu et al., 2024), section 3, keeps the block.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("D",)
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ("D",)
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
     # Of the state, for one token: the decay and the input take two each, the update and the readout two each.
@@ -74,9 +76,9 @@ class SelectiveMixer(Mixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Any = None,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
         keep: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`.
 
         With `backward`, the second half of the rows is that mixer's. The last memory is returned if it is to be kept.
@@ -90,7 +92,7 @@ class SelectiveMixer(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: SelectiveState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -104,17 +106,18 @@ class SelectiveMixer(Mixer):
         )
         y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask, reverse, keep=output_final_state)
         self.observe("state_norm", lambda: mean_norm(memory))
-        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory) if output_final_state else None
+        y = self._gate(y, x, gate, self.D)
+        return y, SelectiveState(required(convolution), required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, gate = projected.chunk(2, dim=-1)
         x = self.convolution.convolve_pair(backward.convolution, x, mask)
         rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
-        y, _ = self.recur(x, rate, key, query, None, None, twice(mask), "second_half", backward)
-        return self._gate(y, x, gate, *self.stack_parameters(backward, "D"))
+        y, _ = self.recur(x, rate, key, query, None, None, repeat_rows(mask), "second_half", backward)
+        return self._gate(y, x, gate, stack_pair(self.D, backward.D))
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SelectiveState]:
+    def scan_step(self, projected: Tensor, state: SelectiveState) -> tuple[Tensor, SelectiveState]:
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution.step(x, state.convolution)
         y, memory = self.recur_step(x, *self._selection(x), state.memory)
@@ -125,7 +128,9 @@ class SelectiveMixer(Mixer):
         """Shape of one sequence's recurrent memory."""
         return self.inner, self.state_size
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SelectiveState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> SelectiveState:
         memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
         return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -34,7 +36,7 @@ class SlotState(NamedTuple):
     normalizer: Tensor | None
 
 
-class SlotMixer(Mixer):
+class SlotMixer(Mixer[SlotState]):
     """Frame of GSA and ABC: attention to M slots, which a subclass says how to write.
 
         q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
@@ -86,7 +88,7 @@ class SlotMixer(Mixer):
         """Log α and w `[B, T, H, M]`, w None where it is 1 - α, and the normalisers, from `gate_width` channels."""
         raise NotImplementedError
 
-    def write_pair(self, backward: Any, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Log α and w of tokens that are read forward by this mixer and backward by another one: 2 B rows."""
         raise NotImplementedError
 
@@ -97,7 +99,7 @@ class SlotMixer(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: SlotState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -121,18 +123,17 @@ class SlotMixer(Mixer):
             reverse=reverse,
             backend=self.backend,
         )
-        last: Any = memory
-        self.observe("state_norm", lambda: mean_norm(torch.cat(last, -1)))
+        self.observe("state_norm", lambda: mean_norm(torch.cat(required(memory), -1)))
         self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
-        return self._read_out(o), SlotState(last[0], last[1], normalizer) if output_final_state else None
+        return self._read_out(o), SlotState(*required(memory), normalizer) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)
         g, write = self.write_pair(backward, logits, mask)
         o, _ = slot_attention(
-            twice(q),
-            twice(k),
-            twice(v),
+            repeat_rows(q),
+            repeat_rows(k),
+            repeat_rows(v),
             g,
             write=write,
             scale=self.scale,
@@ -142,7 +143,7 @@ class SlotMixer(Mixer):
         )
         return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, SlotState]:
+    def scan_step(self, projected: Tensor, state: SlotState) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
         g, write, normalizer = self.write_step(logits, state.normalizer)
         o, memory = slot_attention_step(
@@ -158,7 +159,9 @@ class SlotMixer(Mixer):
         )
         return self._read_out(o), SlotState(*memory, normalizer)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> SlotState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> SlotState:
         shape = (batch, self.num_heads, self.num_slots, self.head_dim)
         slots = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return SlotState(slots, slots.clone(), None)

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, twice
+from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -36,7 +38,7 @@ class VLAState(NamedTuple):
 
 
 @register("vla")
-class VLA(Mixer):
+class VLA(Mixer[VLAState]):
     """Multi-head variational linear attention with φ = ELU + 1.
 
         q, k, v = W x;   k̂ = φ(k) / ‖φ(k)‖;   u = W_u k / (‖W_u k‖ √K)
@@ -121,7 +123,7 @@ class VLA(Mixer):
     def scan(
         self,
         projected: Tensor,
-        state: Any = None,
+        state: VLAState | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
@@ -142,21 +144,20 @@ class VLA(Mixer):
             u,
             **self._options(),
             **reading,
-            initial_state=None if state is None else tuple(state[1:]),
+            initial_state=None if state is None else state[1:],
             output_final_state=self.needs_state(output_final_state),
             backend=self.backend,
         )
-        last: Any = memory
-        self.observe("state_norm", lambda: mean_norm(last[0]))
-        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(last[1]))
-        return o.flatten(-2), VLAState(convolution, *last) if output_final_state else None
+        self.observe("state_norm", lambda: mean_norm(required(memory)[0]))
+        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(required(memory)[1]))
+        return o.flatten(-2), VLAState(convolution, *required(memory)) if output_final_state else None
 
-    def scan_pair(self, backward: Any, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
             q, k, v, u = self._features(projected, backward)
-            q, k, v = twice(q), twice(k), twice(v)
+            q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         else:
-            both = self.convolution.convolve_pair(backward.convolution, projected, mask)
+            both = self.convolution.convolve_pair(required(backward.convolution), projected, mask)
             q, k, v, u = self._features(both.unflatten(0, (2, -1)), backward)
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         o, _ = variational_linear_attention(
@@ -165,25 +166,27 @@ class VLA(Mixer):
             v,
             None if u is None else u.flatten(0, 1),
             **self._options(),
-            mask=twice(mask),
+            mask=repeat_rows(mask),
             reverse="second_half",
             backend=self.backend,
         )
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2)
 
-    def scan_step(self, projected: Tensor, state: Any) -> tuple[Tensor, VLAState]:
+    def scan_step(self, projected: Tensor, state: VLAState) -> tuple[Tensor, VLAState]:
         convolution = state.convolution
         if self.convolution is not None:
-            projected, convolution = self.convolution.step(projected, convolution)
+            projected, convolution = self.convolution.step(projected, required(convolution))
         o, memory = variational_linear_attention_step(
             *self._features(projected),
-            state=tuple(state[1:]),
+            state=state[1:],
             **self._options(),
             backend=self.step_backend,
         )
         return o.flatten(-2), VLAState(convolution, *memory)
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> VLAState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> VLAState:
         dtype = memory_dtype(dtype)
         shape = (batch, self.num_heads, self.head_dim, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=dtype)
@@ -204,7 +207,9 @@ class VLA(Mixer):
             "normalizer": self.normalizer,
         }
 
-    def _features(self, projected: Tensor, backward: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _features(
+        self, projected: Tensor, backward: Self | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`.
 
         With `backward`, of whose mixer u is too: those of both are `[2, B, T, H, K]`.

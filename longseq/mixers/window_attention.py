@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.blocks.packing import front_places, last_tokens, move, pick
+from longseq.blocks.packing import front_places, gather_tokens, last_tokens, scatter_tokens
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
+from longseq.mixers.attention import KeyValueState, SoftmaxAttention
 from longseq.mixers.base import memory_dtype
 from longseq.mixers.registry import register
-from longseq.mixers.softmax import KeyValueState, SoftmaxMixer
 
 
 @register("window_attention")
-class WindowAttention(SoftmaxMixer):
+class WindowAttention(SoftmaxAttention):
     """Multi-head softmax attention in which a token sees itself and the `window` - 1 tokens before it.
 
     The state keeps the last `window` - 1 keys and values, the latest one last and zeros in front while there are fewer.
@@ -69,7 +67,9 @@ class WindowAttention(SoftmaxMixer):
             raise ValueError(f"window={window}: at least 1 (the token itself)")
         self.window = window
 
-    def initial_state(self, batch: int, device: Any = None, dtype: Any = None) -> KeyValueState:
+    def initial_state(
+        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> KeyValueState:
         shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
         empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
@@ -121,7 +121,7 @@ class WindowAttention(SoftmaxMixer):
         place = None
         if real is not None:
             place, count = front_places(real), real.sum(1)
-            q, k, v = (move(x, place) for x in (q, k, v))
+            q, k, v = (scatter_tokens(x, place) for x in (q, k, v))
         key, value = (torch.cat([kept.to(x.dtype), x], dim=1) for kept, x in ((state.key, k), (state.value, v)))
         after = 0 if self.causal else past
         key, value = (functional.pad(x, (0, 0, 0, 0, 0, after)) for x in (key, value))
@@ -129,8 +129,10 @@ class WindowAttention(SoftmaxMixer):
         block, blocks = _plan_blocks(tokens, past + 1 + after)
         o = attend_window(q, key, value, first, past + count, past, after, block, blocks)
         latest = count[:, None] + torch.arange(past, device=q.device)
-        kept_key, kept_value = (pick(x, latest).to(state.key.dtype) for x in (key, value))
-        return o if place is None else pick(o, place), KeyValueState(kept_key, kept_value, state.length + count)
+        kept_key, kept_value = (gather_tokens(x, latest).to(state.key.dtype) for x in (key, value))
+        return o if place is None else gather_tokens(o, place), KeyValueState(
+            kept_key, kept_value, state.length + count
+        )
 
     def scan_flops(self, tokens: int) -> int:
         beyond = max(tokens - self.window, 0)

@@ -9,14 +9,14 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import is_model, model_entrypoint
+from timm.models import get_model_input_config, is_model, model_entrypoint
 from torch import nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
 
-__all__ = ["ImageModel", "model_name", "stated_data", "takes_any_resolution"]
+__all__ = ["ImageModel", "model_name", "state_data", "stated_data", "takes_any_resolution"]
 
 
 class ImageModel(TaskModel):
@@ -38,9 +38,11 @@ class ImageModel(TaskModel):
             options = _sizes(name, info.img_size) | options
         torch.manual_seed(config["seed"])
         try:
-            return timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **options)
+            model = timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **options)
         except TypeError as error:
             raise ValueError(f"model {name} does not take these options: {error}") from error
+        state_data(model, info)
+        return model
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; positions are interpolated to the grid of the new model."""
@@ -77,13 +79,32 @@ def model_name(model: nn.Module) -> str:
     return _stated(model).get("architecture") or type(model).__name__
 
 
+def state_data(model: nn.Module, info: DataInfo) -> None:
+    """Write the preprocessing and the class names where timm's models have them: they are saved with the model."""
+    stated = {
+        "num_classes": info.num_classes,
+        "label_names": tuple(info.class_names),
+        "input_size": (info.in_chans, info.img_size, info.img_size),
+        "mean": tuple(info.mean),
+        "std": tuple(info.std),
+        "interpolation": info.interpolation,
+        "crop_pct": info.crop_pct,
+    }
+    # Those of the weights that a model of timm had come with.
+    former = {key: value for key, value in _stated(model).items() if not key.startswith(("test_", "label_"))}
+    described: Any = model
+    described.pretrained_cfg = described.default_cfg = {**former, **stated}
+
+
 def stated_data(model: nn.Module) -> dict[str, Any]:
-    """The preprocessing that the model states, by the keys of a checkpoint's `data`; empty where it states none."""
+    """The preprocessing, and class names, that the model states, by the keys of a checkpoint's `data`."""
     stated = _stated(model)
     if "input_size" not in stated:
         return {}
-    channels, height, width = stated["input_size"]
+    channels, height, width = get_model_input_config(model)["input_size"]
+    names = stated.get("label_names") or ()
     return {
+        **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated["num_classes"] else {}),
         "img_size": height if height == width else [height, width],
         "in_chans": channels,
         "mean": list(stated["mean"]),

@@ -11,19 +11,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from longseq.mixers import check_revisions, mixer_revisions
+from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.recipe import Training
 
 Self = TypeVar("Self", bound="TrainedModule")
 
-# Where a checkpoint tells which functions of their weights its mixers compute.
-REVISIONS = "mixer_revisions"
-
 
 class TrainedModule(LightningModule, ABC):
     """Trains a model as a `Training` says, and measures it; without one it only measures.
+
+    Its checkpoints describe the model where that is of a registered kind (see `longseq.models`): they load without the
+    configuration of the run.
 
     The schedule is stepped after each update. A subclass defines the steps, and `val_metrics` and `test_metrics`,
     logged below `val/` and `test/`: metrics of torchmetrics, whose `higher_is_better` is the direction of what monitors
@@ -74,11 +74,12 @@ class TrainedModule(LightningModule, ABC):
         return forward if mode is None else torch.compile(forward, mode=mode, **options)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[REVISIONS] = mixer_revisions(self.backbone)
+        if kind_of(self.backbone) is not None:
+            checkpoint[CHECKPOINT_CONFIG] = describe(self.backbone)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         try:
-            check_revisions(self.backbone, checkpoint.get(REVISIONS))
+            check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
-from longseq.blocks.scan import DIRECTIONS
+from longseq.blocks.reading import DIRECTIONS
 
 HYBRID = "deltanet+attention"
 
@@ -28,7 +28,7 @@ def images(batch: int = 2) -> Tensor:
 
 def kinds(model: Any) -> list[str]:
     names = {mixers.get(name): name for name in mixers.mixer_names()}
-    return [names[type(block.mixer.mixers[0])] for block in model.blocks]
+    return [names[type(block.mixer.readers[0])] for block in model.blocks]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_pattern_of_one_name_is_the_model_of_that_mixer() -> None:
 
 def test_options_reach_the_mixers_that_they_name() -> None:
     model = tiny(HYBRID, mixer_options={"attention": {"num_heads": 2}, "deltanet": {"head_dim": 4}})
-    assert [block.mixer.mixers[0].num_heads for block in model.blocks] == [4, 2, 4, 2]
+    assert [block.mixer.readers[0].num_heads for block in model.blocks] == [4, 2, 4, 2]
     with pytest.raises(ValueError, match="mixer 'attention' has no option state_size"):
         tiny(HYBRID, mixer_options={"attention": {"state_size": 2}})
     with pytest.raises(ValueError, match=r"head_dim=4 does not; the names are deltanet, attention"):
@@ -69,7 +69,7 @@ def test_options_reach_the_mixers_that_they_name() -> None:
 
 def test_each_mixer_of_a_hybrid_alternates_by_itself() -> None:
     orders = [block.mixer.orders for block in tiny("deltanet+mamba", direction="alternating").blocks]
-    assert orders == [("rows",), ("rows",), ("rows_reversed",), ("rows_reversed",)]
+    assert orders == [("forward",), ("forward",), ("backward",), ("backward",)]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.positions import Layout
 from longseq.parameters import count_parameters
 
 
@@ -103,7 +104,7 @@ def test_vim_is_its_formula(place):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}.weight"]
 
     for i in range(2):
-        x = x + model.blocks[i].mixer(norm(f"blocks.{i}.norm1", x)[None])[0]
+        x = x + model.blocks[i].mixer(norm(f"blocks.{i}.norm1", x)[None])[0][0]
     features = norm("norm", x)[at] if place != "none" else norm("norm", x).mean(0)
     torch.testing.assert_close(model(image)[0], features @ p["head.weight"].T + p["head.bias"])
 
@@ -236,7 +237,7 @@ def test_dropout_in_a_part_of_a_mixer_drops_the_same_when_it_is_recomputed():
     results = []
     for recompute in ("none", "mixer"):
         model = tiny(mixer="longhorn", direction="bidirectional", recompute=recompute).train()
-        for mixer in model.blocks[0].mixer.mixers:
+        for mixer in model.blocks[0].mixer.readers:
             mixer.rate_proj = torch.nn.Sequential(mixer.rate_proj, torch.nn.Dropout(0.5))
         torch.manual_seed(3)
         y = model(images())
@@ -334,9 +335,21 @@ def test_the_residual_of_vim_is_float32_in_half_precision():
 
 def test_output_projections_start_smaller_the_deeper_the_model():
     shallow, deep = tiny(depth=1, embed_dim=64), tiny(depth=16, embed_dim=64)
-    std = [model.blocks[0].mixer.mixers[0].out_proj.weight.std().item() for model in (shallow, deep)]
+    std = [model.blocks[0].mixer.readers[0].out_proj.weight.std().item() for model in (shallow, deep)]
     assert std[0] == pytest.approx(0.02, rel=0.1)
     assert std[1] == pytest.approx(0.005, rel=0.1)
+
+
+@pytest.mark.parametrize("token_first", [False, True])
+@pytest.mark.parametrize("mixer", ["longhorn", "attention"])
+def test_a_block_of_an_image_reads_real_tokens_alone(mixer, token_first):
+    block, layout = tiny(mixer=mixer).blocks[0], Layout(3, 4, 6)
+    x = torch.randn(2, 13, block.norm1.weight.shape[0])
+    mask = torch.ones(2, 13, dtype=torch.bool)
+    mask[0, 9:], mask[1, 1 if token_first else 7] = False, False
+    changed = torch.where(mask[..., None], x, 5.0)
+    expected, actual = (block(tokens, layout, token_first=token_first, mask=mask) for tokens in (x, changed))
+    torch.testing.assert_close(actual[mask], expected[mask])
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
@@ -374,8 +387,9 @@ def test_weight_decay_leaves_positions_token_and_recurrences_alone(mixer):
     free = model.no_weight_decay()
     expected = {"pos_embed", "cls_token"}
     for index, block in enumerate(model.blocks):
-        for scan, part in enumerate(block.mixer.mixers):
-            expected |= {f"blocks.{index}.mixer.mixers.{scan}.{name}" for name in part.undecayed}
+        for name, part in block.named_modules():
+            if isinstance(part, mixers.Mixer):
+                expected |= {f"blocks.{index}.{name}.{parameter}" for parameter in part.no_weight_decay_names}
     assert expected <= free <= {name for name, _ in model.named_parameters()}
 
 

@@ -19,7 +19,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES
-from longseq.blocks.scan import DIRECTIONS
+from longseq.blocks.reading import DIRECTIONS
 
 MODELS = timm.list_models("longseq_*")
 # Every mixer in every direction, the places of the token in turn; one that scans and one that does not in every place.

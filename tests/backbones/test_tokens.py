@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,47 @@ def test_padding_leaves_no_trace(mixer: str) -> None:
     alone, own = model(tokens[1:, :6])
     assert_same(padded[1:, :6], alone)
     assert_same(model(following, state)[0][1:], model(following[1:], own)[0])
+
+
+@pytest.mark.parametrize("direction", ["bidirectional", "alternating"])
+@pytest.mark.parametrize("mixer", ["longhorn", HYBRID])
+def test_an_encoder_reads_packed_and_padded_documents_as_if_alone(mixer: str, direction: str) -> None:
+    model = make(mixer, direction=direction, depth=4, positions="learned", max_length=9)
+    documents = [make_tokens(1, length) for length in (9, 1, 4)]
+    alone = torch.cat([model(document)[0] for document in documents], dim=1)
+    packed, state = model(torch.cat(documents, dim=1), cu_seqlens=torch.tensor([0, 9, 10, 14]))
+    assert state is None
+    assert_same(packed, alone)
+    for mask in (torch.arange(9) < torch.tensor([[9], [1], [4]]), torch.arange(9) >= torch.tensor([[0], [8], [5]])):
+        padded = torch.zeros(3, 9, dtype=torch.long)
+        padded[mask] = torch.cat(documents, dim=1)[0]
+        assert_same(model(padded, mask=mask)[0][mask], alone[0])
+    other = documents[0].clone()
+    other[:, -1] = (other[:, -1] + 1) % VOCABULARY
+    assert (model(other)[0] - model(documents[0])[0])[:, 0].abs().max() > 1e-6, "the first token sees the last"
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
+def test_an_encoder_has_no_state_and_no_steps(mixer: str) -> None:
+    model, tokens = make(mixer, direction="bidirectional"), make_tokens(1)
+    state = make(mixer).initial_state(1)
+    calls = {
+        "a state": [lambda: model(tokens, state), lambda: model.initial_state(1)],
+        "step": [lambda: model.step(tokens[:, 0], state)],
+        "generate": [lambda: model.generate(tokens, 0)],
+    }
+    for what, refused in calls.items():
+        for call in refused:
+            with pytest.raises(ValueError, match=f"^direction='bidirectional': {what} needs a model with direction="):
+                call()
+
+
+def test_one_direction_has_the_same_keys_for_tokens_and_images() -> None:
+    names = {name for name in make("gla").state_dict() if "mixer" in name}
+    options = {"embed_dim": 32, "depth": 1, "direction": "forward", "global_pool": "avg"}
+    image = timm.create_model("longseq_vit_tiny_patch16_224", mixer="gla", **options)
+    assert names == {name for name in image.state_dict() if "mixer" in name}
+    assert "blocks.0.mixer.in_proj.weight" in names
 
 
 def test_a_state_of_constant_size_is_a_value() -> None:
@@ -353,7 +395,8 @@ def test_the_backend_reaches_every_mixer() -> None:
         ({"positions": "sines"}, "positions='sines' is not one of none, learned"),
         ({"positions": "learned"}, "needs max_length"),
         ({"depth": 0}, "depth=0"),
-        ({"mixer": "attention", "mixer_options": {"causal": False}}, "set causal=False"),
+        ({"direction": "cross"}, "direction='cross' is not one of forward, bidirectional, alternating"),
+        ({"mixer": "attention", "mixer_options": {"causal": False}}, "sets causal, which the direction decides"),
         ({"mixer": "deltanett"}, "did you mean 'deltanet'"),
         ({"backend": "torch", "mixer_options": {"backend": "reference"}}, "contradicts"),
     ],

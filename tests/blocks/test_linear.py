@@ -4,7 +4,7 @@ from torch import nn
 
 from longseq import mixers
 from longseq.blocks import linear
-from longseq.blocks.linear import AlignedLinear, project_pair, project_whole
+from longseq.blocks.linear import AlignedLinear, project_padded, project_pair
 
 
 @pytest.fixture
@@ -100,11 +100,11 @@ def test_mixers_pass_over_the_rest_of_a_wider_product(aligned, name, convolution
 def test_what_hooks_onto_a_projection_sees_its_own_width(aligned):
     layer, seen = AlignedLinear(5, 13), []
     x = torch.randn(2, 3, 5)
-    assert project_whole(layer, x).shape[-1] == 16
+    assert project_padded(layer, x).shape[-1] == 16
     layer.register_forward_hook(lambda module, args, y: seen.append(y.shape[-1]))
-    assert project_whole(layer, x).shape[-1] == 13
+    assert project_padded(layer, x).shape[-1] == 13
     assert seen == [13]
-    assert project_whole(nn.Linear(5, 13), x).shape[-1] == 13
+    assert project_padded(nn.Linear(5, 13), x).shape[-1] == 13
 
 
 def steps(mixer, x):

@@ -349,12 +349,12 @@ def test_a_watched_scan_reports_on_its_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_undecayed_parameters_exist(name: str) -> None:
+def test_parameters_without_weight_decay_exist(name: str) -> None:
     mixer = make(name)
     names = no_weight_decay(mixer)
     parameters = dict(mixer.named_parameters())
     assert names <= parameters.keys()
-    assert set(mixer.undecayed) <= names
+    assert set(mixer.no_weight_decay_names) <= names
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -506,7 +506,7 @@ def test_mamba_step_sizes_start_in_their_range() -> None:
 @pytest.mark.parametrize(
     ("name", "compiled"),
     [
-        *((name, False) for name in NAMES if not mixers.get(name).keeps_little),
+        *((name, False) for name in NAMES if mixers.get(name).recomputable),
         *((name, True) for name in ("deltanet", "longhorn", "vla")),
     ],
 )

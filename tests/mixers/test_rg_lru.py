@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq import mixers
-from longseq.mixers.rg_lru import root_of_rest
+from longseq.mixers.rg_lru import sqrt_one_minus_square
 
 D_MODEL, TOKENS = 16, 21
 
@@ -98,9 +98,9 @@ def test_gradients_are_finite_where_the_gates_saturate(level: float) -> None:
 def test_the_root_is_exact_near_one_and_has_a_gradient_at_one() -> None:
     log_a = torch.tensor([-1e-9, -1e-4, -1.0, -50.0], requires_grad=True)
     exact = (1 - (2 * log_a.double()).exp()).sqrt()
-    torch.testing.assert_close(root_of_rest(log_a).double(), exact, rtol=2e-7, atol=0)
+    torch.testing.assert_close(sqrt_one_minus_square(log_a).double(), exact, rtol=2e-7, atol=0)
     at_one = torch.zeros(1, requires_grad=True)
-    root = root_of_rest(at_one)
+    root = sqrt_one_minus_square(at_one)
     root.sum().backward()
     assert root.item() < 1e-18
     assert at_one.grad is not None

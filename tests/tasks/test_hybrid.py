@@ -23,7 +23,7 @@ def test_a_trained_hybrid_comes_back_from_its_checkpoint(tiny, tmp_path):
     loaded = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights="model")
     assert loaded.backbone.mixer_name == "deltanet+attention@1"
     assert loaded.config["mixer"]["name"] == {"default": "deltanet", "layers": {1: "attention"}}
-    assert loaded.backbone.blocks[1].mixer.mixers[0].num_heads == 2
+    assert loaded.backbone.blocks[1].mixer.readers[0].num_heads == 2
     board = EventAccumulator(str(tmp_path / "run")).Reload()
     shown = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"mixer.name.layers.1" in shown
@@ -51,5 +51,5 @@ def test_the_scale_fills_in_the_options_of_each_mixer(compose_config, tmp_path):
     overrides = ("mixer=hybrid", "mixer.name=deltanet+attention+longhorn", "+mixer.options.attention.num_heads=2")
     with torch.device("meta"):
         model = ImageModel().build(resolve(compose_config("train", *overrides, f"output={tmp_path}")), SMALL)
-    layers = [block.mixer.mixers[0] for block in model.blocks]
+    layers = [block.mixer.readers[0] for block in model.blocks]
     assert [getattr(layer, "head_dim", None) for layer in layers] == [16, 32, None, 16]

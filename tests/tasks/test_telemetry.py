@@ -37,12 +37,12 @@ def build(tiny, *overrides):
 def test_each_reading_has_its_charts(tiny, tmp_path):
     train.run(tiny(*LONGHORN, "callbacks.telemetry.every_n_steps=10"))
     found = scalars(tmp_path / "run")
-    for order in ("rows", "rows_reversed"):
+    for order in ("forward", "backward"):
         norms = found[f"telemetry/blocks.0.{order}/state_norm"]
         assert list(norms) == [9, 19]
         assert all(norm > 0 for norm in norms.values())
         assert 0 <= found[f"telemetry/blocks.0.{order}/gate_saturation"][9] <= 1
-    rows, back = (found[f"telemetry/blocks.0.{order}/state_norm"] for order in ("rows", "rows_reversed"))
+    rows, back = (found[f"telemetry/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
     assert rows != back
 
 
@@ -50,7 +50,7 @@ def test_layers_of_a_hybrid_are_named_by_their_place(tiny):
     overrides = ("mixer=hybrid", "mixer.name=linear_attention+attention", "model.depth=2")
     assert set(name_mixers(build(tiny, *overrides, "model.direction=alternating"))) == {"blocks.0", "blocks.1"}
     names = set(name_mixers(build(tiny, *overrides, "model.direction=cross")))
-    assert {"blocks.0.columns_reversed", "blocks.1"} < names
+    assert {"blocks.0.columns_backward", "blocks.1"} < names
     assert len(names) == 5
     stacked = build(tiny, *overrides, "model.share_directions=all")
     assert set(name_mixers(stacked)) == {"blocks.0", "blocks.1"}
@@ -65,7 +65,7 @@ def test_an_exploding_state_shows(tiny, tmp_path):
 
     fit(tiny("mixer=linear_attention", "recipe.epochs=1", "callbacks.telemetry.every_n_steps=5"), Explode())
     found = scalars(tmp_path / "run")
-    spoilt, sound = (found[f"telemetry/blocks.{layer}.rows/state_norm"] for layer in (1, 0))
+    spoilt, sound = (found[f"telemetry/blocks.{layer}.forward/state_norm"] for layer in (1, 0))
     assert spoilt[9] > 1e4 * spoilt[4]
     assert sound[9] < 10 * sound[4]
 
@@ -105,7 +105,7 @@ def test_a_watched_pass_leaves_no_trace(tiny):
     assert all(module.training for module in model[1].modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
-    assert set(reports) == {"1.blocks.0.rows", "1.blocks.0.rows_reversed"}
+    assert set(reports) == {"1.blocks.0.forward", "1.blocks.0.backward"}
     assert all("observed" not in vars(module) for module in model.modules())
     with pytest.raises(RuntimeError), evaluating(model), watching(model):
         raise RuntimeError

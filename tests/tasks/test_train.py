@@ -210,12 +210,18 @@ def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp
     train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     contents = read(path)
-    contents["mixer_revisions"] = dict.fromkeys(contents["mixer_revisions"], 0)
+    revisions = contents["model_config"]["revisions"]
+    contents["model_config"]["revisions"] = dict.fromkeys(revisions, 0)
     torch.save(contents, path)
     (tmp_path / "run" / "metrics.json").unlink()
     with pytest.raises(
         ValueError, match=r"resume: the checkpoint cannot be continued: its .* are of revision 0, and this"
     ):
+        train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
+    contents["model_config"]["revisions"] = revisions
+    contents["model_config"]["model_args"]["merge"] = "mean"
+    torch.save(contents, path)
+    with pytest.raises(ValueError, match=r"was built with merge=mean, this one with merge=sum"):
         train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
 
 

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
 from longseq.blocks.positions import Layout
-from longseq.blocks.scan import Directions
 from longseq.kernels import dispatch
 from longseq.tools.describe import describe_image_model, list_mixers, list_models, run
 
@@ -76,13 +75,13 @@ def test_operations_are_those_that_a_pass_calls(mixer: str, monkeypatch: pytest.
         return select(op, name, call)
 
     model = timm.create_model("longseq_tiny_patch16_224", **SMALL, mixer=mixer)
-    layers = [layer for layer in model.modules() if isinstance(layer, Directions)]
+    readings = [reading for _, reading in mixers.named_readings(model)]
     found = describe_image_model(model, {"img_size": 16, "in_chans": 1})["operations"]
     for module in [module for name, module in sys.modules.items() if name.startswith("longseq.kernels")]:
         if getattr(module, "select", None) is select:
             monkeypatch.setattr(module, "select", watch)
-    for layer in layers:
-        layer(torch.zeros(1, 16, SMALL["embed_dim"]), Layout(4, 4, None))
+    for reading in readings:
+        reading(torch.zeros(1, 16, SMALL["embed_dim"]), layout=Layout(4, 4, None), output_final_state=False)
     if mixer == "longhorn":  # the torch form of its operation is made of others
         assert set(found) == {"longhorn_pair"} < called
     else:

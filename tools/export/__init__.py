@@ -44,7 +44,7 @@ def run(cfg: DictConfig) -> ExportReport:
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution)
     report = export_image_classifier(
         loaded.backbone,
-        keys.output or loaded.path.with_suffix(SUFFIXES.get(format, "")),
+        keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),
         format=format,
         data=loaded.data,
         preprocess=keys.preprocess,
@@ -55,7 +55,7 @@ def run(cfg: DictConfig) -> ExportReport:
         tolerance=keys.tolerance,
         measure_latency=keys.latency,
         extra_metadata={
-            "checkpoint_sha256": checkpoint.sha256(loaded.path),
+            "checkpoint_sha256": checkpoint.sha256(loaded.file),
             "weights": loaded.weights,
             "epoch": loaded.epoch,
             "global_step": loaded.global_step,

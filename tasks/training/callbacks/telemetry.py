@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from longseq.blocks.scan import Directions
-from longseq.mixers import Mixer
+from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.callbacks.updates import updated
 
 
@@ -18,7 +17,7 @@ class Telemetry(Callback):
 
     Every `every_n_steps` updates the first process runs `examples` of the batch through the backbone once more, in
     evaluation, without gradients, in the precision of the training; compiled or not, the training pass stays as it is.
-    LAYER is the block, and where a block reads an image in several orders also the order: `blocks.3.rows_reversed`.
+    LAYER is the block, and where a block has a mixer for each of several orders also the order: `blocks.3.backward`.
     """
 
     def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
@@ -77,14 +76,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def name_mixers(model: nn.Module) -> dict[str, Mixer]:
     """Name the mixers of `model` by their layers, and by their orders where a layer has several."""
     named: dict[str, Mixer] = {}
-    read: set[Mixer] = set()
-    for path, module in model.named_modules():
+    for path, reading in named_readings(model):
         layer = path.removesuffix(".mixer")
-        if isinstance(module, Directions):
-            orders = module.orders if len(module.mixers) > 1 else ("",)
-            for order, mixer in zip(orders, module.mixers, strict=True):
-                named[f"{layer}.{order}" if order else layer] = mixer
-                read.add(mixer)
-        elif isinstance(module, Mixer) and module not in read:
-            named[layer] = module
+        for order, mixer in zip(reading.orders, reading.readers, strict=True):
+            named[layer if len(set(reading.readers)) == 1 else f"{layer}.{order}"] = mixer
     return named

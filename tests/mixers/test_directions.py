@@ -5,21 +5,25 @@ import pytest
 import torch
 
 from longseq import mixers
-from longseq.blocks import scan
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
-from longseq.blocks.scan import DIRECTIONS, SHARING, Directions, reorder, restore, scan_orders
+from longseq.blocks.reading import BACKWARD, reading_orders, reorder
 from longseq.kernels.testing import error
+from longseq.mixers import Directions, directions
+from longseq.mixers.directions import SHARING
 from longseq.parameters import count_parameters
 
-ORDERS = scan_orders("cross")
 WIDTH = 16
 
 
-def build(mixer="longhorn", direction="bidirectional", layer=0, share="projections", merge="sum", seed=0):
+def build(mixer="longhorn", direction="bidirectional", layer=0, share="projections", merge="sum", seed=0, **options):
+    """A reading of causal mixers, attention among them, where models would take one pass that sees all tokens."""
     torch.manual_seed(seed)
-    return Directions(
-        partial(mixers.create, mixer, WIDTH), scan_orders(direction, layer), share=share, merge=merge
-    ).double()
+    create, orders = partial(mixers.create, mixer, WIDTH, **options), reading_orders(direction, layer)
+    if len(orders) > 1:
+        return Directions(create, orders, share=share, merge=merge).double()
+    reading = create().double()
+    reading.reverse = orders == (BACKWARD,)
+    return reading
 
 
 def tokens(layout, batch=2):
@@ -36,49 +40,11 @@ def equal_scans(layer):
     return layer
 
 
-@pytest.mark.parametrize(
-    ("order", "place", "expected"),
-    [
-        ("rows", "none", [0, 1, 2, 3, 4, 5]),
-        ("rows_reversed", "none", [5, 4, 3, 2, 1, 0]),
-        ("columns", "none", [0, 3, 1, 4, 2, 5]),
-        ("columns_reversed", "none", [5, 2, 4, 1, 3, 0]),
-        ("columns", "middle", [0, 3, 1, -1, 4, 2, 5]),
-        ("columns_reversed", "middle", [5, 2, 4, -1, 1, 3, 0]),
-        ("columns", "first", [-1, 0, 3, 1, 4, 2, 5]),
-    ],
-)
-def test_an_order_reads_the_grid_as_named(order, place, expected):
-    layout = layout_of(2, 3, place)
-    patches = list(range(6))
-    if layout.token is not None:
-        patches.insert(layout.token, -1)
-    read = reorder(torch.tensor([patches]), order, layout)
-    assert read.tolist() == [expected]
-
-
-@pytest.mark.parametrize("place", TOKEN_PLACES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_restore_undoes_reorder(order, place):
-    layout = layout_of(3, 5, place)
-    x = tokens(layout)
-    assert torch.equal(restore(reorder(x, order, layout), order, layout), x)
-
-
-def test_directions_name_their_orders():
-    assert scan_orders("forward") == ("rows",)
-    assert scan_orders("bidirectional") == ("rows", "rows_reversed")
-    assert len(set(scan_orders("cross"))) == 4
-    assert [scan_orders("alternating", layer) for layer in range(3)] == [("rows",), ("rows_reversed",), ("rows",)]
-    with pytest.raises(ValueError, match=f"direction='up' is not one of {', '.join(DIRECTIONS)}"):
-        scan_orders("up")
-
-
 def test_separate_mixers_add_up():
     layer = build(share="none")
     x = tokens(Layout(3, 4, None))
     ahead, back = layer.mixers[0](x)[0], layer.mixers[1](x.flip(1))[0].flip(1)
-    torch.testing.assert_close(layer(x), ahead + back, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(x)[0], ahead + back, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(ahead, back)
 
 
@@ -91,7 +57,7 @@ def test_shared_projections_equal_separate_mixers_with_tied_projections(mixer):
     if getattr(second.out_proj, "bias", None) is not None:
         torch.nn.init.zeros_(second.out_proj.bias)  # added once where the projection is shared
     x = tokens(Layout(3, 4, None))
-    torch.testing.assert_close(shared(x), separate(x), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(shared(x)[0], separate(x)[0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("direction", ["bidirectional", "cross"])
@@ -100,15 +66,15 @@ def test_one_mixer_for_all_orders_equals_equal_scans(direction):
     every, one = equal_scans(build(direction=direction)), build(direction=direction, share="all")
     one.load_state_dict({name: value for name, value in every.state_dict().items() if name.startswith("mixers.0.")})
     x = tokens(layout)
-    torch.testing.assert_close(one(x, layout), every(x, layout), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one(x, layout=layout)[0], every(x, layout=layout)[0], rtol=1e-12, atol=1e-12)
 
 
 def gradients_of(layer, x, layout, mask, monkeypatch=None):
     """Output and gradients of a layer, read one order at a time if `monkeypatch` is given."""
     if monkeypatch is not None:
-        monkeypatch.setattr(scan, "are_pairs", lambda orders: False)
+        monkeypatch.setattr(directions, "are_pairs", lambda orders: False)
     x = x.clone().requires_grad_()
-    y = layer(x, layout, mask=mask)
+    y, _ = layer(x, layout=layout, mask=mask)
     real = torch.ones(y.shape[:2], dtype=torch.bool) if mask is None else mask
     weights = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(y)
     names, parameters = zip(*layer.named_parameters(), strict=True)
@@ -143,7 +109,7 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, m
 )
 def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):
     torch.manual_seed(0)
-    layer = Directions(partial(mixers.create, mixer, WIDTH, **options), scan_orders("cross")).double()
+    layer = build(mixer, "cross", **options)
     layout = layout_of(2, 3, "middle")
     x = tokens(layout)
     paired = gradients_of(layer, x, layout, None)
@@ -175,7 +141,7 @@ def test_pairs_recompute_what_they_did_not_keep(mixer, compiled):
 def count_calls(layer, x):
     """Calls of our operations in one pass forward and backward."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        layer(x).sum().backward()
+        layer(x)[0].sum().backward()
     return sum(event.count for event in profile.key_averages() if event.key.startswith("longseq::"))
 
 
@@ -207,7 +173,7 @@ def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
 def test_a_compiled_graph_reads_pairs(mixer):
     torch.manual_seed(0)
     # As wide as a model: the layout of narrow ones is another.
-    layer = Directions(partial(mixers.create, mixer, 192), scan_orders("bidirectional"))
+    layer = Directions(partial(mixers.create, mixer, 192), reading_orders("bidirectional"))
     x = torch.randn(2, 6, 192)
     expected = gradients_of(layer, x, None, None)
     torch._dynamo.reset()
@@ -222,24 +188,23 @@ def test_hooks_and_substitutes_of_parts_are_called():
         def forward(self, x):
             return super().forward(x) + 1
 
-    layer, layout = build("longhorn"), Layout(2, 3, None)
-    x = tokens(layout)
-    plain, called = layer(x, layout), []
+    layer, x = build("longhorn"), tokens(Layout(2, 3, None))
+    (plain, _), called = layer(x), []
     handle = layer.mixers[1].x_proj.register_forward_hook(lambda *_: called.append(1))
-    torch.testing.assert_close(layer(x, layout), plain)
+    torch.testing.assert_close(layer(x)[0], plain)
     assert called
     handle.remove()
     part = layer.mixers[1].x_proj
     layer.mixers[1].x_proj = Adapted(part.in_features, part.out_features, bias=False).double()
     layer.mixers[1].x_proj.weight = part.weight
-    assert not torch.allclose(layer(x, layout), plain)
+    assert not torch.allclose(layer(x)[0], plain)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
 def test_pairs_on_the_gpu(monkeypatch, mixer):
     torch.manual_seed(0)
-    layer = Directions(partial(mixers.create, mixer, 192), scan_orders("bidirectional"))
+    layer = Directions(partial(mixers.create, mixer, 192), reading_orders("bidirectional"))
     x = torch.randn(6, 197, 192)
     exact = gradients_of(copy.deepcopy(layer).double(), x.double(), None, None)
     layer, x = layer.cuda(), x.cuda()
@@ -256,7 +221,7 @@ def test_pairs_on_the_gpu(monkeypatch, mixer):
 def test_mean_is_the_sum_over_the_count(share):
     layout = layout_of(3, 4, "middle")
     x = tokens(layout)
-    total, mean = (build(direction="cross", share=share, merge=merge)(x, layout) for merge in ("sum", "mean"))
+    total, mean = (build(direction="cross", share=share, merge=merge)(x, layout=layout)[0] for merge in ("sum", "mean"))
     torch.testing.assert_close(total / 4, mean, rtol=1e-12, atol=1e-12)
 
 
@@ -267,31 +232,85 @@ def test_cross_treats_rows_and_columns_alike(place, share):
     layout, turned = layout_of(3, 5, place), layout_of(5, 3, place)
     x = tokens(layout)
     across = reorder(x, "columns", layout)  # the sequence of the transposed image
-    torch.testing.assert_close(layer(across, turned), reorder(layer(x, layout), "columns", layout))
+    y, _ = layer(x, layout=layout)
+    torch.testing.assert_close(layer(across, layout=turned)[0], reorder(y, "columns", layout))
 
 
 @pytest.mark.parametrize("place", TOKEN_PLACES)
 def test_bidirectional_treats_start_and_end_alike(place):
     layer = equal_scans(build())
     x = tokens(layout_of(3, 5, place))
-    torch.testing.assert_close(layer(x.flip(1)), layer(x).flip(1))
+    torch.testing.assert_close(layer(x.flip(1))[0], layer(x)[0].flip(1))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize(("direction", "layer"), [("bidirectional", 0), ("alternating", 1)])
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_a_flipped_padded_sequence_equals_the_flipped_unpadded_one(mixer, direction, layer, side):
-    lengths, longest = (9, 5, 1), 9
-    mixing = build(mixer, direction, layer)
-    sequences = [tokens(Layout(1, length, None), batch=1) for length in lengths]
-    padded = torch.full((len(lengths), longest, WIDTH), 7.0, dtype=torch.float64)
-    mask = torch.zeros(len(lengths), longest, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        real = slice(0, sequence.shape[1]) if side == "right" else slice(longest - sequence.shape[1], None)
-        padded[row, real], mask[row, real] = sequence[0], True
-    mixed = mixing(padded, mask=mask)
-    for row, sequence in enumerate(sequences):
-        torch.testing.assert_close(mixed[row, mask[row]], mixing(sequence)[0], rtol=1e-9, atol=1e-10)
+LENGTHS = (5, 1, 4)
+
+
+def read_documents(layer, documents, weights, form):
+    """Outputs and gradients of documents packed in one row, padded on either side, or read one after the other."""
+    inputs = [document.clone().requires_grad_() for document in documents]
+    if form == "packed":
+        y = layer(torch.cat(inputs, dim=1), cu_seqlens=torch.tensor([0, 5, 5, 6, 10]))[0].split(LENGTHS, dim=1)
+    elif form == "alone":
+        y = [layer(x)[0] for x in inputs]
+    else:
+        kept = [slice(0, n) if form == "padded on the right" else slice(5 - n, None) for n in LENGTHS]
+        padded, mask = torch.full((3, 5, WIDTH), 7.0, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.bool)
+        for row, (x, real) in enumerate(zip(inputs, kept, strict=True)):
+            padded[row, real], mask[row, real] = x[0], True
+        mixed, _ = layer(padded, mask=mask)
+        y = [mixed[row : row + 1, real] for row, real in enumerate(kept)]
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    loss = (torch.cat(list(y), dim=1) * weights).sum()
+    gradients = torch.autograd.grad(loss, [*inputs, *parameters])
+    return {"y": torch.cat(list(y), dim=1), **dict(zip(["first", "second", "third", *names], gradients, strict=True))}
+
+
+READINGS = [
+    *((name, reading) for name in mixers.mixer_names() for reading in ("projections", "all", "backward")),
+    *((name, "every token") for name in mixers.mixer_names() if mixers.get(name).supports_noncausal),
+]
+
+
+@pytest.mark.parametrize(("mixer", "reading"), READINGS)
+def test_documents_are_read_as_if_alone(mixer, reading):
+    if reading == "every token":
+        layer = mixers.make_reading(mixer, WIDTH, options={}, direction="bidirectional").double()
+    elif reading == "backward":
+        layer = build(mixer, "alternating", layer=1)
+    else:
+        layer = build(mixer, share=reading)
+    torch.manual_seed(1)
+    documents = [torch.randn(1, length, WIDTH, dtype=torch.float64) for length in LENGTHS]
+    weights = torch.randn(1, sum(LENGTHS), WIDTH, dtype=torch.float64)
+    expected = read_documents(layer, documents, weights, "alone")
+    for form in ("packed", "padded on the right", "padded on the left"):
+        for name, value in read_documents(layer, documents, weights, form).items():
+            note = f"{name}, {form}"
+            torch.testing.assert_close(
+                value, expected[name], rtol=1e-8, atol=1e-9, msg=lambda text, note=note: f"{note}: {text}"
+            )
+
+
+@pytest.mark.parametrize("mixer", ["attention", "deltanet", "hyena"])
+def test_a_backward_reading_goes_on_from_its_state(mixer):
+    forward, backward = build(mixer, "forward"), build(mixer, "alternating", layer=1)
+    x = tokens(Layout(2, 5, None))
+    y, state = backward(x[:, 4:])
+    rest, last = backward(x[:, :4], state)
+    torch.testing.assert_close(torch.cat((rest, y), dim=1), forward(x.flip(1))[0].flip(1))
+    packed, found = backward(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, 10, 20]))
+    torch.testing.assert_close(packed.view_as(x), torch.cat((rest, y), dim=1))
+    torch.testing.assert_close(found, last)
+
+
+def test_several_directions_have_no_state():
+    layer, x = build(), tokens(Layout(2, 2, None))
+    _, state = layer(x)
+    assert state is None
+    for call in (lambda: layer(x, layer.readers[0].initial_state(2)), lambda: layer.step(x[:, 0], None)):
+        with pytest.raises(ValueError, match="no state and no steps; build the model with direction='forward'"):
+            call()
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
@@ -326,5 +345,10 @@ def test_bad_options_are_refused():
         build(share="both")
     with pytest.raises(ValueError, match=r"merge='max' is not one of sum, mean"):
         build(merge="max")
+    layout = Layout(2, 2, None)
+    with pytest.raises(ValueError, match="leave cu_seqlens out"):
+        build(direction="cross")(tokens(layout, batch=1), layout=layout, cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="mask and cu_seqlens are both given"):
+        build()(tokens(layout, 1), cu_seqlens=torch.tensor([0, 4]), mask=torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="needs the patch grid"):
         build(direction="cross")(tokens(Layout(3, 4, None)))

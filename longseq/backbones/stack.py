@@ -1,0 +1,65 @@
+"""The stack of residual blocks that image and token models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from longseq.blocks.residual import Block
+from longseq.mixers import Mixer, make_reading
+from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
+
+BlockT = TypeVar("BlockT", bound=Block[Any])
+
+
+def build_blocks(
+    kind: type[BlockT],
+    depth: int,
+    d_model: int,
+    *,
+    mixer: Pattern,
+    mixer_options: Mapping[str, Any] | None,
+    direction: str,
+    share_directions: str,
+    merge: str,
+    backend: str,
+    make_norm: Callable[[], nn.Module],
+    make_mlp: Callable[[], nn.Module] | None,
+    drop_path: float,
+    recompute: str,
+) -> list[BlockT]:
+    """Build the blocks of a model; the options are those of the models.
+
+    Args:
+        kind: the class of the blocks.
+        make_norm, make_mlp: make a norm, and an MLP where blocks have one.
+        drop_path: of the last block, growing linearly from 0.
+
+    Raises:
+        ValueError: an option has a value that does not exist or contradicts another.
+    """
+    names = expand_pattern(mixer, depth)
+    options = options_by_name(mixer, mixer_options)
+    blocks = []
+    for index, rate in enumerate(torch.linspace(0, drop_path, depth, device="cpu").tolist()):
+        name = names[index]
+        reading = make_reading(
+            name,
+            d_model,
+            options=options[name],
+            direction=direction,
+            # In step with a hybrid's pattern, a mixer would alternate to one direction in all its layers.
+            layer=names[:index].count(name),
+            share=share_directions,
+            merge=merge,
+            backend=backend,
+        )
+        for module in reading.modules():
+            if isinstance(module, Mixer):
+                module.recompute = recompute == "mixer"
+        mlp, mlp_norm = (None, None) if make_mlp is None else (make_mlp(), make_norm())
+        blocks.append(kind(reading, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
+    return blocks

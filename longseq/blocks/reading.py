@@ -1,0 +1,114 @@
+"""How a layer reads a sequence: the contract of a reading, and the orders in which tokens are read."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longseq.blocks.positions import Layout, split_token
+from longseq.kernels.packing import Packing
+from longseq.state import StateT
+
+DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
+
+# An order takes the tokens as they stand, or the columns of an image instead of its rows; from the start or the end.
+FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD = "forward", "backward", "columns", "columns_backward"
+# Each backward order, and the order that it reverses.
+REVERSED = {BACKWARD: FORWARD, COLUMNS_BACKWARD: COLUMNS}
+
+
+class Reading(Protocol[StateT]):
+    """What a residual block does along a sequence: a mixer, or several that read in different directions.
+
+        y, state = reading(x, state)
+
+    `longseq.mixers.Mixer` reads in one direction, `longseq.mixers.directions.Directions` in several.
+
+    Attributes:
+        orders: names of the orders in which the tokens are read.
+    """
+
+    @property
+    def orders(self) -> tuple[str, ...]: ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        state: StateT | None = None,
+        *,
+        layout: Layout | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, StateT | None]:
+        """Read a batch of sequences.
+
+        Args:
+            x: `[B, T, D]`.
+            state: what an earlier call returned, or None at the start of a sequence.
+            layout: where the patches of an image stand; needed by orders that read columns.
+            cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`.
+            mask: `[B, T]`, True at real tokens, of sequences padded on either side. Outputs of padding are undefined.
+            output_final_state: False where nobody reads the state.
+
+        Returns:
+            `y [B, T, D]`, and the state after the last real token, or None. A reading of several directions has none.
+        """
+
+    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """Read one more token `x [B, D]`. Raises ValueError where a token's output depends on those that follow it."""
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations over one sequence; a multiply-add counts as two."""
+
+
+def reading_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
+    """Name the orders in which the layer with index `layer` reads for `direction`.
+
+    forward reads from the first token to the last; bidirectional reads both ways; cross reads the rows and the columns
+    of an image both ways; alternating reads forward in even layers and backward in odd ones.
+
+    Raises:
+        ValueError: the direction is not one of `DIRECTIONS`.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction={direction!r} is not one of {', '.join(DIRECTIONS)}")
+    return {
+        "forward": (FORWARD,),
+        "bidirectional": (FORWARD, BACKWARD),
+        "cross": (FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD),
+        "alternating": (BACKWARD,) if layer % 2 else (FORWARD,),
+    }[direction]
+
+
+def are_pairs(orders: tuple[str, ...]) -> bool:
+    """Whether orders come in pairs, one and its reverse."""
+    pairs = zip(orders[::2], orders[1::2], strict=False)
+    return len(orders) % 2 == 0 and all(REVERSED.get(backward) == forward for forward, backward in pairs)
+
+
+def reorder(x: Tensor, order: str, layout: Layout | None) -> Tensor:
+    """Bring `x [B, T, ...]` from row order into `order`; the class token keeps its index, backward orders flip all."""
+    if order in (COLUMNS, COLUMNS_BACKWARD):
+        assert layout is not None
+        x = _transpose(x, layout, layout.height, layout.width)
+    return x.flip(1) if order in REVERSED else x
+
+
+def restore(x: Tensor, order: str, layout: Layout | None) -> Tensor:
+    """Undo `reorder`."""
+    x = x.flip(1) if order in REVERSED else x
+    if order in (COLUMNS, COLUMNS_BACKWARD):
+        assert layout is not None
+        x = _transpose(x, layout, layout.width, layout.height)
+    return x
+
+
+def _transpose(x: Tensor, layout: Layout, height: int, width: int) -> Tensor:
+    token, patches = split_token(x, layout)
+    patches = patches.unflatten(1, (height, width)).transpose(1, 2).flatten(1, 2)
+    if token is None:
+        return patches
+    return torch.cat([patches[:, : layout.token], token, patches[:, layout.token :]], dim=1)

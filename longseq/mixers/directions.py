@@ -1,0 +1,269 @@
+"""Readings of a sequence in several directions, and the choice of the one that a model asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, reduce
+from typing import Any, NoReturn
+
+import torch
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from longseq.blocks.hooks import is_hooked
+from longseq.blocks.positions import Layout
+from longseq.blocks.reading import (
+    BACKWARD,
+    COLUMNS,
+    COLUMNS_BACKWARD,
+    REVERSED,
+    are_pairs,
+    reading_orders,
+    reorder,
+    restore,
+)
+from longseq.kernels.packing import Packing
+from longseq.kernels.reading import Reverse
+from longseq.mixers.base import Mixer, check_rows
+from longseq.mixers.registry import create, get
+
+SHARING = ("projections", "all", "none")
+MERGES = ("sum", "mean")
+
+NO_STATE = "a reading in several directions has no state and no steps; build the model with direction='forward'"
+
+AnyMixer = Mixer[Any]
+
+
+@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
+class Directions(nn.Module):
+    """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
+
+    What the orders share decides the parameter count; P counts those of a mixer's two projections, S those of its scan
+    (convolution, gates, recurrence), n the orders:
+
+        projections   P + n S   a scan for each order between one pair of projections (Vim, Vision Longhorn)
+        all           P + S     one mixer; the orders are stacked along the batch
+        none          n (P + S) a mixer for each order
+
+    A mixer that can read an order and its reverse at once (`Mixer.scan_pair`) does so, and launches each operation once
+    for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
+    replaced (adapters, quantisation), and in packed rows.
+
+    The two mixers of a pair are modules of their own, whose parameters `scan_pair` stacks in each call. One module with
+    stacked parameters `[2, ...]` would save these copies. But hooks, adapters and quantisation find `nn.Linear` and its
+    weight of two dimensions; optimizers that look at shapes (no weight decay for vectors, Muon for matrices) would take
+    a pair of norms for a matrix; and each direction must still be called by itself, for packed rows and for those who
+    watch.
+
+    Args:
+        build: makes one mixer (see `longseq.mixers.Mixer`).
+        orders: names of orders, as `reading_orders` gives them.
+        share: one of `SHARING`.
+        merge: `sum` of the readings or their `mean`.
+    """
+
+    def __init__(
+        self, build: Callable[[], AnyMixer], orders: tuple[str, ...], *, share: str = "projections", merge: str = "sum"
+    ) -> None:
+        super().__init__()
+        check_sharing(share, merge)
+        self.orders = orders
+        self.share = share
+        self.merge = merge
+        mixers = [build() for _ in range(1 if share == "all" else len(orders))]
+        if share == "projections":
+            for mixer in mixers[1:]:
+                mixer.release_projections()
+        self.mixers = nn.ModuleList(mixers)
+        self._kinds = [type(part) for part in self.mixers.modules()]
+
+    @property
+    def readers(self) -> list[AnyMixer]:
+        """The mixer of each order."""
+        mixers: list[Any] = list(self.mixers)
+        return mixers * len(self.orders) if self.share == "all" else mixers
+
+    def forward(
+        self,
+        x: Tensor,
+        state: None = None,
+        *,
+        layout: Layout | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+        mask: Tensor | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, None]:
+        """Mix `x [B, T, D]`; the arguments are those of `longseq.blocks.reading.Reading`.
+
+        Returns:
+            `y [B, T, D]` and None: what follows a sequence changes all of it, so that there is no state to go on from.
+
+        Raises:
+            ValueError: there is a state; columns are to be read without a layout, or in packed rows; `cu_seqlens` or
+                `mask` does not fit `x`, or both are given.
+        """
+        if state is not None:
+            raise ValueError(NO_STATE)
+        packing = check_rows(x, cu_seqlens, mask)
+        if COLUMNS in self.orders or COLUMNS_BACKWARD in self.orders:
+            if layout is None:
+                raise ValueError(
+                    "direction='cross' reads columns and needs the patch grid; pass layout=Layout(height, width, token)"
+                )
+            if packing is not None:
+                raise ValueError("direction='cross' reads one grid of patches a row; leave cu_seqlens out")
+        readers = self.readers
+        first = readers[0]
+        if self.share == "none":
+            return self._merge(
+                [
+                    mixer.project_out(_read(mixer, mixer.project_in(x), order, layout, packing, mask))
+                    for mixer, order in zip(readers, self.orders, strict=True)
+                ]
+            ), None
+        projected = first.project_in(x)
+        # Operations read half of the rows of a batch backward, and packed sequences all one way.
+        if packing is None and first.reads_pairs and are_pairs(self.orders) and not self._is_watched():
+            readings = self._read_pairs(projected, layout, mask)
+        elif packing is None and self.share == "all":
+            readings = self._read_stacked(projected, layout, mask)
+        else:
+            pairs = zip(readers, self.orders, strict=True)
+            readings = [_read(mixer, projected, order, layout, packing, mask) for mixer, order in pairs]
+        return first.project_out(self._merge(readings)), None
+
+    def step(self, x: Tensor, state: Any) -> NoReturn:
+        """Raise ValueError: what follows a token changes its output."""
+        raise ValueError(NO_STATE)
+
+    def _is_watched(self) -> bool:
+        """Whether each mixer, or a part of one, must be called by itself."""
+        if any(mixer.observed is not None for mixer in self.readers):
+            return True  # what a pair reported together could not be told apart
+        parts = list(self.mixers.modules())
+        return [type(part) for part in parts] != self._kinds or any(is_hooked(part) for part in parts)
+
+    def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
+        """One reading for each pair of orders, the sum of both."""
+        orders, readers = self.orders[::2], self.readers
+        inputs = [reorder(projected, order, layout) for order in orders]
+        masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
+        if self.share == "all":
+            stacked = readers[0].read_pair(readers[0], _stack(inputs), None if masks is None else _stack(masks))
+            readings = _unstack(stacked, len(orders))
+        else:
+            pairs = zip(readers[::2], readers[1::2], inputs, masks or len(orders) * (None,), strict=True)
+            readings = [forward.read_pair(backward, x, real) for forward, backward, x, real in pairs]
+        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
+
+    def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
+        """All orders in one batch, of which a mixer that can reads the second half from the end."""
+        mixer, orders = self.readers[0], self.orders
+        reverse: Reverse = False
+        if mixer.reads_backwards and are_pairs(orders):
+            orders, reverse = orders[::2] * 2, "second_half"
+        stacked = _stack([reorder(projected, order, layout) for order in orders])
+        masks = None if mask is None else _stack([reorder(mask, order, layout) for order in orders])
+        y, _ = mixer.read(stacked, reverse=reverse, mask=masks, output_final_state=False)
+        readings = _unstack(y, len(orders))
+        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
+
+    def _merge(self, readings: list[Tensor]) -> Tensor:
+        total = reduce(torch.add, readings)
+        return total / len(self.orders) if self.merge == "mean" else total
+
+    def flops(self, tokens: int) -> int:
+        """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
+        readers = self.readers
+        repeated = (len(readers) - len(self.mixers)) * readers[0].scan_flops(tokens)
+        return sum(mixer.flops(tokens) for mixer in readers[: len(self.mixers)]) + repeated
+
+    def extra_repr(self) -> str:
+        return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+def check_sharing(share: str, merge: str) -> None:
+    """Raise ValueError unless these are one of `SHARING` and one of `MERGES`."""
+    if share not in SHARING:
+        raise ValueError(f"share_directions={share!r} is not one of {', '.join(SHARING)}")
+    if merge not in MERGES:
+        raise ValueError(f"merge={merge!r} is not one of {', '.join(MERGES)}")
+
+
+def make_reading(
+    mixer: str,
+    d_model: int,
+    *,
+    options: Mapping[str, Any],
+    direction: str,
+    layer: int = 0,
+    share: str = "projections",
+    merge: str = "sum",
+    backend: str = "auto",
+) -> AnyMixer | Directions:
+    """Build the reading of a layer: a mixer for one direction, `Directions` for several.
+
+    A mixer that can see all tokens in one pass (attention) does so where several directions are asked for: the
+    direction sets its `causal`.
+
+    Args:
+        mixer, options: a registered name, and keywords of its constructor.
+        direction: one of `longseq.blocks.reading.DIRECTIONS`.
+        layer: the index of the layer among those of its mixer, by which directions alternate.
+        share, merge: see `Directions`.
+        backend: the kernel backend of the mixer; auto leaves it to the options.
+
+    Raises:
+        ValueError: an option has a value that does not exist, or contradicts the direction or the backend.
+    """
+    check_sharing(share, merge)
+    orders = reading_orders(direction, layer)
+    chosen = dict(options)
+    if "causal" in chosen:
+        raise ValueError("mixer_options sets causal, which the direction decides: use direction='forward' for causal")
+    if backend != "auto":
+        if chosen.get("backend", backend) != backend:
+            raise ValueError(f"backend={backend!r} contradicts mixer_options' backend={chosen['backend']!r}; give one")
+        chosen["backend"] = backend
+    sees_all = get(mixer).supports_noncausal and len(orders) > 1
+    if get(mixer).supports_noncausal:
+        chosen["causal"] = not sees_all
+    build = partial(create, mixer, d_model, **chosen)
+    if len(orders) > 1 and not sees_all:
+        return Directions(build, orders, share=share, merge=merge)
+    reading = build()
+    reading.reverse = not sees_all and orders == (BACKWARD,)
+    return reading
+
+
+def named_readings(model: nn.Module) -> Iterator[tuple[str, AnyMixer | Directions]]:
+    """Yield the readings of a model's blocks and their names in it, without the mixers inside a `Directions`."""
+    parts: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Directions):
+            parts.update(module.mixers)
+        if isinstance(module, Directions | Mixer) and module not in parts:
+            yield name, module
+
+
+def _stack(readings: list[Tensor]) -> Tensor:
+    """Readings in one batch, one after the other."""
+    return readings[0] if len(readings) == 1 else torch.cat(readings)
+
+
+def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
+    """Undo `_stack`."""
+    # Not by chunk, of which the ONNX exporter does not know the size when that of the batch is open.
+    return list(stacked.unflatten(0, (count, -1)).unbind())
+
+
+def _read(
+    mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, packing: Packing | None, mask: Tensor | None
+) -> Tensor:
+    """Scan projected tokens in `order`; the output comes back in row order."""
+    along, reverse = REVERSED.get(order, order), order in REVERSED
+    mask = None if mask is None else reorder(mask, along, layout)
+    projected = reorder(projected, along, layout)
+    y, _ = mixer.read(projected, reverse=reverse, cu_seqlens=packing, mask=mask, output_final_state=False)
+    return restore(y, along, layout)
