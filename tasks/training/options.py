@@ -201,7 +201,9 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name of `known` that `name` may be a slip of."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+    known = list(known)
+    begun = [one for one in known if len(name) > 2 and one.startswith(name)]
+    return next(iter([*difflib.get_close_matches(name, known, n=1, cutoff=0.6), *begun]), None)
 
 
 def spell(value: Any) -> str:
