@@ -3,7 +3,7 @@
 python benchmarks/cifar10_data.py pack FOLDER PICTURES      FOLDER: train/ and val/ (or test/), a folder for each class
 python benchmarks/cifar10_data.py unpack PICTURES FILE.npz
 
-Pixels, order and labels are those of `data=cifar10 data.root=FOLDER`, so that a run on FILE.npz (`cifar10.py`) draws
+Pixels, order and labels are those of `data=cifar10 data.root=FOLDER`, so that a run on FILE.npz (`entry.py`) draws
 the same images as `longseq train` on FOLDER. PICTURES may be several folders, with commas between them, where the six
 pictures (about 17 MB each) travelled apart.
 """

@@ -1,14 +1,16 @@
-"""`longseq train` with what only a measurement changes: python benchmarks/entry.py [KEY=VALUE ...] -- WORDS
+"""`longseq` with what only a measurement changes: python benchmarks/entry.py [KEY=VALUE ...] -- VERB WORDS
 
 rounding=N      move every initial weight by one unit in the last place, up or down at random: draw N
 cifar10=FILE    read CIFAR-10 from the file that `cifar10_data.py unpack` wrote, in place of a folder
 augmented=PATH  read the augmented training images from the files that `augment` wrote, in place of making them
 
-WORDS are the overrides of `longseq train`.
+VERB is train or compare; the runs that `compare` starts are changed, too.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ from longseq.tasks.image.model import ImageModel
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
 from longseq.tools import cli
 
+# Tells the changes to the processes that a run or a comparison starts by this script.
+VARIABLE = "LONGSEQ_BENCHMARK_CHANGES"
 CHUNK = 1000  # images that are augmented at a time
 
 
@@ -104,15 +108,17 @@ CHANGES: dict[str, Callable[[str], None]] = {
 
 
 def main() -> Any:
-    if "--" not in sys.argv:
+    if "--" in sys.argv:
+        end = sys.argv.index("--")
+        os.environ[VARIABLE] = json.dumps(sys.argv[1:end])
+        del sys.argv[1 : end + 1]
+    if VARIABLE not in os.environ:
         sys.exit(__doc__)
-    end = sys.argv.index("--")
-    for word in sys.argv[1:end]:
+    for word in json.loads(os.environ[VARIABLE]):
         key, _, value = word.partition("=")
         if key not in CHANGES:
             sys.exit(__doc__)
         CHANGES[key](value)
-    sys.argv = ["longseq", "train", *sys.argv[end + 1 :]]
     return cli.main()
 
 

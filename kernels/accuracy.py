@@ -1,9 +1,9 @@
-"""How far results may be from exact ones: by head and chunk, at most three times as far as those of the torch form.
+"""The tolerance of the self-test: in each head and chunk at most three times the error of the torch form.
 
-A share of a tensor's largest element is no bar for half precision: the largest of 10⁵ random elements is four to five
-times the usual one, and a kernel that is wrong by 6 % everywhere passes. Here a tensor is cut into blocks, and each has
-a relative error of its own, |actual - exact| / |exact| with lengths over the whole block. Roundings average out in it;
-a factor that is wrong, in a head or a chunk, does not.
+A tensor is cut into blocks, and each block has its own relative error, ‖actual − exact‖ / ‖exact‖ over the block.
+Rounding errors average out in such a norm; a wrong factor in one head or chunk does not. A tolerance relative to the
+tensor's largest element would be too weak for half precision: the largest of 10⁵ random elements is four to five times
+a usual one, and a kernel that is wrong by 6 % everywhere would pass.
 """
 
 from typing import NamedTuple
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LEAST = 64  # tokens of a chunk, and numbers of a block, where there are as many
-FACTOR = 3.0  # of the torch form's own error
-# Relative errors that always pass. The torch form computes in float32 and rounds its results alone; kernels multiply in
-# half precision, or in three products of TF32, of which one alone is off by 3e-4. Emulated kernels are off by up to
-# 0.5 % in float16 and 0.9 % in bfloat16, in gradients of gates over 2,000 tokens. What is wrong by 2 % fails, unless
-# three times the torch form's error is more than that.
+LEAST = 64  # tokens of a chunk, and least numbers of a block, where the tensor has as many
+FACTOR = 3.0  # times the torch form's own error is allowed
+# Relative errors that always pass. The torch form computes in float32 and rounds only its results. Kernels multiply in
+# half precision, or in three products of TF32; one such product is off by 3e-4. Emulated kernels are off by up to 0.5 %
+# in float16 and 0.9 % in bfloat16, in gradients of gates over 2,000 tokens. An error of 2 % fails, unless three times
+# the torch form's error is larger.
 FLOORS = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 1.2e-2}
-# Blocks that are smaller than this, relative to the middle one of the tensor, count as so large: sums that cancel keep
-# the roundings of what was summed. The second is a length: float32 holds nothing smaller in full.
+# The norm of a block counts as at least SMALLEST times the median block's, because a sum that cancels keeps the
+# rounding errors of its summands; and as at least TINY, because float32 is not precise below it.
 SMALLEST, TINY = 1 / 16, 1e-30
 
 
 class Block(NamedTuple):
-    """The block of a tensor that is worst for what it may be."""
+    """The block of a tensor with the largest error relative to the allowed one."""
 
     error: float  # relative to the exact block
     allowed: float

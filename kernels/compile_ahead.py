@@ -1,8 +1,7 @@
 """Triton kernels compiled side by side, before they are launched.
 
-Triton compiles a kernel when it is first launched, one after the other. But for the reading of its Python source, a
-compilation holds no lock of the interpreter: passes, ptxas and the C compiler of launchers run in as many threads as
-there are processors.
+Triton compiles each kernel at its first launch, one after the other. Only the reading of the Python source holds the
+interpreter's lock. The passes of the compiler, ptxas and the C compiler of launchers can run in several threads.
 """
 
 import os
@@ -21,11 +20,11 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
-    """Leave out this thread's launches of kernels that are not compiled yet, and compile those at the end.
+    """Skip this thread's launches of kernels that are not compiled yet, and compile those kernels at the end.
 
-    What runs inside computes nothing of use: it may be a whole forward and backward pass, of which all kernels are
-    found although none has a result. What does not compile is left to the launch that needs it, and says why there.
-    Other threads launch as ever; while one of them is inside, this context does nothing.
+    Results computed inside are meaningless: a whole forward and backward pass inside serves to find its kernels. A
+    kernel that does not compile is left out here, and its launch raises the error later. Other threads launch as usual.
+    If another thread is inside such a context, this one does nothing.
     """
     from triton import knobs
 
@@ -36,7 +35,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     found: dict[Any, tuple[Any, str]] = {}
 
     def leave_out(**launch: Any) -> bool | None:
-        """Triton's question before a compilation, whether the launch is somebody else's: True."""
+        """Tell Triton, which asks before it compiles, that this launch is taken care of."""
         if threading.get_ident() != inside:
             return None if before is None else before(**launch)
         kernel, compilation = launch["fn"].jit_function, launch["compile"]
@@ -50,7 +49,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
-        # Not begun before, when its threads would hold up this one.
+        # The threads start now: before, they would have slowed this one down.
         with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
             for kernel, specialization in found.values():
                 pool.submit(_compile, kernel, specialization, device)
@@ -62,12 +61,15 @@ def _compile(kernel: Any, specialization: str, device: torch.device) -> None:
     with suppress(Exception):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
-        # The attribute makes the launcher, for which Triton runs a C compiler, and loads the kernel.
+        # Reading the attribute loads the kernel and builds its launcher, with a C compiler.
         kernel.preload(specialization).run  # noqa: B018
 
 
 def _count_threads() -> int:
-    """Processors of this process, which ranks of one host share; Lightning tells the ranks of all hosts alone."""
+    """Count the processors that this rank may use: ranks of one host share them.
+
+    Lightning sets WORLD_SIZE, of all hosts, and not LOCAL_WORLD_SIZE.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, processors // ranks))

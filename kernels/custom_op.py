@@ -18,8 +18,8 @@ def custom_op(name: str) -> Callable[[Callable[..., Any]], "CustomOp"]:
 class CustomOp:
     """A function that torch.compile, torch.export, fake tensors and dispatch modes see as one operation.
 
-    Elsewhere a call runs the function itself, its gradient an autograd.Function's. A model of a few million parameters
-    waits for its host, and torch's dispatcher of operations written in Python takes longer than many a kernel.
+    In eager code a call runs the function itself, with an autograd.Function for its gradient. torch's dispatcher takes
+    longer for an operation written in Python than many kernels run, and small models wait for it.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class CustomOp:
         """The gradient, as `torch.library.register_autograd` takes it. It has no gradient itself."""
         self.registered.register_autograd(backward, setup_context=setup_context)
 
-        # Not by the method setup_context, for which torch looks up the signature in every call.
+        # Without the method setup_context: for it torch inspects the signature in every call.
         def forward(ctx: Any, *args: Any) -> Any:
             output = self.function(*args)
             setup_context(ctx, args, output)
@@ -47,7 +47,7 @@ class CustomOp:
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:
-        # The level of dual tensors, which torch.func.jvp opens as well; -1 outside of all.
+        # Forward-mode derivatives have a level, also under torch.func.jvp; it is -1 where there are none.
         if forward_ad._current_level >= 0:
             _refuse_tangents(args)
         # The first condition alone is traced by torch.compile.
@@ -62,15 +62,15 @@ class CustomOp:
                     return self.registered(*args)
                 differentiated = differentiated or x.requires_grad
         if differentiated and torch.is_grad_enabled():
-            # Without a gradient of its own, the operation says so in the backward pass.
+            # An operation without a gradient raises its error in the backward pass.
             return self.registered(*args) if self.differentiable is None else self.differentiable.apply(*args)
         return self.function(*args)
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:
-    """Refuse tensors with a forward-mode derivative, which torch would leave out without a word.
+    """Raise RuntimeError for tensors with a forward-mode derivative, which torch would drop in silence.
 
-    torch.compile does not show which tensors have one: it is refused whatever comes.
+    Under torch.compile it is not known which tensors have one: all calls are refused.
     """
     if torch.compiler.is_compiling() or any(
         forward_ad.unpack_dual(x).tangent is not None for x in args if isinstance(x, Tensor)
@@ -81,7 +81,7 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
 
 
 def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
-    """Refuse torch.func.grad and what is made of it. torch would, too, but with words for the authors of operations."""
+    """Raise RuntimeError for torch.func.grad and its kin; torch's own error addresses authors of operations."""
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
         return
     transforms = {transform.key() for transform in torch._C._functorch.get_interpreter_stack()}
@@ -93,12 +93,12 @@ def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
 
 
 def is_exactly_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor is none of a kind of its own, such as a fake one."""
+    """True for a plain tensor or parameter, False for a subclass such as a fake tensor."""
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
 
 
 def is_watched() -> bool:
-    """Whether anything but autograd must see operations: a mode, a transform, a profiler."""
+    """True where a dispatch mode, a functional transform or a profiler must see each operation."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()

@@ -14,7 +14,7 @@ from longseq.kernels import self_test
 
 @dataclass(frozen=True)
 class Call:
-    """What a backend may judge a call by: everything but the values, so that judging never waits for a device."""
+    """What is known of a call when its backend is chosen: all but the values, which would have to be waited for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -23,14 +23,14 @@ class Call:
     sizes: Mapping[str, int] = field(
         default_factory=dict
     )  # by dimension name ("T", "K", ...); what is absent is not known
-    differentiated: bool = False  # an input requires a gradient; known of one-token forms alone
-    reverse: bool | str = False  # as operations take it
+    differentiated: bool = False  # an input requires a gradient; set for one-token forms only
+    reverse: bool | str = False  # the operation's argument `reverse`
     mixed: bool = False  # gates or parameters are float32 beside inputs in half precision
-    kind: str = ""  # of calls that launch kernels of their own: with a gate, say
+    kind: str = ""  # names a variant that has kernels of its own, such as "gated"
 
 
 def no_reasons(call: Call) -> list[str]:
-    """The reasons of a backend that runs everything."""
+    """Return no reason against a call: the backend runs everything."""
     return []
 
 
@@ -44,12 +44,11 @@ class Backend:
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
-# Of the one-token forms, by name. They are no operations: the contracts over `list_ops` are those of whole sequences.
+# Backends of the one-token forms. They stand apart because tests of `list_ops` are about whole sequences.
 _STEPS: dict[str, tuple[Backend, ...]] = {}
-# Of operations on each token alone, and of those on all of an image, by name. They have no state, and so none of those
-# contracts.
+# Backends of operations without a state: on each token alone, or on a whole image.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
-# Of operations that have no kernels of ours, by name, and so none of the contracts.
+# Backends of operations that torch's own kernels compute.
 _TORCH: dict[str, tuple[Backend, ...]] = {}
 
 
@@ -79,14 +78,17 @@ def register_torch(op: str, *backends: Backend) -> None:
 
 
 def backend_of_local(backend: str) -> str:
-    """The backend of operations on each token alone beside a recurrence that runs on `backend`: one form is plain."""
+    """The backend for operations on each token alone, in a layer whose recurrence runs on `backend`.
+
+    They have no reference form: "reference" becomes "torch".
+    """
     return "torch" if backend == "reference" else backend
 
 
 def backend_of_step(backend: str) -> str:
-    """The backend of the steps of a layer whose operations run on `backend`.
+    """The backend for the one-token steps of a layer whose operations run on `backend`.
 
-    Steps have no reference of their own, and no kernels where a gradient is wanted.
+    Steps have no reference form, and their Triton kernels have no gradient: both become "torch".
     """
     if backend == "reference" or (backend == "triton" and torch.is_grad_enabled()):
         return "torch"
@@ -138,17 +140,17 @@ def explain_call(op: str, call: Call) -> dict[str, list[str]]:
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
 
 
-# By thread, of each `record_calls` that is open, what it has found. Empty but while calls are recorded: torch.compile
-# traces no question for the thread.
+# For each thread, the lists of its open `record_calls`. The dictionary is empty unless calls are recorded, so that
+# torch.compile need not trace a call that asks for the thread.
 _RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
 
 
 @contextmanager
 def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
-    """Collect the calls that this thread makes inside: an operation, the backend asked for, and what backends judge by.
+    """Collect the calls of operations that this thread makes inside: the name, the backend asked for, and the `Call`.
 
-    For layers on empty tensors (torch's meta device): whatever is asked for, the torch backend runs. What it calls in
-    turn is not collected.
+    It serves layers on torch's meta device. The torch backend runs whatever backend is asked for. Calls that an
+    operation makes of another one are not collected.
     """
     calls: list[tuple[str, str, Call]] = []
     thread = threading.get_ident()
@@ -211,15 +213,15 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
 
 
 def find_torch_form(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The torch form of an operation in place of its kernels; another form as it is."""
+    """Return the torch form of an operation where `function` is its Triton form, and else `function`."""
     named = {backend.name: backend.function for backend in backends(op)}
     return named["torch"] if function is named.get("triton") else function
 
 
 def is_exporting() -> bool:
-    """Whether an artefact is being made: torch.export, torch.onnx.export or torch.jit.trace."""
-    # Up to torch 2.11 at least, code that torch.compile traces is told that it is being exported. Exports trace without
-    # Dynamo (strict=False, the default, and torch.onnx.export).
+    """True inside torch.export, torch.onnx.export and torch.jit.trace."""
+    # `is_exporting` is also true under torch.compile, up to torch 2.11 at least. Exports do not trace with Dynamo, by
+    # default (strict=False).
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     return exporting or torch.jit.is_tracing()
 

@@ -1,4 +1,4 @@
-"""Calls without rows or heads: nothing to compute, but results of the right shapes, which have gradients."""
+"""Calls without rows or heads: they compute nothing, and return empty results that have gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +9,19 @@ from torch import Tensor
 from longseq.kernels.recurrence import each
 
 STATES = ("state", "initial_state")
-FILL = 2  # of what there is none: even, because some calls read half of the rows each way
+FILL = 2  # rows or heads that stand in for none; even, because some calls read half of the rows each way
 
 
 def is_empty(shape: torch.Size) -> bool:
-    """Whether a call has no rows or no heads, by the shape [B, T, H, ...] of its first tensor.
+    """True for a call without rows or heads, by the shape [B, T, H, ...] of its first tensor.
 
-    No tokens are a call like others.
+    A call without tokens is not empty: it returns its state.
     """
     return shape[0] == 0 or shape[2] == 0
 
 
 def run_empty(run: Callable[..., Any], shape: torch.Size, **arguments: Any) -> tuple[Any, ...]:
-    """What an operation returns for such a call: `run` with two rows or heads in place of none, without those."""
+    """Return what an operation returns for an empty call: run it with `FILL` rows or heads, and cut these away."""
 
     def fill(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):

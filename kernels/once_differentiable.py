@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again, and say so."""
+"""Backward methods that refuse to be differentiated again."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-# What to do for a derivative that an operation does not have.
+# The remedy in errors about a derivative that an operation does not have.
 REMEDY = "backend='reference' has one (backend='torch', for operations on each token alone)"
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the backward method of an autograd.Function refuse `create_graph=True`.
+    """Make the backward method of an autograd.Function raise RuntimeError under `create_graph=True`.
 
-    torch's decorator of this name refuses later, when the gradients are differentiated, and only where a gradient that
-    came in was itself to be differentiated. That of a sum is not: a penalty on gradients would be left out without a
-    word, and so it would by the tensors that the method does not keep.
+    torch's decorator of this name raises later, when the gradients are differentiated, and only if the incoming
+    gradient requires a gradient itself. The gradient of `loss.sum()` does not. A penalty on gradients would then be
+    zero without an error.
     """
 
     @wraps(backward)

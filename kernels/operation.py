@@ -1,8 +1,8 @@
-"""What makes a public function an operation: the layouts of its tensors, its backends and its kernels, stated once.
+"""Decorators that make a public function an operation, from the layouts of its tensors, its backends and its kernels.
 
-The decorated function is a signature and a docstring, without a body. A call of it is bound to the signature, judged
-(`judge` checks the arguments, and returns what backends may know of them), given to the first backend that is willing,
-and run. Calls that are alike are judged once.
+The decorated function is a signature and a docstring, without a body. A call of it goes through four steps: its
+arguments are bound to the signature; `judge` checks them and describes the call (`Call`); the first backend without a
+reason against the call is chosen; the backend runs. The choice is remembered for calls of the same types and shapes.
 """
 
 import importlib
@@ -49,15 +49,18 @@ MOST_REMEMBERED = 4096  # calls of an operation
 
 @dataclass
 class Recurrence:
-    """What the tensors of an operation along time must be, and of its form for one token.
+    """The tensors that an operation over time takes, and its form for one token.
 
-    `layouts` has the dimensions of each tensor in the letters of `check_tensors`, a dictionary of them for a state of
-    several parts, and, where a tensor may have one dimension more, both, as in "B T H | B T H K". One token has the
-    same without T. A second layout with P is that of a parameter for each direction.
-
-    The output has the type of `values`. Those of `mixed` may be float32 beside values in half precision. `check` is
-    called with the operation's name and its arguments, and those of one token, before tensors are looked at; `kind`
-    with the arguments, for `Call.kind`. `power_of_two`: chunks are split in halves.
+    Attributes:
+        layouts: the dimensions of each tensor by its name, in the letters of `check_tensors`: "B T H K". A state of
+            several parts has a dictionary of layouts. "B T H | B T H K" allows both. The one-token form has the same
+            layouts without T. A layout with P is that of a parameter with one row for each direction.
+        values: the name of the tensor whose type the output has.
+        mixed: tensors that may be float32 beside values in half precision.
+        check: called with the operation's name and the arguments, of a sequence or of one token, before the tensors are
+            checked.
+        kind: called with the arguments; returns `Call.kind`.
+        power_of_two: the chunk size must be a power of two, because chunks are split in halves.
     """
 
     layouts: Mapping[str, str | Mapping[str, str]]
@@ -162,13 +165,17 @@ def operation(
     reference: Callable[..., Any] | None = None,
     prepare: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Function], Function]:
-    """Make an operation of a function without a body: what it does is what its backends do.
+    """Make an operation of a function without a body: the backends compute it.
 
-    `judge` is called with the operation's name and its arguments by keyword; it checks them, and returns what backends
-    may know. `triton` names the module, in the package of the function, of the function `<operation>_triton`, which is
-    imported when it is first called; `limits` has the largest sizes that its kernels take, as in {"K V": 256}, and
-    `reasons` finds others against them. Without a `reference` it is an operation on each token alone. Backends are
-    called with the operation's arguments by keyword, or with what `prepare` makes of them.
+    Args:
+        judge: called with the operation's name and its arguments by keyword; checks them and describes the call.
+        torch: the backend `torch`.
+        triton: the module, in the package of the function, that has the function `<operation>_triton`. It is imported
+            by the first call that runs it.
+        limits: the largest sizes that the Triton kernels take, as in {"K V": 256}.
+        reasons: finds further reasons against the Triton kernels.
+        reference: the backend `reference`. Without it this is an operation on each token alone.
+        prepare: makes of the operation's arguments those that backends are called with; by default the same.
     """
 
     def decorate(function: Function) -> Function:
@@ -198,11 +205,10 @@ def step(
     held: tuple[str, ...] = (),
     prepare: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Function], Function]:
-    """Make the one-token form of an operation, which is called `<operation>_step`, of a function without a body.
+    """Make the one-token form of an operation, called `<operation>_step`, of a function without a body.
 
-    One Triton kernel, `<operation>_step_triton` of the package's `triton_step`, reads the state once, writes the next
-    one once, and keeps all that lies between on the chip; it has no gradient. `held` names what one program holds
-    whole.
+    Its Triton kernel is `<operation>_step_triton` of the package's module `triton_step`. The kernel reads the state
+    once and writes the next state once; it has no gradient. `held` names the dimensions that one program holds whole.
     """
 
     def reasons(call: Call) -> list[str]:
@@ -267,7 +273,7 @@ _REMEMBERED: dict[str, dict[Any, tuple[Callable[..., Any], tuple[Backend, ...]]]
 
 
 def forget() -> None:
-    """Choose a backend anew for every call: after a change of what decides."""
+    """Forget all remembered choices of backends. Call it after a change of what decides them."""
     for remembered in _REMEMBERED.values():
         remembered.clear()
 
@@ -278,12 +284,12 @@ def dispatched(
     judge: Callable[..., Call],
     prepare: Callable[..., Mapping[str, Any]] | None,
 ) -> Function:
-    """The public function of an operation: it judges a call, chooses a backend, and runs that.
+    """Return the public function of an operation: it checks a call, chooses a backend, and runs it.
 
-    The choice is remembered for calls that are alike and written alike: types, shapes and devices of tensors decide it,
-    and the other arguments. Where kernels must prove themselves, that of the preferred backend alone is remembered:
-    others may have been made for want of a verdict. A small model waits for its host, which takes longer to check a
-    call than a GPU to run it.
+    The choice is remembered, because the host takes longer to check a small call than a GPU to run it. The key is the
+    types, shapes and devices of the tensors, the other arguments, and which of them are given by keyword. On devices
+    where kernels take the self-test only the choice of the first backend is remembered: another one may have been
+    chosen before the test had a verdict.
     """
     parameters = inspect.signature(function).parameters
     names, defaults = tuple(parameters), {name: parameter.default for name, parameter in parameters.items()}
@@ -300,7 +306,7 @@ def dispatched(
         run, first = select(op, arguments.pop("backend"), judge(op, **arguments)), arguments[names[0]]
         if is_exporting() or first.numel():
             return run
-        form = find_torch_form(op, run)  # of no numbers there is nothing to launch
+        form = find_torch_form(op, run)  # an empty tensor launches no kernel
         return partial(run_empty, form, first.shape) if is_recurrent and is_empty(first.shape) else form
 
     def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -331,7 +337,7 @@ def dispatched(
     def call(*args: Any, **kwargs: Any) -> Any:
         packing = kwargs.get("cu_seqlens")
         if isinstance(packing, Packing):
-            # What was found for the borders goes with them.
+            # The tensor carries what the `Packing` has found for these borders.
             check_tokens(packing, args[0] if args else kwargs[names[0]])
             kwargs["cu_seqlens"] = packing.cu_seqlens
         # The first condition alone is traced by torch.compile.

@@ -1,4 +1,4 @@
-"""Sequences packed into one row: their borders, and what follows from these, found once for a batch."""
+"""The borders of sequences that are packed into one row, and what operations derive from them, once a batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# With "1", the values of cu_seqlens are checked in every call, whichever backend runs: they must begin with 0, never
-# fall, and end with T. The call then waits for the GPU once. Without, the triton backend takes them as they are, and
-# returns whatever lay in memory where they leave tokens out.
+# With "1" the values of cu_seqlens are checked in every call of every backend: they must begin with 0, never fall, and
+# end with T. The check waits for the GPU. Without it the triton backend does not check them, and outputs of tokens that
+# no sequence holds are undefined memory.
 SEGMENTS_VARIABLE = "LONGSEQ_CHECK_CU_SEQLENS"
 
 Found = TypeVar("Found")
@@ -22,12 +22,13 @@ Found = TypeVar("Found")
 class Packing:
     """N sequences one behind the other in a row of T tokens; operations and layers take it in place of `cu_seqlens`.
 
-    What they derive from the borders (positions, the sequence of each chunk, groups of similar lengths) is kept here,
-    for all layers and both passes of a batch. With a plain `cu_seqlens` every operation finds all of it again.
+    It keeps what they derive from the borders: positions, the sequence of each chunk, groups of similar lengths. All
+    layers of a batch share it, in the forward and the backward pass. With a plain `cu_seqlens` every operation derives
+    it again.
 
-    Nothing waits for a GPU, with two exceptions: borders that lie on one, without `tokens`; and forms that must know
-    the lengths on the host (the torch backends of recurrences). These ask once, and not at all if `cu_seqlens` is given
-    on the CPU with the tokens' `device`.
+    Two cases wait for the GPU, once: borders on the GPU without `tokens`, and backends that need the lengths on the
+    host (the torch forms of recurrences). Neither waits if `cu_seqlens` is given on the CPU, with the `device` of the
+    tokens.
 
     Args:
         cu_seqlens: `[N + 1]` integers, the borders: from 0 to T, not decreasing. They are copied.
@@ -89,9 +90,9 @@ class Packing:
         return self
 
     def once(self, key: Any, find: Callable[[], Found]) -> Found:
-        """What `find` returns, found at the first call with this key; callers keep theirs apart by a name in it.
+        """Return what `find` returned at the first call with this key. Each caller has a name of its own in its keys.
 
-        Compiled graphs find it in every call: their compiler joins calls that are alike, and nothing is left behind.
+        Compiled graphs call `find` every time: their compiler joins equal calls.
         """
         return find() if torch.compiler.is_compiling() else _once(self._found, key, find)
 

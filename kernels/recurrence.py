@@ -1,4 +1,4 @@
-"""What surrounds the core of every recurrence: its precision, its first state, and packed sequences.
+"""Run the core of a recurrence: choose its precision, its first state and its direction, and unpack packed sequences.
 
 Packed sequences lie end to end in one batch row; cu_seqlens = [0, end of segment 0, end of segment 1, ..., T].
 """
@@ -15,13 +15,13 @@ from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import compute_dtype, without_autocast
 from longseq.kernels.reading import Reverse, turn
 
-# the tensors of a call that have time in dimension 1, None for each that was left out
+# The tensors of a call with time in dimension 1; None for each optional one that is not given.
 Sequences = Sequence[Any]
-# a tensor [B, ...], or a tuple of them
+# A tensor [B, ...], or a tuple of such tensors.
 State = Any
 # (sequences [B, T, ...], state [B, ...]) -> (output [B, T, ...], final state [B, ...])
 Core = Callable[[Sequences, Any], tuple[Tensor, Any]]
-# how to run a core on packed sequences: (core, sequences, state [N, ...], packing) -> as the core
+# Runs a core on packed sequences: (core, sequences, state [N, ...], packing) -> what the core returns.
 Unpack = Callable[[Core, Sequences, Any, Packing], tuple[Tensor, Any]]
 
 
@@ -37,15 +37,15 @@ def run_recurrence(
     unpack: Unpack,
     reverse: Reverse = False,
 ) -> tuple[Tensor, Any]:
-    """Run `core` from the given state, or from a first one, on packed sequences or not.
+    """Run `core` on sequences, packed or not, from `initial_state` or from the first state of the recurrence.
 
-    With `reverse` each sequence is read from its last token to its first: the given state is the one behind the last.
-    "second_half" does so to the second half of the rows alone, and not with packed sequences.
+    With `reverse` each sequence is read from its last token to its first, and the given state is the one behind the
+    last token. With "second_half" only the second half of the rows is read so; packed sequences do not take it.
 
-    The state is float32 (float64 if an input is float64; integers stay), and the core computes in its dtype. The
-    sequences are passed as they are, so that what a core saves for its backward is no larger; the first one must be
-    present. `state_shape` is a state's shape without its leading dimension, for a first state of zeros, or a function
-    of (rows, dtype) that makes another one.
+    The state is float32, or float64 where an input is float64; integers of a state keep their type. The core computes
+    in the state's type. The sequences keep their own type, so that a core saves no larger copies for its backward
+    pass. The first sequence must be given. `state_shape` is the shape of a first state of zeros, without its leading
+    dimension; or a function of (rows, dtype) that makes another first state.
     """
     first = sequences[0]
     with without_autocast(first):

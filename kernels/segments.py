@@ -1,4 +1,4 @@
-"""Where long sequences with few heads are cut in time, so that more of a GPU reads them at once."""
+"""How long sequences with few heads are cut into segments of time, so that more programs of a GPU read them at once."""
 
 from longseq.kernels.triton_launch import cdiv, next_power_of_2
 
@@ -13,14 +13,16 @@ def find_span(
     least: int = 0,
     at_once: bool = True,
 ) -> int:
-    """How long the segments are that sequences of `length` are cut into, both in chunks or in tokens; 0: none are cut.
+    """Return the length of a segment, in the unit of `length` (chunks or tokens); 0 where sequences are not cut.
 
-    `walkers` programs walk along the uncut sequences, and a GPU runs `programs` of them side by side. Cut, all segments
-    are walked along at once, and every segment once more before, to find what it does to a state. That is not won back
-    by fewer segments than `fewest`, nor by shorter ones than `shortest`, nor in sequences shorter than `least`.
+    Uncut, each of `walkers` programs walks along one sequence of one head, and a GPU runs `programs` of them side by
+    side. Cut, one program walks along each segment, and each segment is read once more before, to find what it does to
+    a state. That second reading does not pay with fewer than `fewest` segments, with segments shorter than `shortest`,
+    or with sequences shorter than `least`.
 
-    With `at_once` no program waits for its turn. Without it there are about `programs`, and the span is a power of two.
-    By comparisons: sizes may be symbols of torch.compile.
+    With `at_once` all programs of the cut sequences run side by side. Without it there are about `programs` of them,
+    and the length of a segment is a power of two. Only comparisons decide, because sizes may be symbols of
+    torch.compile.
     """
     if programs < fewest * walkers or length < least:
         return 0

@@ -1,17 +1,18 @@
-"""Triton kernels prove themselves on a GPU before their first use: small cases against float64, once.
+"""The self-test of Triton kernels: before their first use on a GPU they are compared with float64 on small cases.
 
-A wrong kernel trains a wrong model without a sign of it, and which kernels are wrong depends on GPU and compiler. So
-the first call of an operation's kernels on a GPU runs the cases of `TRIALS` in the call's direction, kind and
-precision, packed or not as the call is, at widths that stand for the call's (see `_representative`): outputs, final
-states and all gradients against the torch form in float64 on the CPU. Each head and chunk may be three times as far
-from it as the torch form in the call's precision (see accuracy.py). Kernels of all cases are compiled first, side by
-side. Those that fail, or do not compile, are refused: a warning says so, and `backend="auto"` takes the torch form.
+A wrong kernel would train a wrong model without an error, and which kernels are wrong depends on the GPU and on the
+compiler. The first call of an operation's kernels on a GPU therefore runs the cases of `TRIALS`, in the direction, kind
+and precision of the call, packed if the call is packed, at widths that stand for the call's (see `_representative`).
+Outputs, final states and all gradients are compared with the torch form in float64 on the CPU. In each head and chunk
+the error may be three times that of the torch form in the call's precision (see accuracy.py). The kernels of all cases
+are compiled first, side by side. Kernels that fail or do not compile are refused: a warning says so, and
+`backend="auto"` takes the torch form.
 
-The verdict holds for one kind of GPU, one Triton, one torch and one state of these sources and tables, and is kept as a
-file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes that write at once cannot harm each
-other. It is kept in the process alone without a folder to write to, and where the kernels failed by an error of the
-moment. A file of launches that does not fit is no failure of theirs: it is the caller's ValueError. The ranks of a
-process group act on one verdict (see `_agree`).
+A verdict holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and tables.
+Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes that write at once do
+not harm each other. A verdict stays in the process where no folder can be written, and where the failure was a passing
+one, such as a full disk. A file of launches that does not fit raises ValueError and says nothing about the kernels. The
+ranks of a process group act on one verdict (see `_agree`).
 
 LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
 """
@@ -99,10 +100,10 @@ def is_testing() -> bool:
 
 
 def _representative(size: int) -> int:
-    """The width that stands for this one: itself where a power of two, else three quarters of the next.
+    """Return the width that is tested for this one: a power of two itself, else three quarters of the next power.
 
-    Kernels' blocks are powers of two wide, and those of other widths mask the columns past the end: kernels of their
-    own. Found by comparisons alone: torch.compile may hold a size as a symbol.
+    Blocks of kernels are powers of two wide. For other widths kernels mask the columns past the end, and are compiled
+    anew for that. Only comparisons decide, because torch.compile may hold a size as a symbol.
     """
     power = 1
     while power < size:
@@ -121,7 +122,7 @@ def longseq_self_test_verdict(
     kind: str,
     *widths: int,
 ) -> str | None:
-    """Why the kernels are refused, or None. Tests them unless this process or an earlier one has."""
+    """Return why the kernels are refused, or None. They are tested unless a verdict is known."""
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return None
@@ -279,16 +280,16 @@ def _say_untested(when: str) -> str:
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for a GPU: an error of earlier work on it is raised here, and is not the kernels'."""
+    """Wait for the GPU, so that an error of earlier work is raised here and not blamed on the kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
-    """The error of the kernels or None, and whether later processes may rely on that.
+    """Return the error of the kernels or None, and whether later processes may rely on that.
 
-    In a thread of its own, where autocast, gradients, inference mode, the stream and the modes of whoever traces are
-    what they are in a new process. Generators of random numbers are the test's own.
+    The test runs in a thread of its own. There autocast, gradients, inference mode, the stream and dispatch modes have
+    their defaults, whatever the caller has set. The test has its own generators of random numbers.
     """
     outcome: list[str | Exception | None] = []
 
@@ -312,11 +313,11 @@ def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
 
 
 def _is_of_kernels(error: Exception) -> bool:
-    """Whether an error would come again: others, as of a full disk or a missing C compiler, are of the moment."""
+    """True if the error would come again. A full disk or a missing C compiler says nothing about the kernels."""
     from triton import CompilationError, OutOfResources
     from triton.runtime.errors import PTXASError
 
-    # Nothing else had failed on the GPU before (see `_settle`), and in this process nothing can run there any more.
+    # A fault of the GPU is the kernels', because nothing had failed there before (see `_settle`).
     is_fault = isinstance(error, RuntimeError) and re.search(FAULTS, str(error)) is not None
     return is_fault or isinstance(error, CompilationError | OutOfResources | PTXASError)
 

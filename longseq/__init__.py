@@ -4,9 +4,12 @@ Importing it registers the image models with timm: `timm.list_models("longseq_*"
 
     model = longseq.from_pretrained("folder, checkpoint or OWNER/NAME on the hub")
     model.save_pretrained("folder")
+
+`longseq.plugins.load(["my_module"])` imports modules that register mixers, tasks and more (see `longseq.plugins`).
 """
 
 try:
+    from longseq import plugins
     from longseq.backbones import autoencoder as _autoencoder  # noqa: F401
     from longseq.backbones import image as _image  # noqa: F401
     from longseq.backbones import tokens as _tokens  # noqa: F401
@@ -20,4 +23,4 @@ except ModuleNotFoundError as error:
         "folder, where the installed package is found, or check out anew after `git config core.symlinks true`"
     ) from None
 
-__all__ = ["from_pretrained", "push_to_hub", "register_kind", "save_pretrained"]
+__all__ = ["from_pretrained", "plugins", "push_to_hub", "register_kind", "save_pretrained"]

@@ -16,7 +16,7 @@ config.json:
     model_args: all arguments of the constructor but those in `RUN_ARGUMENTS`. Those of image models repeat the keys
         above and the next two as `saved_by`, because timm keeps nothing else.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
-    plugins: the modules outside longseq that define the model's class and mixers.
+    plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
         them, so that timm reads the folder too. `pretrained_cfg` holds the preprocessing.
 """
@@ -45,6 +45,7 @@ from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import options_by_name
 from longseq.model_card import model_card
+from longseq.plugins import check_loaded, plugin_of
 from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm_model
 
 CONFIG_VERSION = 1
@@ -255,6 +256,7 @@ def read(source: str | Path, weights: str = "auto", label: str | None = None) ->
 
 def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None) -> nn.Module:
     """Build a saved model, with other values of some arguments, and load its weights; in evaluation mode."""
+    check_loaded(saved.config.get("plugins") or [], saved.label)
     # The weights are replaced: what drawing them takes from the generators is given back.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
@@ -526,17 +528,16 @@ def _from_plain(value: Any) -> Any:
 
 
 def _plugins(model: nn.Module) -> list[str]:
-    """The modules outside longseq that define the model's class and its mixers."""
-    parts = [part for part in model.modules() if isinstance(part, Mixer | PretrainedModel)]
-    modules = {type(part).__module__ for part in parts}
-    return sorted(name for name in modules if name.partition(".")[0] != "longseq")
+    """The plug-ins, or other modules outside longseq, that define the model's class and its mixers."""
+    kinds = {type(part) for part in model.modules() if isinstance(part, Mixer | PretrainedModel)}
+    return sorted({plugin_of(kind) or kind.__module__ for kind in kinds if not kind.__module__.startswith("longseq.")})
 
 
 def _origin(config: Mapping[str, Any]) -> str:
     """Who wrote a config.json, where that may explain why it is not understood."""
     version, plugins = config.get("longseq_version", _version()), config.get("plugins") or ()
     other = "" if version == _version() else f"; it was saved by longseq {version}, and this is {_version()}"
-    return other + (f"; {', '.join(plugins)} defines parts of it: import that first" if plugins else "")
+    return other + (f"; {', '.join(plugins)} defines parts of it" if plugins else "")
 
 
 def _partial(path: Path) -> Path:
@@ -544,4 +545,7 @@ def _partial(path: Path) -> Path:
 
 
 def _version() -> str:
-    return importlib.metadata.version("longseq")
+    try:
+        return importlib.metadata.version("longseq")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+sources"  # Python in the repository's root, where nothing is installed

@@ -1,1 +1,39 @@
-"""Training, evaluation and prediction with PyTorch Lightning."""
+"""Training, evaluation and prediction with PyTorch Lightning.
+
+The modules of the tasks are Lightning's, for a program of one's own:
+
+    data = ImageDataModule(name="digits", source="digits", img_size=8, in_chans=1, batch_size=64)
+    module = ImageClassifier(model, num_classes=10, training=Training(...))
+    Trainer(max_epochs=3).fit(module, datamodule=data)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longseq.tasks.image.data import ImageDataModule
+    from longseq.tasks.image.module import ImageClassifier
+    from longseq.tasks.probe.data import ProbeDataModule
+    from longseq.tasks.probe.module import ProbeTask
+    from longseq.tasks.training.module import TrainedModule
+    from longseq.tasks.training.recipe import Training
+
+__all__ = ["ImageClassifier", "ImageDataModule", "ProbeDataModule", "ProbeTask", "TrainedModule", "Training"]
+
+# Imported when they are asked for: a module below this package must not wait for all tasks.
+_MODULES = {
+    "ImageClassifier": "image.module",
+    "ImageDataModule": "image.data",
+    "ProbeDataModule": "probe.data",
+    "ProbeTask": "probe.module",
+    "TrainedModule": "training.module",
+    "Training": "training.recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

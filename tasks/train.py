@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.parameters import count_parameters
+from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
@@ -77,7 +78,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         with stoppable():
             _fit(trainer, module, datamodule, config, checkpoint)
             metrics = _test(trainer, module, datamodule, config)
-        metrics |= _run_facts(trainer, module.backbone)
+        metrics |= _run_facts(trainer, module)
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         if isinstance(trainer.logger, RunLogger):
@@ -97,8 +98,17 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     if initialized and config["init"] is not None:
         name = config["task"]["name"]
         task.model.initialize(model, checkpoints.load(config["init"], key="init", tasks=(name,)).backbone)
+    config["plugins"] = _find_plugins(config, datamodule, model, task.module)
     training = Training.from_config(config, datamodule.info)
     return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))
+
+
+def _find_plugins(
+    config: Config, datamodule: TaskData, model: torch.nn.Module, module: type[TrainedModule]
+) -> list[str]:
+    """The plug-ins that the command declared, and those that define the data, the model or the steps of training."""
+    parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
+    return sorted({*config["plugins"], *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:
@@ -171,11 +181,11 @@ def best_checkpoint(trainer: Trainer) -> str | None:
     return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
 
-def _run_facts(trainer: Trainer, backbone: torch.nn.Module) -> dict[str, Any]:
+def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "epochs": trainer.current_epoch,
+        "epochs": module.epochs_trained,
         "updates": trainer.global_step,
-        "parameters": count_parameters(backbone),
+        "parameters": count_parameters(module.backbone),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunClock):
@@ -233,7 +243,7 @@ def _record(
     if isinstance(trainer.logger, RunLogger):
         trainer.logger.log_results(dict(runs.flatten(config)), {k: v for k, v in metrics.items() if "/" in k})
         trainer.logger.save()
-    written = metrics | report.extras(module, info, "test")
+    written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     headline = [f"test/{name}" for name in report.headline]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -47,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 def training_batches(script, root: Path) -> TrainingBatches:
     words = ("experiment=image/cifar10", f"data.root={root}", "data.val_fraction=0.34", "recipe.batch_size=2")
-    config = script("cifar10").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
+    config = script("augmented").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
     return ImageDataModule.from_config(config, batch_size=2).train_dataloader().dataset
 
 
@@ -99,62 +97,6 @@ def test_weights_move_by_one_unit_in_the_last_place_and_each_draw_is_another(scr
     for model in models:
         assert torch.equal((model.weight.view(torch.int32) - plain.view(torch.int32)).abs(), torch.ones(50, 50).int())
     assert not torch.equal(models[0].weight, models[1].weight)
-
-
-# Stands for `longseq train`: a run that is stopped once, where its words ask for that, and continues.
-STAND_IN = """
-import json, pathlib, sys, time
-words = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-folder = pathlib.Path(words["hydra.run.dir"])
-if "fails" in words:
-    sys.exit("longseq: error: no such thing")
-if "waits" in words and not (folder / "checkpoint").exists():
-    (folder / "checkpoint").touch()
-    time.sleep(60)
-metrics = {"parameters": 5, "epochs": 1, "seconds": 2.0, "val/top1": 0.5, "test/top1": int(words["seed"]) / 10}
-(folder / "metrics.json").write_text(json.dumps(metrics))
-"""
-
-
-@pytest.mark.slow
-def test_runs_of_a_table_are_kept_continue_and_are_never_repeated(script, tmp_path, monkeypatch, capsys):
-    trainings = script("trainings")
-    (tmp_path / "entry.py").write_text(STAND_IN)
-    monkeypatch.setattr(trainings, "ENTRY", tmp_path / "entry.py")
-    monkeypatch.setenv("GIT_COMMIT", "abcdef0 2026-01-01T00:00:00+00:00")
-    rows = [trainings.Row("a", ("mixer=a",)), trainings.Row("b", ("waits=1",)), trainings.Row("c", ("fails=1",))]
-
-    def run(*words: str) -> tuple[int, str]:
-        given = [f"output={tmp_path / 'table.json'}", f"work={tmp_path / 'runs'}", *words]
-        options = trainings.read_options(given, "table", ["a", "b", "c"], seeds=2, jobs=2)
-        before = signal.getsignal(signal.SIGTERM)
-        try:
-            code = trainings.run_table(rows, {"what": "runs"}, options, gpus=[])
-        finally:
-            signal.signal(signal.SIGTERM, before)
-        return code, capsys.readouterr().out
-
-    monkeypatch.setattr(trainings, "GRACE", 0.5)
-    code, told = run("rows=a,b", "seconds=3", "seeds=3,1")
-    assert code == 0
-    assert "2 runs are left: the same command continues" in told
-    assert "4 runs, 2 of them in" in run("rows=a,b", "seeds=3,1")[1]
-    first, second = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert (first["model"], first["test_top1"]) == ("a", {"1": 0.1, "3": 0.3})
-    assert (second["model"], second["test_top1"]) == ("b", {"1": 0.1, "3": 0.3})
-    assert first["measured"]["commit"].startswith("abcdef0")
-    assert "4 runs, 4 of them in" in run("rows=a,b", "seeds=3,1")[1]
-    code, told = run("rows=c", "seeds=1")
-    assert code == 1
-    assert "c, seed 1, ended with exit code 1: longseq: error: no such thing" in told
-    with pytest.raises(ValueError, match=r"^rows=d: choose from a, b, c$"):
-        run("rows=d")
-    monkeypatch.setenv("GIT_COMMIT", "1234567 2026-01-02T00:00:00+00:00")
-    (tmp_path / "table.json").rename(tmp_path / "first.json")
-    assert "2 runs are left" in run("rows=a,b", "seconds=0.1", "seeds=1")[1]  # none is the other commit's
-    (tmp_path / "first.json").rename(tmp_path / "table.json")
-    with pytest.raises(ValueError, match=r"has runs of another commit: name another file$"):
-        run("rows=a")
 
 
 def test_first_calls_are_timed_of_operations_and_of_models(script, monkeypatch):

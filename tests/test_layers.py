@@ -17,6 +17,7 @@ LAYERS = (
     ("longseq.state", ROOT / "longseq" / "state.py"),
     ("longseq.parameters", ROOT / "longseq" / "parameters.py"),
     ("longseq.arguments", ROOT / "longseq" / "arguments.py"),
+    ("longseq.plugins", ROOT / "longseq" / "plugins.py"),
     ("longseq.blocks", ROOT / "longseq" / "blocks"),
     ("longseq.mixers", ROOT / "longseq" / "mixers"),
     ("longseq.timm_models", ROOT / "longseq" / "timm_models.py"),
@@ -24,6 +25,7 @@ LAYERS = (
     ("longseq.models", ROOT / "longseq" / "models.py"),
     ("longseq.backbones", ROOT / "longseq" / "backbones"),
     ("longseq", ROOT / "longseq" / "__init__.py"),
+    ("longseq.timm_script", ROOT / "longseq" / "timm_script.py"),
     ("longseq.tasks", ROOT / "tasks"),
     ("longseq.tools", ROOT / "tools"),
 )

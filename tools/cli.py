@@ -30,10 +30,10 @@ VERBS = {
     "predict": Verb(
         "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
     ),
-    "probe": Verb(
-        "longseq.tasks.probe.sweep",
-        "compare mixers on a generated task: table and plot",
-        "longseq probe data=mqar mixers=[deltanet,mamba]",
+    "compare": Verb(
+        "longseq.tasks.compare",
+        "train models side by side: table and plot",
+        "longseq compare mixers=[deltanet,mamba]",
     ),
     "describe": Verb(
         "longseq.tools.describe", "parameters, FLOPs and kernels of a model", "longseq describe mixer=mamba scale=small"
@@ -65,6 +65,9 @@ VERBS = {
     ),
 }
 
+# Former verbs, and what says the same now.
+FORMER = {"probe": "longseq compare task=probe"}
+
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
 
 
@@ -77,6 +80,7 @@ def overview() -> str:
         "longseq trains, evaluates and exports models with recurrent mixers in place of attention.\n\n"
         f"usage: longseq VERB [group=choice] [key=value] ...\n\nverbs:\n{verbs}\n\nexamples:\n{examples}\n"
         "  longseq train mixer=deltanet data=cifar10 data.root=FOLDER scale=tiny\n\n"
+        "plugins=[my_module] in any command loads a module of yours that registers mixers, tasks, data or formats.\n"
         "`longseq VERB --help` lists the verb's groups and keys, `longseq VERB --cfg job` prints the configuration.\n"
         f"{TRACEBACK_VARIABLE}=1 shows the full traceback of an error."
     )
@@ -93,16 +97,20 @@ def main() -> int:
         return 0
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
+    if name in FORMER:
+        return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Here and not above: `longseq` alone and `longseq --version` answer without Hydra.
     from longseq.tools.mistakes import check_arguments, explain, is_users
+    from longseq.tools.plugin_options import load_plugins
 
     overrides = arguments[words:]
     try:
         check_arguments(name, overrides)
+        overrides = load_plugins(overrides)
         _run_verb(name, overrides)
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
@@ -116,6 +124,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    from longseq import plugins
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
 
@@ -126,6 +135,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run by repeating the command line, which must hold the verb again.
         sys.argv = command_line
         try:
+            plugins.load(cfg.plugins)  # also those that a configuration file names
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:

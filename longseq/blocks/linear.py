@@ -24,7 +24,7 @@ class AlignedLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor, keep_padding: bool = False) -> Tensor:
-        if self.out_features % ALIGNMENT == 0 or x.ndim < 3 or not gains_by_alignment(self.weight):
+        if self.out_features % ALIGNMENT == 0 or x.ndim < 3 or not needs_alignment(self.weight):
             return super().forward(x)
         y = functional.linear(x, *_align(self.weight, self.bias))
         return y if keep_padding else y[..., : self.out_features]
@@ -47,7 +47,7 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     weight = stack_pair(forward.weight, backward.weight)
     bias: Tensor | None = stack_pair(forward.bias, backward.bias)
     rows = halves.flatten(1, 2)
-    gains = gains_by_alignment(forward.weight)
+    gains = needs_alignment(forward.weight)
     if gains and forward.out_features % ALIGNMENT:
         weight, bias = _align(weight, bias)
     if gains and (missing := -forward.in_features % ALIGNMENT):
@@ -68,6 +68,6 @@ def _align(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return wide, torch.cat((bias, bias.detach()[..., :1].expand(*bias.shape[:-1], missing)), -1)
 
 
-def gains_by_alignment(weight: Tensor) -> bool:
+def needs_alignment(weight: Tensor) -> bool:
     """Whether products with a weight have kernels that need aligned rows."""
     return weight.device.type == "cuda" and product_dtype(weight).itemsize == 2 and not is_exporting()

@@ -6,8 +6,8 @@ from timm import layers
 from torch import Tensor
 
 from longseq.blocks.recompute import checkpoint_if
-from longseq.kernels import silu_product
 from longseq.kernels.dispatch import backend_of_local
+from longseq.kernels.silu_product import silu_product
 
 
 class SwiGLU(layers.SwiGLU):

@@ -13,7 +13,6 @@ from longseq.kernels.add_norm import add_norm
 from longseq.kernels.dispatch import backend_of_local
 
 
-@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` over the last dimension, for a weight of any type; the output has the input's type."""
 
@@ -32,7 +31,11 @@ class RMSNorm(nn.RMSNorm):
         return add_norm(x, weight, eps=self.eps, backend=self.backend)[1]
 
 
-@register_notrace_module
+# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
+# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+register_notrace_module(RMSNorm)
+
+
 class ResidualRMSNorm(RMSNorm):
     """RMS norm that reads a residual in float32 and answers in the type that the next layer computes in.
 
@@ -46,7 +49,9 @@ class ResidualRMSNorm(RMSNorm):
         return y if branch is None else (total, y)
 
 
-@register_notrace_module
+register_notrace_module(ResidualRMSNorm)
+
+
 class ResidualLayerNorm(nn.LayerNorm):
     """Layer norm that reads a residual in float32 and answers in the type that the next layer computes in."""
 
@@ -67,6 +72,9 @@ class ResidualLayerNorm(nn.LayerNorm):
             backend=self.backend,
         )
         return y if branch is None else (total, y)
+
+
+register_notrace_module(ResidualLayerNorm)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,10 @@ from timm import layers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from longseq.blocks.linear import gains_by_alignment
+from longseq.blocks.linear import needs_alignment
 from longseq.blocks.precision import product_dtype
 
 
-@layers.register_notrace_module  # it looks at types and sizes, which a symbolic trace does not have
 class PatchProjection(nn.Conv2d):
     """A convolution over patches; of patches side by side, one matrix product where a GPU computes in half precision.
 
@@ -31,7 +30,7 @@ class PatchProjection(nn.Conv2d):
         height, width = self.kernel_size
         side_by_side = self.stride == self.kernel_size and self.padding == (0, 0) and self.dilation == (1, 1)
         fits = x.ndim == 4 and self.groups == 1 and x.shape[2] >= height and x.shape[3] >= width
-        if not (side_by_side and fits and gains_by_alignment(self.weight)):
+        if not (side_by_side and fits and needs_alignment(self.weight)):
             return super().forward(x)
         dtype = product_dtype(self.weight)
         if dtype != self.weight.dtype:
@@ -40,6 +39,10 @@ class PatchProjection(nn.Conv2d):
         patches = x[..., : rows * height, : columns * width]
         patches = patches.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
         return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+# It looks at types and sizes, which a symbolic trace does not have. (As a decorator it would hide the class's type.)
+layers.register_notrace_module(PatchProjection)
 
 
 class PatchEmbed(layers.PatchEmbed):

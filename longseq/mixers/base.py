@@ -22,7 +22,6 @@ from longseq.kernels.reading import Reverse
 from longseq.state import StateT, map_state
 
 
-@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
 class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     """A layer that mixes information along a sequence: project in, scan, project out.
 
@@ -262,6 +261,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """Keep only the scan, for a mixer that shares another one's projections."""
         self.in_proj = None
         self.out_proj = None
+
+
+# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
+# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+register_notrace_module(Mixer)
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:

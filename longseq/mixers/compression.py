@@ -126,7 +126,7 @@ class CompressionMixer(Mixer[CompressionState]):
         shared, v, gate, rates = self._split(projected)
         q = self.query_convolution.convolve_pair(backward.query_convolution, shared, mask)
         k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
-        gamma, g = repeat_rows(self._gamma(rates)), self._log_decay(rates, backward)
+        gamma, g = repeat_rows(self._gamma(rates)), self._log_decay_pair(backward, rates)
         memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
         o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, mask=repeat_rows(mask), reverse="second_half")
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
@@ -188,15 +188,18 @@ class CompressionMixer(Mixer[CompressionState]):
     def _gamma(self, rates: Tensor) -> Tensor:
         return GAMMA_ACTIVATIONS[self.gamma_activation](rates[..., : self.num_heads])
 
-    def _log_decay(self, rates: Tensor, backward: Self | None = None) -> Tensor | None:
-        """log μ `[..., H]`, where there is a forget gate; of a pair `[2 B, T, H]`."""
+    def _log_decay(self, rates: Tensor) -> Tensor | None:
+        """log μ `[..., H]`, where there is a forget gate."""
         if self.forget_bias is None:
             return None
-        logits = rates[..., self.num_heads :]
-        if backward is None:
-            return functional.logsigmoid(logits + self.forget_bias)
-        bias = stack_pair(self.forget_bias, required(backward.forget_bias))
-        return functional.logsigmoid(logits + bias[:, None, None]).flatten(0, 1)
+        return functional.logsigmoid(rates[..., self.num_heads :] + self.forget_bias)
+
+    def _log_decay_pair(self, backward: Self, rates: Tensor) -> Tensor | None:
+        """log μ of tokens that are read forward by this mixer and backward by another one: `[2 B, T, H]`."""
+        bias = stack_pair(self.forget_bias, backward.forget_bias)
+        if bias is None:
+            return None
+        return functional.logsigmoid(rates[..., self.num_heads :] + bias[:, None, None]).flatten(0, 1)
 
     def _to_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))

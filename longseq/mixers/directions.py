@@ -35,7 +35,6 @@ NO_STATE = "a reading in several directions has no state and no steps; build the
 AnyMixer = Mixer[Any]
 
 
-@register_notrace_module  # operations choose their backend by looking at tensors, which a symbolic trace does not have
 class Directions(nn.Module):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
@@ -50,11 +49,11 @@ class Directions(nn.Module):
     for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
     replaced (adapters, quantisation), and in packed rows.
 
-    The two mixers of a pair are modules of their own, whose parameters `scan_pair` stacks in each call. One module with
-    stacked parameters `[2, ...]` would save these copies. But hooks, adapters and quantisation find `nn.Linear` and its
-    weight of two dimensions; optimizers that look at shapes (no weight decay for vectors, Muon for matrices) would take
-    a pair of norms for a matrix; and each direction must still be called by itself, for packed rows and for those who
-    watch.
+    The two mixers of a pair are modules of their own, and `scan_pair` stacks their parameters in each call. One module
+    with stacked parameters `[2, ...]` would save these copies, but lose more. Hooks, adapters and quantisation look for
+    `nn.Linear` with a weight of two dimensions. Optimizers look at shapes: timm decays no vectors, and Muon takes
+    matrices; to them the norms of a pair would be a matrix. Each direction is also called by itself: for packed rows,
+    for telemetry and with share="none".
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
@@ -124,7 +123,7 @@ class Directions(nn.Module):
             ), None
         projected = first.project_in(x)
         # Operations read half of the rows of a batch backward, and packed sequences all one way.
-        if packing is None and first.reads_pairs and are_pairs(self.orders) and not self._is_watched():
+        if packing is None and first.reads_pairs and are_pairs(self.orders) and not self._must_read_separately():
             readings = self._read_pairs(projected, layout, mask)
         elif packing is None and self.share == "all":
             readings = self._read_stacked(projected, layout, mask)
@@ -137,7 +136,7 @@ class Directions(nn.Module):
         """Raise ValueError: what follows a token changes its output."""
         raise ValueError(NO_STATE)
 
-    def _is_watched(self) -> bool:
+    def _must_read_separately(self) -> bool:
         """Whether each mixer, or a part of one, must be called by itself."""
         if any(mixer.observed is not None for mixer in self.readers):
             return True  # what a pair reported together could not be told apart
@@ -181,6 +180,11 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
+
+
+# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
+# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+register_notrace_module(Directions)
 
 
 def check_sharing(share: str, merge: str) -> None:

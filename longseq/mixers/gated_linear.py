@@ -76,12 +76,13 @@ class GatedLinearMixer(Mixer[StateT]):
         """Run one token; the shapes of `recur` without T."""
         return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
 
-    def read_out(self, o: Tensor, gate: Tensor, backward: Self | None = None) -> Tensor:
-        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`.
+    def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
+        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`."""
+        return silu_product(self.norm(o).flatten(-2), gate, backend=self.local_backend)
 
-        With `backward`, the second half of the rows is that mixer's, and both halves are added.
-        """
-        y = self.norm(o) if backward is None else self.norm.norm_pair(backward.norm, o)
+    def read_out_pair(self, backward: Self, o: Tensor, gate: Tensor) -> Tensor:
+        """Sum of `read_out` over both halves of the rows `o [2 B, ...]`, the second half by another mixer."""
+        y = self.norm.norm_pair(backward.norm, o)
         return silu_product(y.flatten(-2), gate, backend=self.local_backend)
 
 

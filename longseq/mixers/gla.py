@@ -98,7 +98,7 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
             scale=self.key_dim**-0.5,
             reverse="second_half",
         )
-        return self.read_out(o, gate, backward)
+        return self.read_out_pair(backward, o, gate)
 
     def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         q, k, v, gate, rank = self._split(projected)

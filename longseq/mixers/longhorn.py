@@ -71,8 +71,7 @@ class Longhorn(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
-        keep: bool = False,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
         self.observe("gate_saturation", lambda: saturation(beta, mask))

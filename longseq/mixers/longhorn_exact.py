@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import Self
 
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
@@ -59,8 +58,7 @@ class LonghornExact(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
-        keep: bool = False,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
         strength = self._strength(key, rate)

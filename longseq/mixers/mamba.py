@@ -73,20 +73,14 @@ class Mamba(SelectiveMixer):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
-        keep: bool = False,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        A_log: Tensor = self.A_log
-        if backward is None:
-            step = step_size(rate, self.rate_bias)
-        else:
-            A_log, bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.rate_bias, backward.rate_bias)
-            step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
+        step = step_size(rate, self.rate_bias)
         self.observe("gate_saturation", lambda: self._saturation(step, mask))
-        y, final = selective_scan(
+        return selective_scan(
             x,
             step if mask is None else step * mask.unsqueeze(-1),
-            _rates(A_log),
+            _rates(self.A_log),
             key,
             query,
             initial_state=memory,
@@ -95,7 +89,15 @@ class Mamba(SelectiveMixer):
             reverse=reverse,
             backend=self.backend,
         )
-        return y, final
+
+    def recur_pair(
+        self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        bias, A_log = stack_pair(self.rate_bias, backward.rate_bias), stack_pair(self.A_log, backward.A_log)
+        step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
+        if mask is not None:
+            step = step * mask.unsqueeze(-1)
+        return selective_scan(x, step, _rates(A_log), key, query, reverse="second_half", backend=self.backend)[0]
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         delta = step_size(rate, self.rate_bias)

@@ -100,7 +100,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         positions, _ = count_positions(v, mask=mask, reverse="second_half")
         q, k, g = self._place(repeat_rows(q), repeat_rows(k), positions)
         o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
-        return self.read_out(o, gate, backward)
+        return self.read_out_pair(backward, o, gate)
 
     def scan_step(self, projected: Tensor, state: RetNetState) -> tuple[Tensor, RetNetState]:
         q, k, v, gate = self._split(projected)

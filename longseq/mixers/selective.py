@@ -76,14 +76,22 @@ class SelectiveMixer(Mixer[SelectiveState]):
 
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, backward: Self | None = None,
-        keep: bool = False,
+        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`; returns `[B, T, I]`.
+        """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`.
 
-        With `backward`, the second half of the rows is that mixer's. The last memory is returned if it is to be kept.
+        Returns `[B, T, I]`, and the last memory if it is to be kept.
         """
         raise NotImplementedError
+
+    def recur_pair(
+        self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Run the recurrence over rows `[2 B, ...]`: the first half forward, the second backward by another mixer.
+
+        This is for recurrences without parameters of their own.
+        """
+        return self.recur(x, rate, key, query, None, None, mask, "second_half")[0]
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Run the recurrence over one token; the shapes of `recur` without T."""
@@ -114,7 +122,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
         x = self.convolution.convolve_pair(backward.convolution, x, mask)
         rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
-        y, _ = self.recur(x, rate, key, query, None, None, repeat_rows(mask), "second_half", backward)
+        y = self.recur_pair(backward, x, rate, key, query, repeat_rows(mask))
         return self._gate(y, x, gate, stack_pair(self.D, backward.D))
 
     def scan_step(self, projected: Tensor, state: SelectiveState) -> tuple[Tensor, SelectiveState]:

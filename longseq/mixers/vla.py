@@ -154,11 +154,11 @@ class VLA(Mixer[VLAState]):
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
-            q, k, v, u = self._features(projected, backward)
+            q, k, v, u = self._features_pair(backward, projected)
             q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         else:
             both = self.convolution.convolve_pair(required(backward.convolution), projected, mask)
-            q, k, v, u = self._features(both.unflatten(0, (2, -1)), backward)
+            q, k, v, u = self._features_pair(backward, both.unflatten(0, (2, -1)))
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         o, _ = variational_linear_attention(
             q,
@@ -207,22 +207,29 @@ class VLA(Mixer[VLAState]):
             "normalizer": self.normalizer,
         }
 
-    def _features(
-        self, projected: Tensor, backward: Self | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`.
+    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
+        q, k, v = self._split(projected)
+        return self._map(q, k, v, None if self.penalty is None else self._direct(k))
 
-        With `backward`, of whose mixer u is too: those of both are `[2, B, T, H, K]`.
+    def _features_pair(self, backward: Self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same of tokens `[B, T, ...]` that both mixers read, or of those of each, `[2, B, T, ...]`.
+
+        u is that of both, `[2, B, T, H, K]`.
         """
+        q, k, v = self._split(projected)
+        if self.penalty is None:
+            return self._map(q, k, v, None)
+        ahead, behind = k.unbind() if k.dim() == 5 else (k, k)
+        return self._map(q, k, v, torch.stack((self._direct(ahead), backward._direct(behind))))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
+        return q, k, v
+
+    def _map(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         options: dict[str, Any] = {"dtype": torch.promote_types(k.dtype, torch.float32), "backend": self.local_backend}
-        u = None
-        if self.penalty is not None:
-            if backward is None:
-                u = self._direct(k)
-            else:
-                ahead, behind = k.unbind() if k.dim() == 5 else (k, k)
-                u = torch.stack((self._direct(ahead), backward._direct(behind)))
+        if u is not None:
             scale = 1 / math.sqrt(self.head_dim) if self.scale_penalty else 1.0
             u = map_features(u, norm="l2", scale=scale, **options)
         q, k = (map_features(x, feature_map="elu_plus_one", **options) for x in (q, k))

@@ -76,6 +76,16 @@ class TaskData(LightningDataModule, ABC):
         """Training batches that one device takes in an epoch."""
 
     @property
+    def tokens_per_epoch(self) -> int | None:
+        """Tokens of an epoch over all devices, None of data that has none."""
+        return None
+
+    @property
+    def registered_parts(self) -> list[Any]:
+        """Functions and classes that a plug-in may have registered and that make this data: a checkpoint names them."""
+        return []
+
+    @property
     def unreadable(self) -> list[str]:
         """Names of the samples that this process could not read so far."""
         return []

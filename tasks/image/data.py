@@ -19,12 +19,10 @@ from longseq.tasks.image.config import ImageKeys
 from longseq.tasks.image.datasets import EvaluationBatches, ImageFiles, StreamBatches, TrainingBatches, Unreadable
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import (
+    SOURCES,
     Split,
     Splits,
-    cifar10,
     classes_at_hand,
-    digits,
-    fashion_mnist,
     held_out_split,
     is_stream,
     open_stream,
@@ -142,6 +140,10 @@ class ImageDataModule(TaskData):
         return len(self.unreadable)
 
     @property
+    def registered_parts(self) -> list[Any]:
+        return [SOURCES[self.source]] if self.source in SOURCES else []
+
+    @property
     def batches_per_epoch(self) -> int:
         """Training batches that one device takes in an epoch."""
         return len(self.train_dataloader())
@@ -166,7 +168,7 @@ class ImageDataModule(TaskData):
         else:
             splits = self._splits = self._splits or self._open_splits()
             sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
-            class_names = splits.train.source.class_names
+            class_names = list(splits.train.source.class_names)
             self._require_two_classes(splits.train)
             require_readable(splits.validation, "validation")
             if splits.test is not splits.validation:
@@ -284,21 +286,17 @@ class ImageDataModule(TaskData):
         return normalize(images, self.info), targets
 
     def _open_splits(self) -> Splits:
-        if self.source == "digits":
-            return digits()
         options: dict[str, Any] = {
             "download": self.download,
             "val_fraction": self.val_fraction,
             "split_seed": self.split_seed,
         }
-        if self.source in ("fashion_mnist", "cifar10"):
-            if self.root is None:
-                raise ValueError(f"data.root is missing: give the folder of {self.source}, or one to fetch it into")
-            return {"fashion_mnist": fashion_mnist, "cifar10": cifar10}[self.source](self.root, **options)
+        if self.source in SOURCES:
+            return SOURCES[self.source](self.root, **options)
         if self.source != "folder" and "/" not in self.source:
             raise ValueError(
-                f"data.source={self.source} is unknown: choose digits, fashion_mnist, cifar10, folder, hfds/NAME, "
-                "hfids/NAME, wds/NAME or torch/NAME"
+                f"data.source={self.source} is unknown: choose {', '.join(SOURCES)}, folder, hfds/NAME, hfids/NAME, "
+                "wds/NAME or torch/NAME"
             )
         return timm_splits(self.source, self.root, names=self.split_names, class_map=self.class_map, **options)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -253,7 +254,7 @@ def classes_at_hand(split: Split) -> np.ndarray | None:
     return None if targets is None else np.unique(targets[split.indices])
 
 
-def digits() -> Splits:
+def digits(root: str | None = None, **_: Any) -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; a fifth of them is the test set, whatever the seed."""
     from sklearn.datasets import load_digits
 
@@ -265,14 +266,16 @@ def digits() -> Splits:
     return Splits(train, validation, test)
 
 
-def fashion_mnist(root: str, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
+def fashion_mnist(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     """Fashion-MNIST in torchvision's raw format below `root`: validation from the 60,000, test is the 10,000."""
+    root = _require_root(root, "fashion_mnist")
     train, test = (_torchvision_array("FashionMNIST", root, part, download) for part in (True, False))
     return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
 
 
-def cifar10(root: str, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
+def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     """CIFAR-10 below `root`, as folders train/ and test/ (or val/), or as cifar-10-batches-py; test is the 10,000."""
+    root = _require_root(root, "cifar10")
     train_folder = find_split(root, "train")
     train: Source
     test: Source
@@ -285,6 +288,35 @@ def cifar10(root: str, *, download: bool, val_fraction: float, split_seed: int) 
         train_reader = _folder(train_folder)
         train, test = DecodedSource(train_reader), DecodedSource(_held_out_folder(test_folder, train_reader))
     return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
+
+
+OpenSplits = Callable[..., Splits]
+Opener = TypeVar("Opener", bound=OpenSplits)
+
+_SOURCES: dict[str, OpenSplits] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
+SOURCES: Mapping[str, OpenSplits] = MappingProxyType(_SOURCES)
+
+
+def register_source(name: str) -> Callable[[Opener], Opener]:
+    """Enter a source, which `data.source=NAME` then chooses: `@register_source("name")`.
+
+    The function is called with (root, download=..., val_fraction=..., split_seed=...), the keys of `data`, and returns
+    the splits of one or more `Source`s; workers read them in other processes.
+    """
+
+    def enter(opener: Opener) -> Opener:
+        if name in _SOURCES or name == "folder" or "/" in name:
+            raise ValueError(f"the source {name!r} is there already, or its name is one of timm's; choose another name")
+        _SOURCES[name] = opener
+        return opener
+
+    return enter
+
+
+def _require_root(root: str | None, source: str) -> str:
+    if root is None:
+        raise ValueError(f"data.root is missing: give the folder of {source}, or one to fetch it into")
+    return root
 
 
 def timm_splits(

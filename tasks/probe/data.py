@@ -13,7 +13,7 @@ from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
 from longseq.tasks.probe.config import ProbeKeys
-from longseq.tasks.probe.generators import generator_options
+from longseq.tasks.probe.generators import GENERATORS, generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
 
@@ -104,9 +104,19 @@ class ProbeDataModule(TaskData):
         return self._info
 
     @property
+    def registered_parts(self) -> list[Any]:
+        return [GENERATORS[self.generator]]
+
+    @property
     def batches_per_epoch(self) -> int:
         """Training batches that one device takes in an epoch."""
         return len(self._training_sampler())
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        sampler = self._training_sampler()
+        size = sampler.effective_batch_size
+        return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
 
     def slices(self, split: str) -> list[Slice]:
         """The slices of train, validation or test; there after `setup`."""

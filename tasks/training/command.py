@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from omegaconf import DictConfig
@@ -16,6 +16,8 @@ CHECKPOINT_NEEDED = Required("give checkpoint=FILE, such as outputs/image/RUN/ch
 @dataclass(frozen=True, kw_only=True)
 class CommandKeys:
     """The keys that every command has; a command's own dataclass adds its own to them."""
+
+    plugins: list[str] | str = field(default_factory=list)
 
 
 Keys = TypeVar("Keys", bound=CommandKeys)

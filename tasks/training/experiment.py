@@ -17,6 +17,7 @@ from longseq.tasks import registry
 from longseq.tasks.training import targets
 from longseq.tasks.training.command import CommandKeys, compile_modes
 from longseq.tasks.training.keys import TaskGroup
+from longseq.tasks.training.length import WARMUPS, RunLength
 from longseq.tasks.training.options import (
     OneOf,
     Range,
@@ -109,7 +110,9 @@ class ScheduleKeys:
     sched: Literal["cosine", "tanh", "step", "multistep", "poly"]
     min_lr: Annotated[float, Range(0)] = 0.0
     warmup_lr: Annotated[float, Range(0)] = 0.0
-    warmup_epochs: Annotated[float | None, Range(0)] = None
+    warmup_epochs: Any = None  # this and the next two: see `RunLength`, which checks them
+    warmup_updates: Any = None
+    warmup_tokens: Any = None
     decay_rate: Annotated[float, Range(0)] = 0.1
 
 
@@ -118,7 +121,12 @@ class RecipeKeys:
     """The keys of `recipe` that every task has; a task's own are below `loss` and `augment`."""
 
     name: str
-    epochs: Annotated[int, Range(1)]
+    epochs: Any = None  # this and the next five: see `RunLength`, which checks them
+    updates: Any = None
+    tokens: Any = None
+    validate_every_epochs: Any = None
+    validate_every_updates: Any = None
+    validate_every_tokens: Any = None
     batch_size: Annotated[int, Range(1)]
     learning_rate: Annotated[float, Range(above=0)]
     reference_batch_size: Annotated[int | None, Range(1)] = None
@@ -180,29 +188,36 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
 
 def _check_recipe(recipe: Mapping[str, Any], task: Any) -> None:
     read(RecipeKeys, recipe, "recipe")
+    RunLength.from_recipe(recipe)
     for key in ("loss", "augment"):
         cls, values = getattr(task, key), recipe.get(key)
         if cls is not None:
             read(cls, values, f"recipe.{key}")
         elif values is not None:
             raise ValueError(f"recipe.{key} is read by no part of this task: leave it out with ~recipe.{key}")
-    schedule = _without_target(recipe["schedule"])
-    read_beside(
-        ScheduleKeys,
-        create_scheduler_v2,
-        schedule,
-        "recipe.schedule",
-        given=("optimizer", "num_epochs", "updates_per_epoch"),
-    )
-    optimizer = _without_target(recipe["optimizer"])
-    own = {entry.name for entry in fields(OptimizerKeys)}
-    chosen = read(OptimizerKeys, {k: v for k, v in optimizer.items() if k in own}, "recipe.optimizer")
-    _check_optimizer(optimizer, chosen.opt)
+    _check_schedule(recipe["schedule"])
+    _check_optimizer(recipe["optimizer"])
 
 
-def _check_optimizer(options: Mapping[str, Any], name: str) -> None:
+def _check_schedule(node: Mapping[str, Any]) -> None:
+    function, place = targets.find(node, targets.SCHEDULES, "recipe.schedule"), "recipe.schedule"
+    options, given = _without_target(node), ("optimizer", "num_epochs", "updates_per_epoch")
+    if function is create_scheduler_v2:
+        read_beside(ScheduleKeys, function, options, place, given=given)
+    else:
+        rest = {key: value for key, value in options.items() if key not in WARMUPS}
+        check_call(function, rest, place, given=(*_first(function), *given, *WARMUPS))
+
+
+def _check_optimizer(node: Mapping[str, Any]) -> None:
     """The options of timm's factory, and of the class that it makes, of which some have no betas and others no eps."""
-    place = "recipe.optimizer"
+    function, place = targets.find(node, targets.OPTIMIZERS, "recipe.optimizer"), "recipe.optimizer"
+    options = _without_target(node)
+    if function is not create_optimizer_v2:
+        check_call(function, options, place, given=(*_first(function), "lr"))
+        return
+    ranges = {entry.name for entry in fields(OptimizerKeys)}
+    name = read(OptimizerKeys, {key: value for key, value in options.items() if key in ranges}, place).opt
     common = signature_options(create_optimizer_v2)
     own = signature_options(timm.optim.get_optimizer_class(name, bind_defaults=False))
     known = [key for key in {**common, **own} if key not in ("model_or_params", "params", "lr", "kwargs")]
@@ -220,6 +235,11 @@ def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
     for key, value in scale.mixer.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"scale.mixer.{key}={value} must be a number above 0")
+
+
+def _first(function: Any) -> tuple[str, ...]:
+    """The first parameter of a function: the model of an optimizer, the optimizer of a schedule."""
+    return tuple(list(signature_options(function))[:1])
 
 
 def _without_target(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -9,12 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.length import Epoch
 from longseq.tasks.training.recipe import Training
+
+_log = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="TrainedModule")
 
@@ -34,6 +39,9 @@ class TrainedModule(LightningModule, ABC):
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
 
+    # The update after which the run ends, where `Training.length` says it.
+    last_update: int | None = None
+
     def __init__(self, backbone: nn.Module, training: Training | None = None) -> None:
         super().__init__()
         self.save_hyperparameters(dict(training.hyperparameters) if training else {}, logger=False)
@@ -41,6 +49,7 @@ class TrainedModule(LightningModule, ABC):
         self.recipe = training
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
+        self._known_epoch: Epoch | None = None
 
     @classmethod
     @abstractmethod
@@ -64,6 +73,16 @@ class TrainedModule(LightningModule, ABC):
                 f"{type(metrics[name]).__name__}, or choose another metric"
             )
         return bool(better)
+
+    def directions(self) -> dict[str, bool]:
+        """Of each metric that says it, as `val/loss` and `test/loss`: whether it is better when it is higher."""
+        stages = {"val": self.val_metrics, "test": self.test_metrics}
+        return {
+            f"{stage}/{name}": bool(metric.higher_is_better)
+            for stage, metrics in stages.items()
+            for name, metric in metrics.items()
+            if metric.higher_is_better is not None
+        }
 
     def compiled(self, forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
         """`forward` for training steps: compiled with these options of `torch.compile` where the training asks for it.
@@ -98,30 +117,91 @@ class TrainedModule(LightningModule, ABC):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # When the batch ends, the schedule has already set the next update's rate.
         self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
+        if self.global_step + 1 == self.last_update and not self._ends_an_epoch():
+            # Before the callbacks of the batch see it: the run ends here, with a validation.
+            self.trainer.should_stop = True
+            if self.trainer.check_val_every_n_epoch is not None:
+                self.trainer.check_val_every_n_epoch = 1
+
+    def _ends_an_epoch(self) -> bool:
+        """Whether the validations of the run follow its epochs, and this update is the last one of an epoch."""
+        return self.trainer.check_val_every_n_epoch is not None and self.trainer.is_last_batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.logger is not None and updated(self.trainer, batch_idx) and self.global_step % every == 0:
             self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
 
+    def setup(self, stage: str) -> None:
+        """Tell the Trainer how long to train and when to validate, where `Training.length` says it."""
+        trainer, length = self.trainer, self.recipe.length if self.recipe else None
+        self._known_epoch = None  # of an earlier Trainer
+        if stage != TrainerFn.FITTING or length is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        epoch = self._epoch()
+        self.last_update = length.count_updates(epoch)
+        # Lightning counts whole epochs; `on_before_optimizer_step` ends a run within one.
+        trainer.fit_loop.max_epochs = math.ceil(self.last_update / epoch.updates)
+        validation = length.validation
+        if validation is None or validation.unit == "epochs":
+            trainer.check_val_every_n_epoch = int(validation.count) if validation else 1
+        else:
+            trainer.check_val_every_n_epoch = None
+            updates = max(1, round(validation.in_updates(epoch)))
+            trainer.val_check_interval = updates * trainer.accumulate_grad_batches  # type: ignore[attr-defined]
+
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
         assert recipe is not None, "this module only measures"
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate)
-        updates = self._updates_per_epoch()
-        scheduler, _ = recipe.schedule(optimizer, num_epochs=recipe.epochs, updates_per_epoch=updates)
+        epoch = self._epoch()
+        if recipe.length is None:
+            epochs: float = self._trainer_updates(epoch) / epoch.updates
+            warmup = {}
+        else:
+            total = recipe.length.count_updates(epoch)
+            epochs = total / epoch.updates
+            warmup_epochs, shortened = recipe.length.count_warmup_epochs(epoch)
+            warmup = {"warmup_epochs": warmup_epochs}
+            if shortened and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+                _log.warning(shortened)
+        scheduler, _ = recipe.schedule(optimizer, num_epochs=_whole(epochs), updates_per_epoch=epoch.updates, **warmup)
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _updates_per_epoch(self) -> int:
+    @property
+    def epochs_trained(self) -> float:
+        """The epochs of all updates so far: a whole number after a whole epoch."""
+        return _whole(round(self.global_step / self._epoch().updates, 3))
+
+    def _epoch(self) -> Epoch:
+        """What training takes from the data in an epoch; counted once, as a stream is opened for it."""
+        if self._known_epoch is None:
+            self._known_epoch = self._count_epoch()
+        return self._known_epoch
+
+    def _count_epoch(self) -> Epoch:
         # trainer.estimated_stepping_batches would make the loader here, and Lightning 2.6 gives a loader that exists
         # already no state to resume from.
-        batches = self.trainer.datamodule.batches_per_epoch  # type: ignore[attr-defined]
+        datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        batches, tokens = datamodule.batches_per_epoch, datamodule.tokens_per_epoch
+        per_update = None if tokens is None else tokens / max(1, self._updates(batches))
         limit = self.trainer.limit_train_batches
         if limit is not None:
             batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        return max(1, self._updates(batches))
+        return Epoch(max(1, self._updates(batches)), per_update)
+
+    def _trainer_updates(self, epoch: Epoch) -> int:
+        """The updates of a run whose length the Trainer was given."""
+        epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
+        counts = [epochs * epoch.updates] if epochs is not None and epochs >= 0 else []
+        counts += [steps] if steps >= 0 else []
+        if not counts:
+            raise ValueError(
+                "a schedule needs an end: give the Trainer max_epochs or max_steps, or the Training a length"
+            )
+        return min(counts)
 
     def _updates(self, batches: int) -> int:
         """How many updates an epoch of `batches` has."""
@@ -129,6 +209,10 @@ class TrainedModule(LightningModule, ABC):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(self.global_step)
+
+
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -10,16 +10,26 @@ import time
 
 # Set by the process of a run that starts the others, for them to know it.
 PARENT_VARIABLE = "LONGSEQ_PARENT"
+# Set by a comparison for the runs that it starts.
+COMPARISON_VARIABLE = "LONGSEQ_COMPARISON"
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _POLL_SECONDS = 1.0
 
 
-def follow_parent() -> None:
-    """Have a process that a run or torchrun started end when its parent does, also by SIGKILL; others become parents.
+def followed_by_child() -> dict[str, str]:
+    """Variables of the environment by which a run that this process starts ends with it (see `follow_parent`)."""
+    return {COMPARISON_VARIABLE: str(os.getpid())}
 
-    A rank whose parent is gone would wait in a collective, and hold its GPU, for ever.
+
+def follow_parent() -> None:
+    """Have a process that a run, a comparison or torchrun started end when its parent does, also by SIGKILL.
+
+    The first process of a run becomes the parent of the others. A rank whose parent is gone would wait in a collective,
+    and hold its GPU, for ever; the runs of a comparison that is gone would compete with those of the next.
     """
+    if (comparison := os.environ.pop(COMPARISON_VARIABLE, None)) is not None:
+        _die_with(int(comparison))
     if is_started_by_run():
         _die_with(int(os.environ[PARENT_VARIABLE]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:

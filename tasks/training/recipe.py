@@ -9,22 +9,24 @@ from typing import Any
 import torch
 
 from longseq.tasks.training import targets
+from longseq.tasks.training.length import WARMUPS, RunLength
 
 
 @dataclass(frozen=True)
 class Training:
     """All that a `TrainedModule` needs for training beside its model and its loss.
 
-    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., updates_per_epoch=...)` are partials, such as
-    those of `timm.optim.create_optimizer_v2` and `timm.scheduler.create_scheduler_v2`. `compile_mode` compiles the
-    training pass (see `torch.compile`); the first step then takes a minute or so. `hyperparameters` are plain values
-    for the checkpoint (see `longseq.tasks.training.checkpoint`).
+    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=..., updates_per_epoch=...)` are
+    partials, such as those of `timm.optim.create_optimizer_v2` and `timm.scheduler.create_scheduler_v2`. `length` says
+    how long the run, its warm-up and the way to a validation are; None leaves that to the Trainer and the schedule.
+    `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes a minute or so.
+    `hyperparameters` are plain values for the checkpoint (see `longseq.tasks.training.checkpoint`).
     """
 
     optimizer: Callable[..., torch.optim.Optimizer]
     schedule: Callable[..., tuple[Any, int]]
     learning_rate: float
-    epochs: int
+    length: RunLength | None = None
     seed: int = 0
     compile_mode: str | None = None
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
@@ -33,17 +35,12 @@ class Training:
     def from_config(cls, config: Mapping[str, Any], info: Any) -> Training:
         """The training that a configuration describes, on the data of `info`; its checkpoints carry both."""
         recipe = config["recipe"]
-        warmup = recipe["schedule"].get("warmup_epochs", 0)
-        if warmup >= recipe["epochs"] and not config["trainer"].get("fast_dev_run"):
-            raise ValueError(
-                f"recipe.schedule.warmup_epochs={warmup} must end before recipe.epochs={recipe['epochs']}; "
-                f"set recipe.schedule.warmup_epochs=0 or more epochs"
-            )
+        schedule = {name: value for name, value in recipe["schedule"].items() if name not in WARMUPS}
         return cls(
             optimizer=targets.build(recipe["optimizer"], targets.OPTIMIZERS, "recipe.optimizer"),
-            schedule=targets.build(recipe["schedule"], targets.SCHEDULES, "recipe.schedule"),
+            schedule=targets.build(schedule, targets.SCHEDULES, "recipe.schedule"),
             learning_rate=effective_learning_rate(config),
-            epochs=recipe["epochs"],
+            length=RunLength.from_recipe(recipe),
             seed=config["seed"],
             compile_mode=config.get("compile"),
             hyperparameters={"config": dict(config), "data": info.to_dict()},

@@ -37,6 +37,7 @@ FREE_KEYS = (
     "callbacks.confusion",
     "logger",
     "load",  # of runs before it was fixed
+    "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
 
 

@@ -1,21 +1,21 @@
 """What a configuration may name to be built: optimizers, schedules, callbacks and loggers of these lists, nothing else.
 
 A configuration is text, of the command line or of a file. So it cannot have a function called that is not listed here:
-the names are whole ones, never modules or prefixes of names.
+the names are whole ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from longseq.tasks.training.options import check_call
 
-OPTIMIZERS = ("timm.optim.create_optimizer_v2",)
-SCHEDULES = ("timm.scheduler.create_scheduler_v2",)
-CALLBACKS = (
+OPTIMIZERS = ["timm.optim.create_optimizer_v2"]
+SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
+CALLBACKS = [
     "longseq.tasks.training.callbacks.checkpoint.BestCheckpoint",
     "longseq.tasks.training.callbacks.checkpoint.LastCheckpoint",
     "longseq.tasks.training.callbacks.nonfinite.NonFiniteStop",
@@ -30,16 +30,40 @@ CALLBACKS = (
     "lightning.pytorch.callbacks.LearningRateMonitor",
     "lightning.pytorch.callbacks.ModelSummary",
     "lightning.pytorch.callbacks.Timer",
-)
-LOGGERS = (
+]
+LOGGERS = [
     "longseq.tasks.training.logger.RunLogger",
     "lightning.pytorch.loggers.CSVLogger",
     "lightning.pytorch.loggers.MLFlowLogger",
     "lightning.pytorch.loggers.TensorBoardLogger",
     "lightning.pytorch.loggers.WandbLogger",
-)
+]
+
+_LISTS = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "callback": CALLBACKS, "logger": LOGGERS}
+_REGISTERED: dict[str, Any] = {}
+
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 TARGET, PARTIAL = "_target_", "_partial_"
+
+
+def register(kind: Literal["optimizer", "schedule", "callback", "logger"]) -> Callable[[Target], Target]:
+    """Enter a class or function that configurations may then name, whole or by its last word.
+
+    An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
+    as timm's are; callbacks and loggers with their own options alone.
+    """
+    names = _LISTS[kind]
+
+    def enter(target: Target) -> Target:
+        name = f"{target.__module__}.{target.__qualname__}"
+        if taken := [other for other in names if _short(other) == _short(name)]:
+            raise ValueError(f"the {kind} {_short(name)} is there already, as {taken[0]}; choose another name")
+        names.append(name)
+        _REGISTERED[name] = target
+        return target
+
+    return enter
 
 
 def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
@@ -47,12 +71,10 @@ def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
 
     With `_partial_: true` the call is left to the caller. ValueError for another name, and for a name further inside.
     """
-    if not isinstance(node, Mapping) or TARGET not in node:
-        raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
+    function = find(node, allowed, key)
     options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
     for place, _ in find_targets(options, key):
         raise ValueError(f"{place}.{TARGET}: nothing is built from a name here; give a plain value")
-    function = _named(node[TARGET], allowed, key)
     if node.get(PARTIAL, False):
         return functools.partial(function, **options)
     try:
@@ -75,10 +97,15 @@ def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, 
 
     `given` names arguments that the program gives itself.
     """
+    function = find(node, allowed, key)
+    check_call(function, {name: node[name] for name in node if name not in (TARGET, PARTIAL)}, key, given=given)
+
+
+def find(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Callable[..., Any]:
+    """What `node` names, one of `allowed`. ValueError, in one line, for another name or none."""
     if not isinstance(node, Mapping) or TARGET not in node:
         raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
-    options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
-    check_call(_named(node[TARGET], allowed, key), options, key, given=given)
+    return _named(node[TARGET], allowed, key)
 
 
 def find_targets(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -106,6 +133,8 @@ def _named(target: Any, allowed: Sequence[str], place: str) -> Any:
         raise ValueError(
             f"{place}.{TARGET}={target} is not called: it must be one of {', '.join(map(_short, allowed))}"
         )
+    if whole in _REGISTERED:
+        return _REGISTERED[whole]
     module, _, name = whole.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

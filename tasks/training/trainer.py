@@ -18,6 +18,14 @@ from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.module import TrainedModule
 
+# Arguments of the Trainer that the recipe's keys replace, which count in updates and not in batches of a device.
+RECIPE_KEYS = {
+    "max_epochs": "recipe.epochs",
+    "max_steps": "recipe.updates",
+    "check_val_every_n_epoch": "recipe.validate_every_epochs",
+    "val_check_interval": "recipe.validate_every_updates",
+}
+
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
     """The callbacks of `config.callbacks` that are not null, behind those that every run or its recipe has.
@@ -52,8 +60,12 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     """The Trainer of `config.trainer` with the configured logger, writing below `config.output`."""
     config = resolve(config)
     logger = targets.build(config["logger"], targets.LOGGERS, "logger") if config.get("logger") else False
+    for key, remedy in RECIPE_KEYS.items():
+        if key in config["trainer"]:
+            raise ValueError(f"trainer.{key}={config['trainer'][key]}: the recipe says it; give {remedy}")
     # The data module shards by itself, without padding; a first validation before training would only cost time.
     fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
+    fixed["max_epochs"] = -1  # the module sets it when the fit begins
     try:
         return Trainer(
             **config["trainer"],

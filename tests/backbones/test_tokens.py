@@ -179,11 +179,13 @@ def test_a_step_graph_refuses_states_that_grow() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["forward", "bidirectional", "alternating"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool) -> None:
+def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool, direction: str) -> None:
     options = {"attention": {"rotary": True}, "window_attention": {"window": 32, "rotary": True}, "deltanet": {}}
+    layers, depth = "attention+window_attention+deltanet", 6 if direction == "alternating" else 3
     model = TokenBackbone(
-        vocab_size=64, d_model=128, depth=3, mixer="attention+window_attention+deltanet", mixer_options=options
+        vocab_size=64, d_model=128, depth=depth, mixer=layers, mixer_options=options, direction=direction
     ).cuda()
     borders = torch.tensor([0, 100, 100, 101, 400, 512])
     tokens = torch.randint(64, (1, 512), device="cuda")

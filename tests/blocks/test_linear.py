@@ -17,7 +17,7 @@ def aligned(monkeypatch):
         widths.append(weight.shape[0])
         return product(x, weight, bias)
 
-    monkeypatch.setattr(linear, "gains_by_alignment", lambda weight: True)
+    monkeypatch.setattr(linear, "needs_alignment", lambda weight: True)
     monkeypatch.setattr(linear.functional, "linear", watched)
     return widths
 
@@ -115,4 +115,4 @@ def steps(mixer, x):
 
 
 def test_the_cpu_gains_nothing():
-    assert not linear.gains_by_alignment(torch.zeros(1, dtype=torch.bfloat16))
+    assert not linear.needs_alignment(torch.zeros(1, dtype=torch.bfloat16))

@@ -71,7 +71,7 @@ def test_patches_side_by_side_are_projected_by_one_product(monkeypatch, size):
         return tokens, *torch.autograd.grad(tokens.square().sum(), weights)
 
     expected = run()
-    monkeypatch.setattr(patches, "gains_by_alignment", lambda weight: True)
+    monkeypatch.setattr(patches, "needs_alignment", lambda weight: True)
     monkeypatch.setattr(nn.Conv2d, "forward", None)
     for found, wanted in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -89,7 +89,7 @@ def test_another_patch_size_leaves_the_projection_a_product():
 
 @pytest.mark.parametrize("options", [{"padding": 4}, {"dilation": 2}, {"groups": 3}, {"stride": (4, 4)}])
 def test_other_convolutions_stay_convolutions(monkeypatch, options):
-    monkeypatch.setattr(patches, "gains_by_alignment", lambda weight: True)
+    monkeypatch.setattr(patches, "needs_alignment", lambda weight: True)
     projection = PatchProjection(3, 6, (8, 8), **{"stride": (8, 8)} | options)
     image = torch.randn(2, 3, 32, 32)
     assert torch.equal(projection(image), nn.Conv2d.forward(projection, image))

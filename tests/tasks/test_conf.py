@@ -24,6 +24,7 @@ from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.trainer import build_callbacks
 
 CONF = Path(longseq.conf.__file__).parent
@@ -53,7 +54,9 @@ def chosen(group: str, option: str) -> list[str]:
 
 
 def test_the_groups_are_those_tested_here():
-    assert {path.parent.name for path in CONF.glob("*/*.yaml")} == set(GROUPS)
+    assert {path.parent.name for path in CONF.glob("*/*.yaml")} == {*GROUPS, "comparison"}, (
+        "test_compare.py has the comparisons"
+    )
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
@@ -67,11 +70,10 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     bind(Trainer, **config["trainer"])
     for name, options in options_by_name(config["mixer"]["name"], config["mixer"]["options"]).items():
         bind(mixers.get(name), d_model=8, **options)
-    optimizer, schedule = config["recipe"]["optimizer"], config["recipe"]["schedule"]
-    inspect.signature(targets.build(optimizer, targets.OPTIMIZERS, "optimizer")).bind(None, lr=0.1)
-    inspect.signature(targets.build(schedule, targets.SCHEDULES, "schedule")).bind(
-        None, num_epochs=1, updates_per_epoch=1
-    )
+    training = Training.from_config(config, SMALL_PROBE if config["task"]["name"] == "probe" else SMALL)
+    inspect.signature(training.optimizer).bind(None, lr=0.1)
+    inspect.signature(training.schedule).bind(None, num_epochs=1, warmup_epochs=0, updates_per_epoch=1)
+    assert training.length is not None
     targets.check(config)
     assert isinstance(targets.build(config["logger"], targets.LOGGERS, "logger"), Logger)
     callbacks = build_callbacks(config, Measured())

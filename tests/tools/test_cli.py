@@ -69,7 +69,7 @@ MISTAKES = [
         "train recipe.ema.decay.first=1",
         "recipe.ema.decay is one value and has no key first: give recipe.ema.decay=VALUE",
     ),
-    ("train ~recipe.augment", "recipe.augment is missing: give recipe.augment=..."),
+    ("train ~recipe.augment", "recipe.augment=null must be a dictionary of its keys: crop, "),
     ("evaluate checkpoint=x.ckpt splitt=val", "splitt is unknown: did you mean split?"),
     ("predict +colour=red", "colour is unknown"),
     ("train --lr 0.1", "--lr is no flag: keys are written key=value"),

@@ -6,10 +6,11 @@ import copy
 import os
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,32 @@ from longseq.tools.export.quiet import quiet
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import AXES, FileSpec
 
-__all__ = ["FORMATS", "SUFFIXES", "ImageClassifierFile", "export_image_classifier"]
+__all__ = ["FORMATS", "SUFFIXES", "FileFormat", "ImageClassifierFile", "export_image_classifier", "register_format"]
 
-FORMATS: Mapping[str, ModuleType] = MappingProxyType(
-    {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}
-)
 
-SUFFIXES: Mapping[str, str] = MappingProxyType({"onnx": ".onnx", "torchscript": ".pt", "pt2": ".pt2"})
+class FileFormat(Protocol):
+    """A format of files: a module, or any object, with these two functions."""
+
+    def write(self, module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
+        """Write a module that maps images `[B, C, H, W]` to logits; return how often the file uses each operator."""
+
+    def open_file(self, path: Path) -> Callable[[Tensor], Tensor]:
+        """The file as a function of images, on the CPU: the export compares it with the module."""
+
+
+_FORMATS: dict[str, Any] = {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}
+FORMATS: Mapping[str, FileFormat] = MappingProxyType(_FORMATS)
+
+_SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "pt2": ".pt2"}
+SUFFIXES: Mapping[str, str] = MappingProxyType(_SUFFIXES)
+
+
+def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
+    """Enter a format of files, which `longseq export format=NAME` and names that end in `suffix` then choose."""
+    if name in _FORMATS or suffix in _SUFFIXES.values() or not suffix.startswith("."):
+        raise ValueError(f"the format {name!r} with the suffix {suffix!r} is there already, or its suffix has no dot")
+    _FORMATS[name], _SUFFIXES[name] = file_format, suffix
+
 
 # An axis of size 1 would be traced as a constant.
 TRACED_BATCH = 2

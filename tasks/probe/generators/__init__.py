@@ -1,11 +1,14 @@
-"""The generators of the probes, by name. Each makes many samples at once from a `numpy.random.Generator`."""
+"""The generators of the probes, by name. Each makes many samples at once from a `numpy.random.Generator`.
+
+A plug-in adds its own: `@register("name")` above a function of (random, samples, *, options with defaults) -> Samples.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from longseq.tasks.probe.generators.copying import copy, selective_copying
 from longseq.tasks.probe.generators.listops import listops
@@ -15,22 +18,35 @@ from longseq.tasks.probe.generators.mqar_vla import mqar_vla
 from longseq.tasks.probe.generators.regbench import regbench
 from longseq.tasks.probe.generators.samples import IGNORED, Samples, draw
 
-__all__ = ["GENERATORS", "IGNORED", "Samples", "check_options", "draw", "generator_options"]
+__all__ = ["GENERATORS", "IGNORED", "Samples", "check_options", "draw", "generator_options", "register"]
 
-GENERATORS: Mapping[str, Callable[..., Samples]] = MappingProxyType(
-    {
-        "compression": compression,
-        "copy": copy,
-        "fuzzy_recall": fuzzy_recall,
-        "listops": listops,
-        "memorization": memorization,
-        "mqar": mqar,
-        "mqar_vla": mqar_vla,
-        "recall": recall,
-        "regbench": regbench,
-        "selective_copying": selective_copying,
-    }
-)
+Generator = TypeVar("Generator", bound=Callable[..., Samples])
+
+_GENERATORS: dict[str, Callable[..., Samples]] = {
+    "compression": compression,
+    "copy": copy,
+    "fuzzy_recall": fuzzy_recall,
+    "listops": listops,
+    "memorization": memorization,
+    "mqar": mqar,
+    "mqar_vla": mqar_vla,
+    "recall": recall,
+    "regbench": regbench,
+    "selective_copying": selective_copying,
+}
+GENERATORS: Mapping[str, Callable[..., Samples]] = MappingProxyType(_GENERATORS)
+
+
+def register(name: str) -> Callable[[Generator], Generator]:
+    """Enter a generator, which `data.generator=NAME` then chooses; its keyword arguments are `data.options`."""
+
+    def enter(generator: Generator) -> Generator:
+        if name in _GENERATORS:
+            raise ValueError(f"the generator {name!r} is there already; choose another name")
+        _GENERATORS[name] = generator
+        return generator
+
+    return enter
 
 
 def generator_options(name: str) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
-from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.callbacks.updates import updated, validation_follows
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -86,12 +87,14 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # At the last batch validation is still to come: Lightning would skip it after a resume from here.
-        if not updated(trainer, batch_idx) or trainer.is_last_batch:
-            return
-        self._resume_point = trainer.fit_loop.state_dict()
-        if self._is_due(trainer):
-            self._save(trainer)
+        # The checkpoint of an update waits for the validation behind it, which Lightning would skip after a resume.
+        if updated(trainer, batch_idx) and not trainer.is_last_batch and not validation_follows(trainer):
+            self._pass(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        training = trainer.state.fn == TrainerFn.FITTING and not trainer.is_last_batch and not trainer.should_stop
+        if training and updated(trainer, trainer.fit_loop.batch_idx):
+            self._pass(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
@@ -114,6 +117,12 @@ class LastCheckpoint(Checkpoint):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._interrupted:
             checkpoint["loops"]["fit_loop"] = self._resume_point
+
+    def _pass(self, trainer: Trainer) -> None:
+        """Note the state from where a run can continue, and save it where that is due."""
+        self._resume_point = trainer.fit_loop.state_dict()
+        if self._is_due(trainer):
+            self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if self.every_n_train_steps is not None and trainer.global_step % self.every_n_train_steps == 0:

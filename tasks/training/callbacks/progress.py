@@ -6,15 +6,19 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from longseq.tasks.data.units import count_units
+from longseq.tasks.training.module import TrainedModule
 
 
 class TrainingProgress(ProgressBar):
     """Shows the whole run as one bar in a terminal, and prints one line an epoch everywhere.
 
     Values (the losses and `metric`) are read from the device only when the bar is redrawn, at most once in
-    `refresh_seconds`; `unit` is what the samples are called.
+    `refresh_seconds`; `unit` is what a batch counts.
     """
 
     def __init__(self, refresh_seconds: float = 1.0, metric: str = "val/top1", unit: str = "images") -> None:
@@ -28,7 +32,7 @@ class TrainingProgress(ProgressBar):
         self._task: Any = None
         self._refreshed = 0.0
         self._started = 0.0
-        self._samples = 0
+        self._units = 0
         self._epoch_rate = ""
 
     def enable(self) -> None:
@@ -41,12 +45,14 @@ class TrainingProgress(ProgressBar):
         if not self._enabled:
             return
         self._refreshed = self._started = time.monotonic()
-        self._samples = 0
+        self._units = 0
         if not self.console.is_terminal:
             return
         batches = trainer.num_training_batches
         epochs = trainer.max_epochs or 1
         unlimited = math.isinf(batches) or epochs < 0
+        end = _last_update(pl_module)
+        total = batches * epochs if end is None else end * trainer.accumulate_grad_batches
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -60,7 +66,7 @@ class TrainingProgress(ProgressBar):
         )
         self._task = self._progress.add_task(
             _epoch(trainer),
-            total=None if unlimited else batches * epochs,
+            total=None if unlimited else total,
             completed=0 if unlimited else int(trainer.current_epoch * batches) + trainer.fit_loop.batch_idx + 1,
             rate="",
             values="",
@@ -69,7 +75,7 @@ class TrainingProgress(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         self._started = time.monotonic()
-        self._samples = 0
+        self._units = 0
         if self._progress is not None:
             self._progress.update(self._task, description=_epoch(trainer))
 
@@ -78,7 +84,7 @@ class TrainingProgress(ProgressBar):
     ) -> None:
         if not self._enabled:
             return
-        self._samples += len(batch[0]) * trainer.world_size
+        self._units += count_units(batch) * trainer.world_size
         if trainer.is_last_batch:
             self._epoch_rate = self._rate()
         if self._progress is None:
@@ -89,6 +95,15 @@ class TrainingProgress(ProgressBar):
             self._refreshed = now
             values = _values(trainer, ("train/loss", self.metric))
             self._progress.update(self._task, rate=self._rate(), values=values)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A line of a validation within an epoch; that of the epoch's end stands in the line of the epoch."""
+        if not self._enabled or trainer.state.fn != TrainerFn.FITTING or trainer.is_last_batch:
+            return
+        end = _last_update(pl_module)
+        update = f"update {trainer.global_step}" + ("" if end is None else f"/{end}")
+        values = _values(trainer, ("train/loss", "val/loss", self.metric))
+        self.console.print(f"{update}  {values}  {self._rate()}", highlight=False, soft_wrap=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._enabled:
@@ -109,7 +124,12 @@ class TrainingProgress(ProgressBar):
 
     def _rate(self) -> str:
         seconds = time.monotonic() - self._started
-        return f"{self._samples / seconds:.0f} {self.unit}/s" if seconds > 0 else ""
+        return f"{self._units / seconds:.0f} {self.unit}/s" if seconds > 0 else ""
+
+
+def _last_update(module: LightningModule) -> int | None:
+    """The update after which the run ends, where the module was told one."""
+    return module.last_update if isinstance(module, TrainedModule) else None
 
 
 def _epoch(trainer: Trainer) -> str:

@@ -1,4 +1,4 @@
-"""Samples per second, and the time that training waits for data."""
+"""Images, sequences or tokens per second, and the time that training waits for data."""
 
 import time
 from typing import Any
@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
+from longseq.tasks.data.units import count_units
 from longseq.tasks.training.callbacks.updates import updated
 
 _KEY = "throughput"
@@ -15,10 +16,10 @@ _KEY = "throughput"
 
 class Throughput(Callback):
     """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch) every
-    `log_every_n_steps` updates; `unit` is what the samples are called.
+    `log_every_n_steps` updates; `unit` is what a batch counts (see `longseq.tasks.data.units`).
 
     The clock runs while a batch is fetched and trained on, not during validation and checkpoints. The device is waited
-    for once per logged window. `rate` (samples per second) and `data_wait_ms` hold the means over the whole run, also
+    for once per logged window. `rate` (units per second) and `data_wait_ms` hold the means over the whole run, also
     over what of it came before a resume.
     """
 
@@ -64,10 +65,12 @@ class Throughput(Callback):
         due = updated(trainer, batch_idx) and trainer.global_step % every == 0
         if due and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        samples = len(batch[0]) * trainer.world_size
-        self._window.add(samples, time.perf_counter() - self._batch_started, self._clock.take())
+        self._window.add(count_units(batch), time.perf_counter() - self._batch_started, self._clock.take())
         if not due:
             return
+        if trainer.world_size > 1:
+            units = torch.tensor(float(self._window.units), device=pl_module.device)
+            self._window.units = int(trainer.strategy.reduce(units, reduce_op="sum"))
         if trainer.logger is not None:
             trainer.logger.log_metrics(
                 {
@@ -88,25 +91,25 @@ class _Window:
 
     def __init__(self) -> None:
         self.batches = 0
-        self.samples = 0
+        self.units = 0
         self.seconds = 0.0
         self.waited = 0.0
 
-    def add(self, samples: int, seconds: float, waited: float) -> None:
+    def add(self, units: int, seconds: float, waited: float) -> None:
         self.batches += 1
-        self.samples += samples
+        self.units += units
         self.seconds += seconds
         self.waited += waited
 
     def merge(self, other: "_Window") -> None:
         self.batches += other.batches
-        self.samples += other.samples
+        self.units += other.units
         self.seconds += other.seconds
         self.waited += other.waited
 
     @property
     def rate(self) -> float | None:
-        return self.samples / self.seconds if self.seconds > 0 else None
+        return self.units / self.seconds if self.seconds > 0 else None
 
     @property
     def data_wait_ms(self) -> float | None:

@@ -104,7 +104,6 @@ def test_top5_needs_more_than_five_classes(tiny):
         (["model=timm", "model.name=resnet_of_mine"], "unknown model.name"),
         (["+model.bogus=1"], "bogus"),
         (["mixer.name=longhron"], "did you mean 'longhorn'"),
-        (["recipe.schedule.warmup_epochs=2"], "warmup_epochs=2 must end before recipe.epochs=2"),
         (["+trainer.devics=1"], "devics"),
     ],
 )

@@ -1,31 +1,22 @@
-"""`longseq train task=probe`, `longseq evaluate` on its checkpoints, and `longseq probe`."""
+"""`longseq train task=probe`, and `longseq evaluate` on its checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 
 import longseq.conf
 from longseq.tasks import evaluate, train
-from longseq.tasks.circumstances import COMMIT_VARIABLE
-from longseq.tasks.probe import comparison, sweep
 from longseq.tasks.probe.batches import MixtureSampler, SliceSampler
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
 from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.configuration import resolve
-from longseq.tools import cli
 
 TINY = (
     "task=probe",
@@ -288,231 +279,3 @@ def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_con
 def test_probes_are_no_image_data(compose_config, tmp_path):
     with pytest.raises(ValueError, match="give task=probe with it"):
         train.run(compose_config("train", "data=mqar", "recipe=digits", f"output={tmp_path}"))
-
-
-def probe(monkeypatch: pytest.MonkeyPatch, folder: Path, script: Path, *overrides: str) -> int:
-    """Run `longseq probe` in this process; its runs are started with `script`."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.argv", [str(script), "probe", *TINY[1:], "output=compared", *overrides])
-    try:
-        return cli.main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-
-
-def results_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "compared" / "results.json").read_text())
-
-
-@pytest.mark.slow
-def test_the_sweep_compares_mixers(tmp_path, monkeypatch, capsys):
-    sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
-    script = Path(sys.executable).with_name("longseq")
-    monkeypatch.setenv(COMMIT_VARIABLE, "0123abc 2026-01-02T03:04:05+00:00")
-    assert probe(monkeypatch, tmp_path, script, *sweep) == 0
-    results = results_of(tmp_path)
-    assert [entry["mixer"] for entry in results["summary"]] == ["linear_attention", "attention model.positions=learned"]
-    assert {"measured", "seconds", "training_seconds", "command"} <= results.keys()
-    assert results["measured"]["processor"]
-    assert results["measured"]["commit"] == "0123abc 2026-01-02T03:04:05+00:00"
-    assert (tmp_path / "compared" / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "| linear_attention | " in (tmp_path / "compared" / "table.md").read_text()
-    assert len(list((tmp_path / "compared" / "samples").glob("mqar_*.npz"))) == 1
-    assert len(list((tmp_path / "compared" / "runs").glob("*/checkpoints/best.ckpt"))) == 2
-    assert probe(monkeypatch, tmp_path, Path("nothing_is_started"), *sweep) == 0
-    assert "2 runs, 2 of them finished before" in capsys.readouterr().out
-    assert results_of(tmp_path)["rows"] == results["rows"]
-
-
-# Stands for `longseq train`: fails at seed 1 unless the file `mended` is there, and notes its GPU.
-STAND_IN = """
-import json, os, pathlib, sys
-options = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
-if options["seed"] == "1" and not os.path.exists("mended"):
-    sys.exit("longseq: error: training diverged at step 3")
-accuracy = float(options["recipe.learning_rate"]) * int(options["model.depth"])
-metrics = {"val/accuracy": accuracy, "test/accuracy": accuracy, "seconds": 1.0}
-folder = pathlib.Path(options["hydra.run.dir"])
-(folder / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-(folder / "metrics.json").write_text(json.dumps(metrics))
-"""
-
-
-@pytest.mark.slow
-def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    sweep = ("trainer.accelerator=auto", "seeds=[0,1]", "mixers=[deltanet]", "learning_rates=[0.1,0.2]", "plot=false",
-             "sweep={model.depth: [1, 2]}", "jobs=2")  # fmt: skip
-    assert probe(monkeypatch, tmp_path, script, *sweep) == 2
-    error = capsys.readouterr().err
-    assert "4 of 8 runs failed, deltanet with seed 1 first: training diverged at step 3; the same" in error
-    summary = results_of(tmp_path)["summary"]
-    assert [(entry["learning_rate"], entry["failed"]) for entry in summary] == [(0.2, 2), (0.2, 2)]
-    assert [entry["metrics"]["test/accuracy"]["mean"] for entry in summary] == [0.2, 0.4]
-
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("compared/runs/*/metrics.json")}
-    assert len(before) == 4
-    (tmp_path / "mended").touch()
-    assert probe(monkeypatch, tmp_path, script, *sweep) == 0
-    assert "8 runs, 4 of them finished before" in capsys.readouterr().out
-    assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
-    assert all(entry["metrics"]["test/accuracy"]["runs"] == 2 for entry in results_of(tmp_path)["summary"])
-    assert {path.read_text() for path in tmp_path.glob("compared/runs/*/gpu")} == {"4", "6"}
-    assert not (tmp_path / "compared" / "plot.png").exists()
-    assert probe(monkeypatch, tmp_path, script, *sweep, "report=test/top1") == 2
-    assert "report=test/top1 was not measured: choose one of test/accuracy" in capsys.readouterr().err
-
-
-# Stands for `longseq train`: the first attempt tells its error, the second is killed.
-KILLED = """
-import os, signal, sys
-if not os.path.exists("tried"):
-    open("tried", "w").close()
-    sys.exit("longseq: error: training diverged at step 3")
-print("epoch 1", flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_error_told_is_that_of_the_last_attempt(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    sweep = ("mixers=[deltanet]", "plot=false")
-    (tmp_path / "compared").mkdir()
-    (tmp_path / "compared" / "table.md").write_text("of an earlier comparison")
-    assert probe(monkeypatch, tmp_path, script, *sweep) == 2
-    told = capsys.readouterr()
-    assert "first: training diverged at step 3; the same" in told.err
-    assert "table.md" not in told.out
-    assert probe(monkeypatch, tmp_path, script, *sweep) == 2
-    error = capsys.readouterr().err
-    assert "first: signal 9; the last line of " in error
-    assert "log.txt: epoch 1; the same" in error
-
-
-# Stands for `longseq train`: runs until it is told to end, and notes that it was.
-ENDLESS = """
-import os, pathlib, signal, sys, time
-options = dict(argument.split("=", 1) for argument in sys.argv[2:] if "=" in argument)
-folder = pathlib.Path(options["hydra.run.dir"])
-def leave(*_):
-    (folder / "told").touch()
-    sys.exit(143)
-signal.signal(signal.SIGTERM, leave)
-(folder / "started").touch()
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_sweep_that_is_stopped_ends_its_runs(number, tmp_path, monkeypatch, capsys):
-    script = tmp_path / "endless.py"
-    script.write_text(ENDLESS)
-    runs = tmp_path / "compared" / "runs"
-
-    def stop() -> None:
-        while len(list(runs.glob("*/started"))) < 2:
-            time.sleep(0.05)
-        os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also where the tests run in the background
-    thread = threading.Thread(target=stop)
-    thread.start()
-    assert probe(monkeypatch, tmp_path, script, "seeds=[0,1,2]", "mixers=[gla]", "jobs=2", "plot=false") == 128 + number
-    thread.join()
-    assert len(list(runs.glob("*/told"))) == len(list(runs.glob("*/started"))) == 2
-    assert "stopping; the same command continues" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("output", ["compared", "a b, (c)=d's"])
-def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_path):
-    slices = [{"samples": 50, "name": "a b"}, {"samples": 60}]
-    config = {"output": str(tmp_path / output), "learning_rates": None, "mixers": ["gla"], "seeds": [0],
-              "sweep": {"data.test": [slices], "recipe": ["vla"], "model.tie_embeddings": [False]}}  # fmt: skip
-    (trial,) = sweep.plan(config, [])
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        composed = compose("train", trial.overrides)
-    assert composed.data.test == slices
-    assert composed.recipe.name == "vla"
-    assert composed.model.tie_embeddings is False
-    assert composed.data.cache == str(tmp_path / output / "samples")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("mixer=deltanet", "give mixers=[...]"),
-        ("seed=3", "give seeds=[...]"),
-        ("mixers=[]", "mixers is empty"),
-        ("sweep={model.depth: 3}", "needs a list of values"),
-        ("sweep=[1,2]", "sweep=[1, 2] has no keys"),
-        ("sweep={mixer: [gla, mamba]}", "sweep: mixer is set by longseq probe itself: give mixers=[...]"),
-        ("jobs=0", "jobs=0 must be at least 1"),
-        ("jobs=many", "jobs=many must be at least 1"),
-        ("mixers=deltanet", "mixers=deltanet must be a list, such as mixers=[deltanet,mamba]"),
-        ("mixers=[deltanet,deltanet]", "two runs are the same (deltanet, seed 0)"),
-        ("mixers=['']", "mixers is empty"),
-        ("seeds=[first]", "must be a list, such as seeds=[0,1,2]"),
-        ("learning_rates=small", "must be a list, such as learning_rates=[1e-3,3e-3]"),
-        ("report=val/accuracy", "must be a metric of the test"),
-        ("output=null", "output=None must be a folder"),
-        ("trainer.fast_dev_run=true", "try with recipe.epochs=1"),
-        ("report=1", "must be a metric of the test"),
-    ],
-)
-def test_a_sweep_that_cannot_be_is_refused(overrides, message, monkeypatch, capsys, tmp_path):
-    assert probe(monkeypatch, tmp_path, Path("nothing_is_started"), overrides) == 2
-    assert message in capsys.readouterr().err
-
-
-def row(mixer: str, depth: int, rate: float, seed: int, **metrics: float) -> dict[str, Any]:
-    found = {"metrics": {name.replace("__", "/"): value for name, value in metrics.items()}} if metrics else {}
-    status = {"status": "finished"} if metrics else {"status": "failed", "error": "diverged"}
-    return {"mixer": mixer, "setting": {"model.depth": depth}, "learning_rate": rate, "seed": seed, **status, **found}
-
-
-def test_the_best_learning_rate_by_validation_is_reported():
-    rows = [
-        row("a", 1, 0.1, 0, val__accuracy=0.9, test__accuracy=0.5),
-        row("a", 1, 0.1, 1, val__accuracy=0.7, test__accuracy=0.7),
-        row("a", 1, 0.2, 0, val__accuracy=0.5, test__accuracy=0.9),
-        row("a", 1, 0.2, 1, val__accuracy=0.5, test__accuracy=0.9),
-        row("a", 1, 0.3, 0, val__accuracy=1.0, test__accuracy=1.0),
-        row("a", 1, 0.3, 1),
-        row("a", 2, 0.1, 0),
-    ]
-    summary = comparison.summarize(rows, "test/accuracy", "val/accuracy")
-    assert [entry["learning_rate"] for entry in summary] == [0.1, 0.1]
-    assert summary[0]["metrics"]["test/accuracy"] == {"mean": 0.6, "std": pytest.approx(0.141421), "runs": 2}
-    assert summary[0]["failed"] == 1
-    results = {"summary": summary, "report": "test/accuracy"}
-    assert comparison.table(results) == [["mixer", "depth=1", "depth=2"], ["a", "0.600 ± 0.141", "failed"]]
-
-
-def test_slices_are_columns(tmp_path):
-    rows = [row("a", 1, 0.1, 0, test__accuracy=0.5, test__accuracy_64x4=0.75, test__accuracy_512x64=0.25)]
-    rows.append(row("b", 1, 0.1, 0, test__accuracy=0.6, test__accuracy_64x4=0.9, test__accuracy_512x64=0.3))
-    rows.append(row("c", 1, 0.1, 0))
-    results = {
-        "summary": comparison.summarize(rows, "test/accuracy", "val/accuracy"),
-        "report": "test/accuracy",
-        "selected_by": "val/accuracy",
-        "command": "longseq probe",
-        "measured": {"commit": None, "date": "2026-01-01", "processor": "one", "versions": {"torch": "2"}},
-        "training_seconds": 1.0,
-        "jobs": 1,
-    }
-    table = comparison.markdown(results)
-    assert table.splitlines()[0] == "| mixer | depth=1, 64x4 | depth=1, 512x64 |"
-    assert table.splitlines()[3] == "| b | 0.900 | 0.300 |"
-    assert table.splitlines()[4] == "| c | failed | failed |"
-    comparison.plot(results, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_a_missing_matplotlib_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"longseq\[plot\]"):
-        comparison.require_matplotlib()

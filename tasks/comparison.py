@@ -1,8 +1,9 @@
-"""The results of a sweep: the best learning rate of each mixer and setting, as a table and as a plot."""
+"""The results of a comparison: the best learning rate of each row and setting, as a table and as a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -13,14 +14,15 @@ Row = Mapping[str, Any]
 
 
 def summarize(rows: Sequence[Row], report: str, selected_by: str) -> list[dict[str, Any]]:
-    """For each mixer and setting the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
+    """For each row and setting the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
 
-    A rate at which a run failed gives way to one at which more runs finished. `metrics` holds mean, standard deviation
+    The runs tell which values of a metric are better. A rate at which a run failed gives way to one at which more runs
+    finished. `metrics` holds mean, standard deviation
     (None for one seed) and number of runs of `report` and of its slices.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(f"{row['mixer']} {row['setting']}", []).append(row)
+        groups.setdefault(f"{row['name']} {row['setting']}", []).append(row)
     return [_best(group, report, selected_by) for group in groups.values()]
 
 
@@ -29,14 +31,18 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
     for row in group:
         rates.setdefault(row["learning_rate"], []).append(row)
     finished = {rate: [row["metrics"] for row in listed if "metrics" in row] for rate, listed in rates.items()}
+    sign = 1 if is_higher_better([one for listed in finished.values() for one in listed], selected_by) else -1
     merit = {
-        rate: (len(listed), fmean(metrics.get(selected_by, 0.0) for metrics in listed) if listed else 0.0)
+        rate: (
+            len(listed),
+            sign * fmean(metrics.get(selected_by, -sign * inf) for metrics in listed) if listed else 0.0,
+        )
         for rate, listed in finished.items()
     }
     rate = max(merit, key=lambda candidate: merit[candidate])
     names = {key for metrics in finished[rate] for key in metrics if key == report or key.startswith(f"{report}_")}
     return {
-        "mixer": group[0]["mixer"],
+        "name": group[0]["name"],
         "setting": group[0]["setting"],
         "learning_rate": rate,
         "failed": sum(row["status"] != "finished" for row in group),
@@ -47,6 +53,14 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
             if key in names
         },
     }
+
+
+def is_higher_better(found: Sequence[Mapping[str, Any]], metric: str) -> bool:
+    """Whether higher values of a metric are better, as the metrics of finished runs tell; True where none finished."""
+    told = {metrics.get("higher_is_better", {}).get(metric) for metrics in found}
+    if not told - {None} and found:
+        raise ValueError(f"{metric} does not say which of its values are better: compare by another metric")
+    return False not in told
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -61,7 +75,7 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
     measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
     for entry in results["summary"]:
         if not entry["metrics"] and entry["setting"] in measured:
-            continue  # a mixer all of whose runs failed knows no slices; the others tell them
+            continue  # a row all of whose runs failed knows no slices; the others tell them
         slices = [key for key in entry["metrics"] if key != report] or [report]
         for metric in slices:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
@@ -75,15 +89,15 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
 def table(results: Mapping[str, Any]) -> list[list[str]]:
     """Heading and rows of the table; a cell is the mean over the seeds, with the standard deviation of several."""
     shown = columns(results)
-    rows = [["mixer", *(heading for heading, _, _ in shown)]]
-    for mixer in dict.fromkeys(entry["mixer"] for entry in results["summary"]):
-        rows.append([mixer, *(_cell(_value(results, mixer, setting, metric)) for _, setting, metric in shown)])
+    rows = [["model", *(heading for heading, _, _ in shown)]]
+    for name in dict.fromkeys(entry["name"] for entry in results["summary"]):
+        rows.append([name, *(_cell(_value(results, name, setting, metric)) for _, setting, metric in shown)])
     return rows
 
 
-def _value(results: Mapping[str, Any], mixer: str, setting: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:
+def _value(results: Mapping[str, Any], name: str, setting: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:
     for entry in results["summary"]:
-        if entry["mixer"] == mixer and entry["setting"] == setting:
+        if entry["name"] == name and entry["setting"] == setting:
             return entry["metrics"].get(metric)
     return None
 
@@ -112,7 +126,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def _chosen(entry: Mapping[str, Any]) -> str:
     setting = "".join(f" {key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items())
-    return f"{entry['mixer']}{setting} {entry['learning_rate']:g}"
+    return f"{entry['name']}{setting} {entry['learning_rate']:g}"
 
 
 def require_matplotlib() -> None:
@@ -124,16 +138,17 @@ def require_matplotlib() -> None:
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Draw the table: a line a mixer over the columns, bars where there is only one column."""
+    """Draw the table: a line a row over the columns, bars where there is only one column."""
     from matplotlib.figure import Figure
 
     shown = columns(results)
-    mixers = list(dict.fromkeys(entry["mixer"] for entry in results["summary"]))
-    values = {mixer: [_value(results, mixer, setting, metric) for _, setting, metric in shown] for mixer in mixers}
-    figure = Figure(figsize=(8, max(3.0, 0.3 * len(mixers) + 1.5)), dpi=150, layout="constrained")
+    names = list(dict.fromkeys(entry["name"] for entry in results["summary"]))
+    values = {name: [_value(results, name, setting, metric) for _, setting, metric in shown] for name in names}
+    figure = Figure(figsize=(8, max(3.0, 0.3 * len(names) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:
-        _draw_bars(axes, {mixer: listed[0] for mixer, listed in values.items()})
+        upwards = is_higher_better([row["metrics"] for row in results["rows"] if "metrics" in row], results["report"])
+        _draw_bars(axes, {name: listed[0] for name, listed in values.items()}, upwards)
         axes.set_xlabel(results["report"])
     else:
         _draw_lines(axes, values)
@@ -148,17 +163,18 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     partial.replace(path)
 
 
-def _draw_bars(axes: Any, values: Mapping[str, Row | None]) -> None:
-    known = {mixer: value for mixer, value in values.items() if value is not None}
-    ordered = sorted(known, key=lambda mixer: known[mixer]["mean"])
-    axes.barh(ordered, [known[mixer]["mean"] for mixer in ordered], xerr=[known[m]["std"] or 0.0 for m in ordered])
+def _draw_bars(axes: Any, values: Mapping[str, Row | None], upwards: bool) -> None:
+    """The best on top."""
+    known = {name: value for name, value in values.items() if value is not None}
+    ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=not upwards)
+    axes.barh(ordered, [known[name]["mean"] for name in ordered], xerr=[known[one]["std"] or 0.0 for one in ordered])
 
 
 def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:
     styles = ("-", "--", ":")
-    for number, (mixer, listed) in enumerate(values.items()):
+    for number, (name, listed) in enumerate(values.items()):
         places = [place for place, value in enumerate(listed) if value is not None]
         means = [value["mean"] for value in listed if value is not None]
         errors = [value["std"] or 0.0 for value in listed if value is not None]
         style = {"color": f"C{number % 10}", "linestyle": styles[number // 10 % 3], "marker": "o", "markersize": 4}
-        axes.errorbar(places, means, yerr=errors, label=mixer, capsize=2, **style)
+        axes.errorbar(places, means, yerr=errors, label=name, capsize=2, **style)

@@ -1,4 +1,4 @@
-"""`longseq probe`: train mixers side by side on a probe, and compare them in a table and a plot."""
+"""`longseq compare`: train models side by side, of any task, and compare them in a table and a plot."""
 
 from __future__ import annotations
 
@@ -14,24 +14,38 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
-from longseq.tasks.probe import comparison
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
-from longseq.tasks.training import runs
-from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training import processes, runs
 from longseq.tasks.training.files import write_text
+from longseq.tasks.training.recipe import device_count
 
 # Keys of this command; every other override goes to each `longseq train`.
-OWN_KEYS = ("task", "mixers", "seeds", "sweep", "learning_rates", "jobs", "report", "plot", "output")
+OWN_KEYS = (
+    "comparison",
+    "mixers",
+    "rows",
+    "overrides",
+    "seeds",
+    "sweep",
+    "learning_rates",
+    "jobs",
+    "report",
+    "plot",
+    "output",
+)
 TAKEN_KEYS = {
     "mixer": "give mixers=[...]",
     "mixer.name": "give mixers=[...]",
@@ -43,6 +57,7 @@ LISTS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("mixers", (str,), "[deltanet,mamba]"),
     ("seeds", (int,), "[0,1,2]"),
     ("learning_rates", (int, float), "[1e-3,3e-3]"),
+    ("overrides", (str,), "[trainer=cpu]"),
 )
 # Text that means itself in an override.
 PLAIN = re.compile(r"[\w/+.$%*@?|:-]+")
@@ -50,13 +65,14 @@ RUNS = "runs"
 SAMPLES = "samples"  # what the runs share
 RESULTS_FILE = "results.json"
 LOG_FILE = "log.txt"
+MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
 ERROR = "longseq: error: "  # how a run begins the line that tells its failure
 
 
 class Trial(NamedTuple):
-    """One run: the mixer as the user wrote it, the setting, learning rate and seed, and its folder and overrides."""
+    """One run: the name of its row, its setting, learning rate and seed, and its folder and overrides."""
 
-    mixer: str
+    name: str
     setting: dict[str, Any]
     learning_rate: float | None
     seed: int
@@ -65,95 +81,140 @@ class Trial(NamedTuple):
 
     def describe(self) -> str:
         """The trial in one line."""
-        parts = [self.mixer, *(f"{key}={value}" for key, value in self.setting.items())]
+        parts = [self.name, *(f"{key}={value}" for key, value in self.setting.items())]
         parts += [] if self.learning_rate is None else [f"learning rate {self.learning_rate:g}"]
         return f"{', '.join(parts)}, seed {self.seed}"
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
-    """Train every mixer with every setting, learning rate and seed; write and return the results.
+    """Train every row with every setting, learning rate and seed; write and return the results.
 
     The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A run that is
     finished is not repeated, one that was interrupted continues.
     """
     quiet_libraries()
-    config = resolve(cfg)
-    _check(config)
-    if config["plot"]:
+    own = _own_keys(cfg)
+    _check(own)
+    if own["plot"]:
         comparison.require_matplotlib()
-    folder = Path(config["output"])
-    given = [override for override in HydraConfig.get().overrides.task if _key(override) not in OWN_KEYS]
-    trials = plan(config, given)
+    folder = Path(own["output"])
+    words = HydraConfig.get().overrides.task
+    trials = plan(own, [override for override in words if _key(override) not in OWN_KEYS])
+    trained = _compose(trials[0])
+    metric, report = trained["task"]["metric"], own["report"] or trained["task"]["metric"].replace("val/", "test/")
+    places = _places(trained)
+    jobs = own["jobs"] or max(1, len(places))
     done = sum(runs.finished(trial.folder) is not None for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
     results: dict[str, Any] = {
-        "command": shlex.join(["longseq", "probe", *HydraConfig.get().overrides.task]),
-        "report": config["report"],
-        "selected_by": config["task"]["metric"],
-        **_surroundings(config),
+        "command": shlex.join(["longseq", "compare", *words]),
+        "report": report,
+        "selected_by": metric,
+        "measured": find_circumstances(_device(places[0] if places else None)),
+        "jobs": jobs,
     }
     started = time.monotonic()
     rows: dict[int, dict[str, Any]] = {}
-    for index, row in _run_all(trials, config):
+    for index, row in _run_all(trials, jobs, places):
         rows[index] = row
         results["rows"] = [rows[number] for number in sorted(rows)]
         results["seconds"] = round(time.monotonic() - started, 1)
-        trained = [one["metrics"]["seconds"] for one in results["rows"] if one["status"] == "finished"]
-        results["training_seconds"] = round(sum(trained), 1)  # of all runs, also of those finished before
-        results["summary"] = comparison.summarize(results["rows"], config["report"], config["task"]["metric"])
+        seconds = [one["metrics"]["seconds"] for one in results["rows"] if one["status"] == "finished"]
+        results["training_seconds"] = round(sum(seconds), 1)  # of all runs, also of those finished before
+        results["summary"] = comparison.summarize(results["rows"], report, metric)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
-        print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, config['report'])}", flush=True)
-    _conclude(results, config, folder)
+        print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, report)}", flush=True)
+    _conclude(results, own["plot"], folder)
     return results
 
 
-def plan(config: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
-    """Every trial of the sweep; the folder of each is named by all that its outcome depends on."""
-    rates = config["learning_rates"] or [None]
-    swept = config["sweep"] or {}
+def plan(own: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
+    """Every trial; the folder of each is named by all that its outcome depends on.
+
+    `own` are the keys of this command, `given` the overrides of every run. Of two values of a key the last counts: the
+    overrides of a row replace those of every run, and those of the sweep replace both.
+    """
+    rates = own["learning_rates"] or [None]
+    swept = own["sweep"] or {}
     settings = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
-    output, cached = Path(config["output"]).absolute(), any(_key(override) == "data.cache" for override in given)
+    output = Path(own["output"]).absolute()
+    rows = {mixer: [f"mixer={mixer.split()[0]}", *mixer.split()[1:]] for mixer in own["mixers"]}
+    rows |= {name: shlex.split(words) for name, words in (own["rows"] or {}).items()}
     trials = []
-    for mixer, setting, rate, seed in product(config["mixers"], settings, rates, config["seeds"]):
-        name, *options = mixer.split()
-        overrides = ["task=probe", *given, f"mixer={name}", *options, f"seed={seed}"]
+    for (name, words), setting, rate, seed in product(rows.items(), settings, rates, own["seeds"]):
+        overrides = [*(own["overrides"] or []), *given, *words, f"seed={seed}"]
         overrides += [f"{key}={_spell(value)}" for key, value in setting.items()]
         overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
+        overrides = _last_of_each_key(overrides)
         digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:10]
-        folder = output / RUNS / f"{name}_{seed}_{digest}"
-        if not cached:
+        place = output / RUNS / f"{re.sub('[^A-Za-z0-9_]+', '_', name.split()[0])}_{seed}_{digest}"
+        if _makes_samples(overrides):
             overrides.append(f"data.cache={_spell(str(output / SAMPLES))}")
-        trials.append(Trial(mixer, setting, rate, seed, folder, overrides))
+        trials.append(Trial(name, setting, rate, seed, place, overrides))
     folders = [trial.folder for trial in trials]
-    if twice := [trial for trial in trials if folders.count(trial.folder) > 1]:
-        raise ValueError(f"two runs are the same ({twice[0].describe()}): name each mixer, value, rate and seed once")
+    if same := [trial for trial in trials if folders.count(trial.folder) > 1]:
+        raise ValueError(f"two runs are the same ({same[0].describe()}): name each row, value, rate and seed once")
     return trials
 
 
-def _check(config: Mapping[str, Any]) -> None:
-    if config["task"]["name"] != "probe":
-        raise ValueError(f"task={config['task']['name']} is no probe: longseq probe takes task=probe")
+def _makes_samples(overrides: Sequence[str]) -> bool:
+    """Whether the data of a run is generated, for all runs to share it, and no folder for it was given."""
+    groups = tuple(word for word in overrides if _key(word) in ("task", "data", "experiment"))
+    return all(_key(word) != "data.cache" for word in overrides) and _has_cache(groups)
+
+
+@lru_cache
+def _has_cache(groups: tuple[str, ...]) -> bool:
+    return "cache" in compose("train", list(groups)).data
+
+
+def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
+    last = {_key(override): index for index, override in enumerate(overrides)}
+    return [override for index, override in enumerate(overrides) if last[_key(override)] == index]
+
+
+def _own_keys(cfg: DictConfig) -> dict[str, Any]:
+    values = {key: cfg[key] for key in OWN_KEYS if key in cfg}
+    return {
+        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()
+    }
+
+
+def _compose(trial: Trial) -> dict[str, Any]:
+    """What the configuration of a run says of its task and trainer."""
+    config = compose("train", trial.overrides)
+    return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("task", "trainer")}
+
+
+def _check(own: Mapping[str, Any]) -> None:
     for override in HydraConfig.get().overrides.task:
         if (remedy := TAKEN_KEYS.get(_key(override))) is not None:
-            raise ValueError(f"longseq probe sets {_key(override)} itself: {remedy}")
+            raise ValueError(f"longseq compare sets {_key(override)} itself: {remedy}")
     for key, kinds, example in LISTS:
-        listed = config[key]
-        if listed is None and key == "learning_rates":
+        listed = own[key]
+        if listed is None and key in ("learning_rates", "overrides"):
             continue
         if not isinstance(listed, list) or not all(isinstance(value, kinds) for value in listed):
             raise ValueError(f"{key}={listed} must be a list, such as {key}={example}")
-        if not listed or not all(str(value).strip() for value in listed):
+        empty = not listed and not (key == "overrides" or (key == "mixers" and own["rows"]))
+        if empty or not all(str(value).strip() for value in listed):
             raise ValueError(f"{key} is empty: give at least one, such as {key}={example}")
-    _check_swept(config["sweep"])
-    if not isinstance(config["jobs"], int) or config["jobs"] < 1:
-        raise ValueError(f"jobs={config['jobs']} must be at least 1, the number of runs at a time")
-    if not isinstance(config["output"], str):
-        raise ValueError(f"output={config['output']} must be a folder, such as outputs/probe/comparison")
-    if config["trainer"].get("fast_dev_run"):
+        if twice := [value for value in listed if listed.count(value) > 1]:
+            raise ValueError(f"{key} names {twice[0]} more than once: name each once")
+    rows = own["rows"]
+    if rows is not None and (not isinstance(rows, dict) or not all(isinstance(words, str) for words in rows.values())):
+        raise ValueError(f"rows={rows} must name overrides, such as 'rows={{wide: \"mixer=mamba model.mlp_ratio=5\"}}'")
+    _check_swept(own["sweep"])
+    jobs = own["jobs"]
+    if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
+        raise ValueError(f"jobs={jobs} must be at least 1, the number of runs at a time, or null: one for each GPU")
+    if not isinstance(own["output"], str):
+        raise ValueError(f"output={own['output']} must be a folder, such as outputs/probe/comparison")
+    if any(re.fullmatch(r"\+*trainer\.fast_dev_run=[^0fF].*", word) for word in HydraConfig.get().overrides.task):
         raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
-    if not str(config["report"]).startswith("test/"):
-        raise ValueError(f"report={config['report']} must be a metric of the test, such as test/accuracy")
+    if own["report"] is not None and not str(own["report"]).startswith("test/"):
+        raise ValueError(f"report={own['report']} must be a metric of the test, such as test/accuracy")
 
 
 def _check_swept(sweep: Any) -> None:
@@ -164,7 +225,7 @@ def _check_swept(sweep: Any) -> None:
     for key, values in sweep.items():
         if key in OWN_KEYS or key in TAKEN_KEYS:
             remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
-            raise ValueError(f"sweep: {key} is set by longseq probe itself: {remedy}")
+            raise ValueError(f"sweep: {key} is set by longseq compare itself: {remedy}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"sweep: {key} needs a list of values, such as sweep={{{key}: [64, 128]}}")
 
@@ -185,20 +246,18 @@ def _spell(value: Any) -> str:
     return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
-def _run_all(trials: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run the trials, `jobs` at a time, and yield each with its index as it ends."""
-    jobs = config["jobs"]
+def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run the trials, `jobs` at a time, spread over `places`, and yield each with its index as it ends."""
     devices: queue.Queue[str | None] = queue.Queue()
-    visible = _visible_devices(config)
     for slot in range(jobs):
-        devices.put(visible[slot % len(visible)] if visible else None)
-    processes: set[subprocess.Popen[bytes]] = set()
+        devices.put(places[slot % len(places)] if places else None)
+    started: set[subprocess.Popen[bytes]] = set()
     threads = max(1, (os.cpu_count() or 1) // jobs)
 
     def work(trial: Trial) -> dict[str, Any]:
         device = devices.get()
         try:
-            return _run_one(trial, device, threads, processes)
+            return _run_one(trial, device, threads, started)
         finally:
             devices.put(device)
 
@@ -214,7 +273,7 @@ def _run_all(trials: Sequence[Trial], config: Mapping[str, Any]) -> Iterator[tup
             told: set[subprocess.Popen[bytes]] = set()
             # Again until all have ended, for a run that was just being started.
             while not all(future.done() for future in futures):
-                for process in processes - told:
+                for process in started - told:
                     process.terminate()
                     told.add(process)
                 time.sleep(0.05)
@@ -239,15 +298,16 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_one(trial: Trial, device: str | None, threads: int, processes: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
+def _run_one(trial: Trial, device: str | None, threads: int, started: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
     """Train one trial, unless it is finished, and return its row."""
     log_path = trial.folder / LOG_FILE
     code = told_before = 0
     if runs.finished(trial.folder) is None:
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **processes.followed_by_child()}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         trial.folder.mkdir(parents=True, exist_ok=True)
+        write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(_device(device))) + "\n")
         told_before = log_path.stat().st_size if log_path.is_file() else 0
         command = [
             sys.executable,
@@ -259,20 +319,26 @@ def _run_one(trial: Trial, device: str | None, threads: int, processes: set[subp
         ]
         with log_path.open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-            processes.add(process)
+            started.add(process)
             code = process.wait()
-            processes.discard(process)
+            started.discard(process)
     row: dict[str, Any] = {
-        "mixer": trial.mixer,
+        "name": trial.name,
         "setting": trial.setting,
         "learning_rate": trial.learning_rate,
         "seed": trial.seed,
         "overrides": trial.overrides,
     }
     metrics = runs.finished(trial.folder)
+    with suppress(OSError, ValueError):
+        row["measured"] = json.loads((trial.folder / MEASURED_FILE).read_text())
     if metrics is None:
         return row | {"status": "failed", "error": _last_error(log_path, told_before, code)}
     return row | {"status": "finished", "metrics": metrics}
+
+
+def _device(place: str | None) -> torch.device:
+    return torch.device("cuda" if place is not None and torch.cuda.is_available() else "cpu")
 
 
 def _last_error(log: Path, start: int, code: int) -> str:
@@ -285,19 +351,19 @@ def _last_error(log: Path, start: int, code: int) -> str:
     return f"{ended}; the last line of {shorten(log)}: {lines[-1]}" if lines else ended
 
 
-def _visible_devices(config: Mapping[str, Any]) -> list[str]:
-    """The GPUs over which the runs are spread, as CUDA_VISIBLE_DEVICES names them; none for the CPU."""
-    if config["trainer"].get("accelerator") == "cpu":
+def _places(trained: Mapping[str, Any]) -> list[str]:
+    """The GPUs of each place where a run fits, as CUDA_VISIBLE_DEVICES names them; none for the CPU.
+
+    A run on two devices takes two of them.
+    """
+    if trained["trainer"].get("accelerator") == "cpu":
         return []
-    if os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    return [str(index) for index in range(torch.cuda.device_count())]
-
-
-def _surroundings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The commit, the hardware and the versions that the runs use."""
-    gpu = config["trainer"].get("accelerator") != "cpu" and torch.cuda.is_available()
-    return {"measured": find_circumstances(torch.device("cuda" if gpu else "cpu")), "jobs": config["jobs"]}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    size = device_count(trained)
+    if visible and size > len(visible):
+        raise ValueError(f"trainer.devices: a run takes {size} GPUs, and there are {len(visible)}")
+    return [",".join(visible[first : first + size]) for first in range(0, len(visible) - size + 1, size)]
 
 
 def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
@@ -308,9 +374,9 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
     return f"{trial.describe()}: {value}, {metrics['seconds']:.0f} s"
 
 
-def _conclude(results: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     """Write the table and the plot and say where; ValueError if a run failed."""
-    report, written = config["report"], [RESULTS_FILE]
+    report, written = results["report"], [RESULTS_FILE]
     if measured := {key for row in results["rows"] if row["status"] == "finished" for key in row["metrics"]}:
         if report not in measured:
             known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
@@ -318,12 +384,16 @@ def _conclude(results: Mapping[str, Any], config: Mapping[str, Any], folder: Pat
         write_text(folder / "table.md", comparison.markdown(results))
         written.append("table.md")
         print_rows(comparison.table(results))
-        if config["plot"]:
+        if plotted:
             comparison.plot(results, folder / "plot.png")
             written.append("plot.png")
+    commits = {row["measured"]["commit"] for row in results["rows"] if "metrics" in row and "measured" in row}
+    if len(commits) > 1:
+        told = ", ".join(sorted(str(commit).split()[0] for commit in commits))
+        print(f"the runs are of several commits ({told}): another output=FOLDER trains all of them anew")
     print_rows([("written", ", ".join(shorten(folder / name) for name in written))])
     if failed := [row for row in results["rows"] if row["status"] != "finished"]:
         raise ValueError(
-            f"{len(failed)} of {len(results['rows'])} runs failed, {failed[0]['mixer']} with seed {failed[0]['seed']} "
+            f"{len(failed)} of {len(results['rows'])} runs failed, {failed[0]['name']} with seed {failed[0]['seed']} "
             f"first: {failed[0]['error']}; the same command tries them again"
         )

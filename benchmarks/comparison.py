@@ -1,0 +1,105 @@
+"""Keep the results of `longseq compare` beside this page:
+
+python benchmarks/comparison.py RESULTS.json NAME TITLE [NOTE ...]
+
+Writes NAME.json. Of a comparison in several columns it holds a row for each name with the value of each seed in each
+column, and NAME.png is the plot. Of a comparison in one column it holds sizes, seconds and speeds, too. RESULTS.json
+may be several files of one commit, with commas between them: the columns of one table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longseq.tasks import comparison
+
+HERE = Path(__file__).parent
+
+
+def row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The cells of a row: the value of each seed at the learning rate that won, and the mean seconds of its runs."""
+    entries = [entry for entry in results["summary"] if entry["name"] == name]
+    cells: dict[str, Any] = {"mixer": name.replace("mixer.options.", "").replace("model.", "")}
+    finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
+    for heading, setting, metric in comparison.columns(results):
+        for entry in entries:
+            if entry["setting"] == setting:
+                rate = entry["learning_rate"]
+                chosen = [one for one in finished if (one["setting"], one["learning_rate"]) == (setting, rate)]
+                values = by_seed(chosen, metric, 4)
+                cells[heading] = values or "diverged"
+    if any(entry["learning_rate"] is not None for entry in entries):
+        cells["learning_rates"] = ", ".join(f"{entry['learning_rate']:g}" for entry in entries)
+    seconds = [one["metrics"]["seconds"] for one in finished]
+    cells["seconds_a_run"] = round(sum(seconds) / len(seconds)) if seconds else None
+    return cells | {"measured": results["measured"]}
+
+
+def by_seed(rows: Sequence[Mapping[str, Any]], metric: str, digits: int | None = None) -> dict[str, Any]:
+    found = {row["seed"]: round(row["metrics"][metric], digits) for row in rows if metric in row["metrics"]}
+    return {str(seed): found[seed] for seed in sorted(found)}
+
+
+def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The cells of a row of a comparison in one column."""
+    finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
+    if not finished:
+        return {"model": name, results["report"].replace("/", "_"): "diverged", "measured": results["measured"]}
+    first, report, metric = finished[0]["metrics"], results["report"], results["selected_by"]
+    cells = {
+        "model": name,
+        "parameters": first["parameters"],
+        "epochs": first["epochs"],
+        report.replace("/", "_"): by_seed(finished, report, 4),
+        metric.replace("val/", "validation_"): by_seed(finished, metric, 4),
+        "seconds": by_seed(finished, "seconds"),
+    }
+    speeds = [key for key in first if key.endswith("_per_second")]
+    cells |= {key: by_seed(finished, key) for key in speeds}
+    return cells | {"runs_at_a_time": results["jobs"], "measured": finished[0].get("measured", results["measured"])}
+
+
+def read(files: str) -> dict[str, Any]:
+    """The results of one command, or of several as if they were one."""
+    first, *others = (json.loads(Path(file).read_text()) for file in files.split(","))
+    for other in others:
+        if other["measured"]["commit"] != first["measured"]["commit"]:
+            sys.exit(f"{files} are of several commits: keep each as its own table")
+        first["command"] += f"; {other['command']}"
+        for key in ("rows", "summary", "training_seconds"):
+            first[key] += other[key]
+    return first
+
+
+def main() -> None:
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
+    source, name, title, *notes = sys.argv[1:]
+    results = read(source)
+    seeds = sorted({one["seed"] for one in results["rows"]})
+    several = len(comparison.columns(results)) > 1
+    names = dict.fromkeys(entry["name"] for entry in results["summary"])
+    told = f" The plot: {name}.png." if several else ""
+    kept = {
+        "what": title,
+        "command": results["command"],
+        "kind": "accuracy",
+        "rows": [(row if several else trained_row)(results, one) for one in names],
+        "notes": [
+            f"{results['report']} of the checkpoint with the best {results['selected_by']}; seeds "
+            f"{', '.join(map(str, seeds))}: mean ± standard deviation of several (the value of each). "
+            f"{results['jobs']} runs at a time; {results['training_seconds']:.0f} s of training in all.{told}",
+            *notes,
+        ],
+    }
+    (HERE / f"{name}.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+    if several:
+        comparison.plot(results, HERE / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

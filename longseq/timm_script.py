@@ -1,0 +1,30 @@
+"""Run a program written for timm's models with those of longseq, such as timm's own train.py and validate.py:
+
+    python -m longseq.timm_script train.py IMAGES --model longseq_tiny_patch16_224 --model-kwargs mixer=deltanet
+    torchrun --nproc_per_node=8 -m longseq.timm_script train.py IMAGES --model longseq_tiny_patch16_224
+
+The program runs as `python train.py ...` does, after `import longseq`, which registers the models with timm, and after
+the plug-ins of installed packages, whose mixers `mixer=NAME` names too.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from longseq import plugins
+
+
+def main() -> None:
+    """Run the program that the first argument names, with the others as its own."""
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m longseq.timm_script PROGRAM.py [ARGUMENT ...]")
+    plugins.load()
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

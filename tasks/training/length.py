@@ -1,0 +1,130 @@
+"""How long a run trains, warms up, and trains from one validation to the next: in epochs, updates or tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, NamedTuple
+
+from longseq.tasks.training.options import Range, read
+
+UNITS = ("epochs", "updates", "tokens")
+WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
+
+# The part of a run that its warm-up takes where the recipe's is longer than the run.
+SHORTENED = 0.1
+
+
+class Epoch(NamedTuple):
+    """What training takes from the data in an epoch; `tokens_per_update` is None of data that has no tokens."""
+
+    updates: int
+    tokens_per_update: float | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a run: so many of one of UNITS, and the key that says so."""
+
+    count: float
+    unit: str
+    key: str
+
+    def in_updates(self, epoch: Epoch) -> float:
+        """ValueError for tokens of data that has none."""
+        if self.unit == "epochs":
+            return self.count * epoch.updates
+        if self.unit == "updates":
+            return self.count
+        if epoch.tokens_per_update is None:
+            raise ValueError(
+                f"{self.key}={self.count:g}: this task's data has no tokens to count: give "
+                f"{self.key.replace('tokens', 'epochs')} or {self.key.replace('tokens', 'updates')} in its place"
+            )
+        return self.count / epoch.tokens_per_update
+
+    def in_epochs(self, epoch: Epoch) -> float:
+        """ValueError as of `in_updates`."""
+        return self.count if self.unit == "epochs" else self.in_updates(epoch) / epoch.updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """The length of a run (one of `epochs`, `updates`, `tokens`), of its warm-up, and of the way to a validation.
+
+    Of the three keys of the warm-up, and of those of the validation, at most one is given; without any there is no
+    warm-up, and a validation follows each epoch. A run that ends within an epoch ends with a validation. An update
+    trains on an effective batch; tokens are those of all devices.
+    """
+
+    epochs: Annotated[int, Range(1)] | None = None
+    updates: Annotated[int, Range(1)] | None = None
+    tokens: Annotated[float, Range(1)] | None = None
+    warmup_epochs: Annotated[float, Range(0)] | None = None
+    warmup_updates: Annotated[int, Range(0)] | None = None
+    warmup_tokens: Annotated[float, Range(0)] | None = None
+    validate_every_epochs: Annotated[int, Range(1)] | None = None
+    validate_every_updates: Annotated[int, Range(1)] | None = None
+    validate_every_tokens: Annotated[float, Range(1)] | None = None
+
+    def __post_init__(self) -> None:
+        for prefix in ("", "warmup_", "validate_every_"):
+            self._find(prefix)
+        if self._find("") is None:
+            raise ValueError(
+                "recipe.epochs, recipe.updates and recipe.tokens are null: give one, the length of the run"
+            )
+
+    @classmethod
+    def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
+        """The length that a recipe's keys tell. ValueError, in one line, for what cannot be."""
+        schedule = recipe["schedule"]
+        warmup = {name: schedule[name] for name in WARMUPS if name in schedule}
+        own = {field.name: recipe[field.name] for field in fields(cls) if field.name in recipe}
+        read(cls, {"epochs": 1, **warmup}, "recipe.schedule")  # names the place of a value that is wrong there
+        return read(cls, {**own, **warmup}, "recipe")
+
+    @property
+    def run(self) -> Span:
+        """The whole run."""
+        span = self._find("")
+        assert span is not None
+        return span
+
+    @property
+    def warmup(self) -> Span | None:
+        return self._find("warmup_")
+
+    @property
+    def validation(self) -> Span | None:
+        """The way from one validation to the next; None stands for an epoch."""
+        return self._find("validate_every_")
+
+    def count_updates(self, epoch: Epoch) -> int:
+        """The updates of the run."""
+        return max(1, math.ceil(self.run.in_updates(epoch)))
+
+    def count_warmup_epochs(self, epoch: Epoch) -> tuple[float, str | None]:
+        """The warm-up in epochs, and a line about it where it is shortened: one that is no shorter than the run."""
+        span, total = self.warmup, self.count_updates(epoch)
+        if span is None:
+            return 0.0, None
+        if span.in_updates(epoch) < total:
+            return span.in_epochs(epoch), None
+        updates = int(SHORTENED * total)
+        return updates / epoch.updates, (
+            f"{span.key}={span.count:g} is no shorter than the run ({self.run.key}={self.run.count:g}): the warm-up "
+            f"takes {updates} of its {total} updates"
+        )
+
+    def _find(self, prefix: str) -> Span | None:
+        place = "recipe.schedule." if prefix == "warmup_" else "recipe."
+        given = {f"{prefix}{unit}": getattr(self, f"{prefix}{unit}") for unit in UNITS}
+        spans = [
+            Span(value, name.removeprefix(prefix), place + name) for name, value in given.items() if value is not None
+        ]
+        if len(spans) > 1:
+            told = " and ".join(f"{span.key}={span.count:g}" for span in spans)
+            raise ValueError(f"{told} say the same in two units: give one, and set {spans[0].key}=null beside another")
+        return spans[0] if spans else None

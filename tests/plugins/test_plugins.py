@@ -1,0 +1,152 @@
+"""Code of users from outside the package: installed with an entry point, or a module in the working folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import longseq
+from longseq import plugins, timm_script
+from longseq.tasks.training import checkpoint as checkpoints
+
+HERE = Path(__file__).resolve().parent
+
+TINY = (
+    "trainer=cpu model.embed_dim=16 model.depth=2 recipe=digits recipe.epochs=1 recipe.schedule.warmup_epochs=0 "
+    "recipe.batch_size=32"
+)
+BEST = Path("installed/checkpoints/best.ckpt")
+
+
+def run(command: list[str | Path], folder: Path, *, stdin: str = "", path: Path | None = None) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if path is None else {"PYTHONPATH": str(path)})
+    result = subprocess.run(
+        command, cwd=folder, env=environment, input=stdin, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which commands ran with an installed plug-in, then with a module of that folder besides.
+
+    `output.txt` there holds what they printed.
+    """
+    folder = tmp_path_factory.mktemp("working")
+    shutil.copy(HERE / "my_module.py", folder)
+    sources, site = shutil.copytree(HERE / "package", folder / "sources"), folder / "site"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    run([sys.executable, "-m", "pip", "install", *options, "--target", site, sources], folder)
+    mine = f"plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY}"
+    commands = (
+        f"train mixer=scaled_attention mixer.options.gain=0.25 task=stripes data=stripes {TINY} "
+        "++callbacks.note={_target_:NoteEnd,name:note.txt} output=installed",
+        f"evaluate checkpoint={BEST} trainer=cpu",
+        f"export checkpoint={BEST} format=renamed latency=false batch_sizes=[1]",
+        f"describe checkpoint={BEST}",
+        "probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 recipe.batch_size=16 "
+        "plot=false output=probe",
+        f"train {mine} output=local",
+        "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
+        f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
+    )
+    output = run([sys.executable, HERE / "commands.py"], folder, stdin="\n".join(commands), path=site)
+    (folder / "output.txt").write_text(output)
+    return folder
+
+
+def recorded(checkpoint: Path) -> dict:
+    return torch.load(checkpoint, weights_only=True)["hyper_parameters"]["config"]
+
+
+@pytest.mark.slow
+def test_an_installed_plug_in_trains_evaluates_exports_describes_and_probes(runs: Path) -> None:
+    config = recorded(runs / BEST)
+    assert config["plugins"] == ["example_plugin"]
+    assert config["mixer"] == {"name": "scaled_attention", "options": {"num_heads": None, "gain": 0.25}}
+    assert (runs / "installed" / "note.txt").read_text() == "1 of 2"
+    assert json.loads((runs / "installed" / "evaluation_test.json").read_text())["test/images"] == 16
+    assert (runs / BEST).with_suffix(".renamed").is_file()
+    assert "mixer scaled_attention" in (runs / "output.txt").read_text()
+    assert len(list((runs / "probe").rglob("metrics.json"))) == 1
+
+
+@pytest.mark.slow
+def test_every_process_of_a_run_has_the_module_of_the_working_folder(runs: Path) -> None:
+    assert {file.name for file in (runs / "ranks").glob("rank*")} == {"rank0", "rank1"}
+    assert recorded(runs / "ranks" / "checkpoints" / "best.ckpt")["plugins"] == ["my_module"]
+
+
+@pytest.mark.slow
+def test_a_spawned_data_worker_has_the_module_of_the_working_folder(runs: Path) -> None:
+    assert json.loads((runs / "local" / "evaluation_test.json").read_text())["test/images"] == 16
+
+
+@pytest.mark.slow
+def test_a_checkpoint_whose_plug_in_is_not_declared_is_one_line(runs: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs the plug-in my_module.*add plugins=\[my_module\]") as error:
+        checkpoints.load(runs / "local" / "checkpoints" / "best.ckpt")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"needs the plug-in my_module.*longseq\.plugins\.load\(\['my_module'\]\)"):
+        longseq.from_pretrained(runs / "local" / "checkpoints" / "best.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, r"plugins=\[broken\], and there is no module broken: name a module that is installed or lies in"),
+        ("import no_such_module", r"plugins=\[broken\], which fails when it is imported: ModuleNotFoundError.*no_such"),
+        ("1 / 0", r"plugins=\[broken\], which fails when it is imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_imported_is_one_line(
+    source: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    if source is not None:
+        (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(ValueError, match=message) as error:
+        plugins.load(["broken"])
+    assert "\n" not in str(error.value)
+    assert "broken" not in plugins.loaded()
+
+
+def test_no_module_of_the_working_folder_takes_the_place_of_an_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timm.py").write_text("raise RuntimeError")
+    (tmp_path / "beside.py").write_text("import timm")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    assert plugins.load(["beside"]) == ("beside",)
+    assert longseq.__file__ is not None
+
+
+def test_a_program_for_timm_has_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import argparse, timm, timm.utils\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--model')\n"
+        "parser.add_argument('--model-kwargs', nargs='*', default={}, action=timm.utils.ParseKwargs)\n"
+        "arguments = parser.parse_args()\n"
+        "model = timm.create_model(arguments.model, **arguments.model_kwargs)\n"
+        "print(__name__, {type(part).__name__ for part in model.modules()} & {'DeltaNet', 'Longhorn'})\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = ["--model", "longseq_tiny_patch16_224", "--model-kwargs", "mixer=deltanet", "depth=1"]
+    monkeypatch.setattr(sys, "argv", ["timm_script", str(program), *words])
+    timm_script.main()
+    assert capsys.readouterr().out == "__main__ {'DeltaNet'}\n"

@@ -1,0 +1,36 @@
+"""`longseq` that notes which images each process is given, and is told to end after an update: SCRIPT VERB WORDS.
+
+The environment tells where (NOTES, a folder) and when (STOP_AFTER, an update of the run).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from longseq.tasks.image.datasets import Batch, TrainingBatches
+from longseq.tasks.training.module import TrainedModule
+from longseq.tools import cli
+
+give, end_batch = TrainingBatches.__getitem__, TrainedModule.on_train_batch_end
+
+
+def give_and_note(batches: TrainingBatches, indices: list[Any]) -> Batch:
+    with (Path(os.environ["NOTES"]) / os.environ.get("LOCAL_RANK", "0")).open("a") as file:
+        print(indices[0].epoch, *(index.position for index in indices), file=file)
+    return give(batches, indices)
+
+
+def end_batch_and_stop(module: TrainedModule, *arguments: Any) -> None:
+    end_batch(module, *arguments)
+    if module.global_step == int(os.environ.get("STOP_AFTER", -1)):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    TrainingBatches.__getitem__ = give_and_note  # type: ignore[method-assign]
+    TrainedModule.on_train_batch_end = end_batch_and_stop  # type: ignore[method-assign]
+    sys.exit(cli.main())

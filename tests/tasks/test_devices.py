@@ -1,0 +1,65 @@
+"""A run that continues on another number of devices: the same samples in the same order, each once in an epoch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longseq.tasks import train
+from longseq.tasks.data.sampler import TrainingSampler
+
+SCRIPT = Path(__file__).with_name("noted_samples.py")
+SAMPLES, BATCH = 1295, 64  # of digits; what a run of the fixture `tiny` trains on in an update
+UPDATES = SAMPLES // BATCH
+
+
+def run(folder: Path, notes: str, stop_after: int, *words: str) -> list[list[list[int]]]:
+    """Train up to an update; what each process was given: the epoch and the positions of every batch."""
+    (folder / notes).mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(folder / notes), "STOP_AFTER": str(stop_after)}
+    command = [sys.executable, SCRIPT, "train", *words, "resume=true"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 143), done.stderr
+    assert "continuing from" in done.stdout or notes == "first", done.stdout
+    told = (
+        "continues with 32 at a time on 2 device(s) x 1 accumulated batch(es): samples keep their order" in done.stderr
+    )
+    assert told == (notes == "second"), done.stderr
+    files = sorted((folder / notes).iterdir())
+    return [[[int(word) for word in line.split()] for line in file.read_text().splitlines()] for file in files]
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_two_devices_and_again_on_one(tmp_path, tiny_overrides):
+    words = (*tiny_overrides, "callbacks.samples=null", "callbacks.confusion=null")
+    (first,) = run(tmp_path, "first", 7, *words)
+    ranks = run(tmp_path, "second", 13, *words, "trainer=ddp_sim")
+    (third,) = run(tmp_path, "third", -1, *words, "trainer.accumulate_grad_batches=2")
+    seen = [(epoch, positions) for epoch, *positions in first[:7]]
+    for one, other in list(zip(*ranks, strict=True))[:6]:
+        assert one[0] == other[0]
+        seen.append((one[0], deal(one[1:], other[1:])))
+    for one, other in zip(third[::2], third[1::2], strict=True):
+        seen.append((one[0], deal(one[1:], other[1:])))
+    sampler = TrainingSampler(SAMPLES, BATCH, seed=0)
+    expected = []
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        expected += [(epoch, [index.position for index in batch]) for batch in sampler]
+    assert len(seen) == 2 * UPDATES
+    assert seen == expected
+
+
+def deal(one: list[int], other: list[int]) -> list[int]:
+    return [position for pair in zip(one, other, strict=True) for position in pair]
+
+
+def test_another_effective_batch_is_refused(tiny, tmp_path):
+    train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
+    (tmp_path / "run" / "metrics.json").unlink()
+    with pytest.raises(ValueError, match=r"another configuration \(recipe\.batch_size: 64 there, 32 here\)"):
+        train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", "recipe.batch_size=32", "resume=true"))

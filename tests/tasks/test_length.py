@@ -1,0 +1,165 @@
+"""The length of a run, its warm-up and its validations, in epochs, updates and tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from longseq.tasks import train
+from longseq.tasks.data.units import count_units
+from longseq.tasks.image.module import ImageClassifier
+from longseq.tasks.training.length import Epoch, RunLength
+
+NULL = {"epochs": None, "updates": None, "tokens": None, "schedule": {}}
+EPOCH = Epoch(updates=20, tokens_per_update=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "updates", "warmup_epochs"),
+    [
+        ({"epochs": 3}, 60, 0.0),
+        ({"epochs": 3, "schedule": {"warmup_epochs": 0.25}}, 60, 0.25),
+        ({"updates": 47, "schedule": {"warmup_updates": 5}}, 47, 0.25),
+        ({"tokens": 46_001, "schedule": {"warmup_tokens": 10_000}}, 47, 0.5),
+        ({"updates": 30, "schedule": {"warmup_epochs": 1}}, 30, 1.0),
+    ],
+)
+def test_lengths_become_updates(keys, updates, warmup_epochs):
+    length = RunLength.from_recipe(NULL | keys)
+    assert length.count_updates(EPOCH) == updates
+    assert length.count_warmup_epochs(EPOCH) == (warmup_epochs, None)
+
+
+def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth():
+    length = RunLength.from_recipe(NULL | {"epochs": 1, "schedule": {"warmup_epochs": 5}})
+    epochs, told = length.count_warmup_epochs(EPOCH)
+    assert epochs == 0.1
+    assert told == (
+        "recipe.schedule.warmup_epochs=5 is no shorter than the run (recipe.epochs=1): the warm-up takes 2 of its 20 "
+        "updates"
+    )
+    assert (
+        RunLength.from_recipe(NULL | {"updates": 1, "schedule": {"warmup_epochs": 5}}).count_warmup_epochs(EPOCH)[0]
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, r"recipe\.epochs, recipe\.updates and recipe\.tokens are null: give one"),
+        ({"epochs": 8, "updates": 100}, r"recipe\.epochs=8 and recipe\.updates=100 .*set recipe\.epochs=null"),
+        ({"epochs": 0}, r"recipe\.epochs=0 must be a whole number of at least 1"),
+        ({"epochs": 1.5}, r"recipe\.epochs=1\.5 must be a whole number"),
+        ({"epochs": 1, "schedule": {"warmup_updates": -1}}, r"recipe\.schedule\.warmup_updates=-1 must be a whole"),
+        (
+            {"epochs": 1, "schedule": {"warmup_updates": 1, "warmup_tokens": 5}},
+            r"recipe\.schedule\.warmup_updates=1 and recipe\.schedule\.warmup_tokens=5 say the same",
+        ),
+        ({"epochs": 1, "validate_every_updates": 0}, r"recipe\.validate_every_updates=0 must be a whole number"),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_the_key(keys, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        RunLength.from_recipe(NULL | keys)
+    assert "\n" not in str(raised.value)
+
+
+def test_tokens_of_data_without_tokens_are_refused(tiny):
+    with pytest.raises(
+        ValueError, match=r"recipe\.tokens=1000: .* give recipe\.epochs or recipe\.updates in its place"
+    ):
+        train.run(tiny("recipe.epochs=null", "recipe.tokens=1000"))
+
+
+def test_the_trainer_is_not_told_what_the_recipe_says(tiny):
+    with pytest.raises(ValueError, match=r"trainer\.max_steps=5: the recipe says it; give recipe\.updates"):
+        train.run(tiny("+trainer.max_steps=5"))
+
+
+@pytest.mark.slow
+def test_one_epoch_alone_trains_with_a_shorter_warmup(compose_config, tmp_path, caplog):
+    words = ("mixer=attention", "trainer=cpu", "model.embed_dim=16", "model.depth=1", "recipe.epochs=1")
+    with caplog.at_level(logging.WARNING, "longseq"):
+        train.run(compose_config("train", *words, "trainer.log_every_n_steps=1", f"output={tmp_path / 'run'}"))
+    assert "the warm-up takes 4 of its 40 updates" in caplog.text
+    rates = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/lr")
+    assert max(rates, key=lambda event: event.value).step == 4
+
+
+# Two epochs have 40 updates.
+IN_UPDATES = (
+    "recipe.epochs=null",
+    "recipe.updates=27",
+    "recipe.validate_every_updates=8",
+    "trainer.accumulate_grad_batches=2",
+    "callbacks.checkpoint.every_n_train_steps=1",
+    "callbacks.samples=null",
+)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "last.ckpt", map_location="cpu", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compose_config, tiny_overrides):
+    """The folder of a run in updates that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train.run(compose_config("train", *tiny_overrides, *IN_UPDATES, f"output={folder}"))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_in_updates_validates_within_epochs_and_at_its_end(whole):
+    metrics = json.loads((whole / "metrics.json").read_text())
+    assert (metrics["updates"], metrics["epochs"]) == (27, 1.35)
+    validated = EventAccumulator(str(whole)).Reload().Scalars("val/top1")
+    assert [event.step + 1 for event in validated] == [8, 16, 24, 27]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [7, 8, 17])
+def test_a_run_in_updates_continues_bitwise(stop, whole, tiny, tmp_path, monkeypatch):
+    """Interrupted before a validation, after its update, and after it."""
+
+    def interrupt(self: ImageClassifier, *arguments: Any) -> None:
+        if self.global_step == stop:
+            raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageClassifier, "on_train_batch_end", interrupt)
+        with pytest.raises(InterruptedError):
+            train.run(tiny(*IN_UPDATES))
+    train.run(tiny(*IN_UPDATES, "resume=true"))
+    one, other = read(whole), read(tmp_path / "run")
+    assert one["global_step"] == other["global_step"] == 27
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (whole, tmp_path / "run")]
+    assert all(metrics[0][key] == metrics[1][key] for key in ("val/top1", "val/loss", "test/top1", "test/loss"))
+    validated = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("val/top1")
+    assert sorted({event.step + 1 for event in validated}) == [8, 16, 24, 27]
+
+
+class PackedBatch(NamedTuple):
+    """Rows in which documents lie one behind the other, padded at the end."""
+
+    tokens: Tensor
+    lengths: list[list[int]]
+
+    @property
+    def units(self) -> int:
+        return sum(map(sum, self.lengths))
+
+
+def test_a_batch_tells_its_units():
+    assert count_units(PackedBatch(torch.zeros(2, 16), [[5, 9], [16]])) == 30
+    assert count_units((torch.zeros(7, 3), torch.zeros(7))) == 7

@@ -1,0 +1,63 @@
+"""What plug-ins add to the command line: their folders of configuration, and options of the group `mixer`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+import longseq.conf
+from longseq import mixers, plugins
+
+# What a file of the group `mixer` leaves to the model and to the direction.
+_DECIDED = ("backend", "causal")
+
+
+class PluginFolders(SearchPathPlugin):
+    """Shows Hydra the folders `conf` of the plug-ins that are loaded, behind ours."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in plugins.conf_folders():
+            search_path.append("longseq-plugin", f"file://{folder}")
+
+
+def load_plugins(overrides: Sequence[str]) -> list[str]:
+    """Load the plug-ins that a command declares and show Hydra what they add; return the overrides for Hydra.
+
+    A mixer of a plug-in that has no file in the group `mixer` becomes an option of it, with its constructor's defaults.
+    `mixer.name=NAME` of one mixer means `mixer=NAME` where the command does not choose the group: the options of the
+    group's default belong to another mixer.
+    """
+    plugins.load(_declared(overrides))
+    if plugins.loaded():
+        Plugins.instance().register(PluginFolders)
+        folders = [Path(longseq.conf.__path__[0]), *plugins.conf_folders()]
+        for name in mixers.mixer_names():
+            if not any((folder / "mixer" / f"{name}.yaml").is_file() for folder in folders):
+                options = {key: value for key, value in mixers.options(name).items() if key not in _DECIDED}
+                ConfigStore.instance().store(group="mixer", name=name, node={"name": name, "options": options})
+    return [_as_group(override, overrides) for override in overrides]
+
+
+def _declared(overrides: Sequence[str]) -> Iterator[str]:
+    """The names behind `plugins=`: one, or a list."""
+    for override in overrides:
+        if re.match(r"\+{0,2}plugins=", override):
+            value: Any = OverridesParser.create().parse_override(override).value()
+            names = [value] if isinstance(value, str) else value
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{override} is no list of modules: write plugins=[my_module]")
+            yield from names
+
+
+def _as_group(override: str, overrides: Sequence[str]) -> str:
+    key, _, value = override.partition("=")
+    chosen = any(other.startswith("mixer=") for other in overrides)
+    return f"mixer={value}" if key == "mixer.name" and value in mixers.mixer_names() and not chosen else override
