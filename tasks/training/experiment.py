@@ -28,6 +28,7 @@ from longseq.tasks.training.options import (
     signature_options,
 )
 from longseq.tasks.training.recipe import device_batch_size
+from longseq.tasks.training.trainer import refuse_recipe_keys
 
 # Arguments of the Trainer that the program gives itself.
 _TRAINER_OWN = (
@@ -146,11 +147,9 @@ class TrainerKeys:
     accelerator: str = "auto"
     devices: Annotated[int, Range(-1)] | str | Annotated[list[int], Range(0)] = 1
     num_nodes: Annotated[int, Range(1)] = 1
-    max_epochs: Annotated[int | None, Range(-1)] = None
     accumulate_grad_batches: Annotated[int, Range(1)] = 1
     gradient_clip_val: Annotated[float | None, Range(0)] = None
     log_every_n_steps: Annotated[int | None, Range(1)] = None
-    check_val_every_n_epoch: Annotated[int | None, Range(1)] = None
     limit_train_batches: Annotated[int | float | None, Range(0)] = None
     limit_val_batches: Annotated[int | float | None, Range(0)] = None
     limit_test_batches: Annotated[int | float | None, Range(0)] = None
@@ -183,6 +182,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not take."""
+    refuse_recipe_keys(trainer)
     read_beside(TrainerKeys, Trainer, trainer, "trainer", given=_TRAINER_OWN)
 
 
