@@ -16,7 +16,7 @@ from longseq.tasks.training.options import nearest
 _FIRST = ("experiment", "data", "model", "recipe")
 
 
-def check_choices(cfg: DictConfig, runtime: DictConfig) -> None:
+def check_choices(cfg: DictConfig, runtime: Any) -> None:
     """ValueError, in one line with the remedy, where a chosen option is for another task than `cfg.task`, or is none.
 
     `runtime` is Hydra's `hydra.runtime`: the option of each group, and where the files lie. A file without the key
@@ -43,7 +43,8 @@ class _Groups:
     """The files of the configuration groups, those of plug-ins among them."""
 
     def __init__(self, places: Iterable[Any]) -> None:
-        kinds = {kind.scheme(): kind for kind in Plugins.instance().discover(ConfigSource)}
+        found: Any = Plugins.instance().discover(ConfigSource)
+        kinds = {kind.scheme(): kind for kind in found}
         sources = [kinds[place.schema](place.provider, f"{place.schema}://{place.path}") for place in places]
         self.sources: list[ConfigSource] = [source for source in sources if source.available()]
 
@@ -56,7 +57,7 @@ class _Groups:
         source = next((source for source in self.sources if source.is_config(path)), None)
         if source is None:
             return None
-        content = source.load_config(path).config
+        content: Any = source.load_config(path).config
         if "tasks" in content:
             return list(content["tasks"])
         parents = [name for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]

@@ -185,7 +185,7 @@ def image_models(image: ImageModelsKeys, pixels: int, backend: str) -> Iterator[
     _check_mixers(image.mixers)
     if unknown := [name for name in (*image.models, *image.peers) if not timm.is_model(name)]:
         raise ValueError(f"image.models and image.peers have {', '.join(unknown)}, which timm does not know")
-    size = {"img_size": pixels, "num_classes": image.classes}
+    size: Row = {"img_size": pixels, "num_classes": image.classes}
     for name in image.models:
         for mixer in image.mixers:
             options = {"mixer": mixer, "direction": image.direction, "backend": backend}
