@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image import data
-from longseq.tasks.image.datasets import Batch, TrainingBatches
+from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tasks.image.model import ImageModel
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
 from longseq.tools import cli
@@ -72,7 +73,7 @@ def augment(batches: TrainingBatches, folder: Path, epoch: int) -> None:
     if file.exists():
         return
     indices = [SampleIndex(position, 0, epoch) for position in range(len(batches))]
-    parts = [batches[indices[start : start + CHUNK]].images for start in range(0, len(indices), CHUNK)]
+    parts = [batches[indices[start : start + CHUNK]].inputs for start in range(0, len(indices), CHUNK)]
     partial = file.with_suffix(".partial")
     with open(partial, "wb") as written:
         np.save(written, torch.cat(parts).numpy())

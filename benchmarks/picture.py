@@ -1,15 +1,17 @@
 """Draw the picture of the README, training speed by the length of a sequence, from language_models.json.
 
 python benchmarks/picture.py
+
+A star marks a mixer whose layer or kernels have changed since.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from table import Row, find_later_changes, read
 
 HERE = Path(__file__).parent
 FILE = HERE.parent / "docs" / "pages" / "images" / "speed.svg"
@@ -27,19 +29,20 @@ STEP = 50_000
 APART = 17  # pixels between two labels, at least
 
 
-def read_speeds() -> dict[str, dict[int, int]]:
-    """Training tokens a second of each mixer, by the length of a sequence."""
-    rows: Sequence[Mapping[str, Any]] = json.loads((HERE / "language_models.json").read_text())["rows"]
-    speeds: dict[str, dict[int, int]] = {name: {} for name in COLORS}
-    for row in rows:
-        if row["task"] == "text" and row.get("mixer") in speeds and not row.get("recompute"):
-            speeds[row["mixer"]][row["tokens"]] = row["training_tokens_per_s"]
-    return speeds
+def read_rows() -> dict[str, dict[int, Row]]:
+    """The rows of each mixer, by the length of a sequence."""
+    rows: dict[str, dict[int, Row]] = {name: {} for name in COLORS}
+    for row in read("language_models")["rows"]:
+        if row["task"] == "text" and row.get("mixer") in rows and not row.get("recompute"):
+            rows[row["mixer"]][row["tokens"]] = row
+    return rows
 
 
 def draw() -> str:
     """The picture as the text of an SVG file."""
-    speeds = read_speeds()
+    rows = read_rows()
+    speeds = {name: {length: row["training_tokens_per_s"] for length, row in own.items()} for name, own in rows.items()}
+    changed = {name for name, own in rows.items() if any(find_later_changes(row, "speed") for row in own.values())}
     lengths = sorted({length for own in speeds.values() for length in own})
     low, high = math.log2(lengths[0]), math.log2(lengths[-1])
 
@@ -63,9 +66,8 @@ def draw() -> str:
         parts.append(_text(LEFT - 8, y + 5, f"{speed // 1000}k", "end"))
     for length in lengths:
         parts.append(_text(across(length), HEIGHT - BOTTOM + 22, f"{length:,}", "middle"))
-    parts.append(
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "tokens of a sequence (32,768 tokens a step)", "middle")
-    )
+    axis = "tokens of a sequence, 32,768 tokens a step" + ("; * changed since" if changed else "")
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, axis, "middle"))
     places = _spread({name: down(own[lengths[-1]]) for name, own in speeds.items()})
     for name, own in speeds.items():
         points = [(across(length), down(own[length])) for length in lengths]
@@ -73,7 +75,8 @@ def draw() -> str:
         dashes = ' stroke-dasharray="6 4"' if name == "attention" else ""
         parts.append(f'<path d="M{line}" fill="none" stroke="{COLORS[name]}" stroke-width="2.5"{dashes}/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLORS[name]}"/>' for x, y in points]
-        parts.append(_text(WIDTH - RIGHT + 12, places[name] + 5, name, "start", COLORS[name]))
+        label = f"{name} *" if name in changed else name
+        parts.append(_text(WIDTH - RIGHT + 12, places[name] + 5, label, "start", COLORS[name]))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -87,3 +87,34 @@ def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
         **({"label_descriptions": labels} if fits and labels else {}),
         "pretrained_cfg": {key: value for key, value in cfg.items() if key not in WEIGHT_SOURCES},
     }
+
+
+def model_name(model: nn.Module) -> str:
+    """The name under which timm builds the model; for other models the name of their class."""
+    return stated_by(model).get("architecture") or type(model).__name__
+
+
+def stated_data(model: nn.Module) -> dict[str, Any]:
+    """The preprocessing, and class names, that the model states, by the keys of a checkpoint's `data`."""
+    stated = stated_by(model)
+    if "input_size" not in stated:
+        return {}
+    channels, height, width = get_model_input_config(model)["input_size"]
+    names = stated.get("label_names") or ()
+    return {
+        **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated.get("num_classes") else {}),
+        "img_size": height if height == width else [height, width],
+        "in_chans": channels,
+        "mean": list(stated["mean"]),
+        "std": list(stated["std"]),
+        "interpolation": stated.get("interpolation", "bicubic"),
+        "crop_pct": stated.get("crop_pct", 1.0),
+    }
+
+
+def takes_any_resolution(model: nn.Module) -> bool:
+    """Whether the model says that its image size is free: by a switch of its own, or by timm's word on its kind."""
+    if hasattr(model, "dynamic_img_size"):
+        return bool(model.dynamic_img_size)
+    stated = stated_by(model)
+    return "input_size" in stated and not stated.get("fixed_input_size", False)

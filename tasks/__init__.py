@@ -3,7 +3,7 @@
 The modules of the tasks are Lightning's, for a program of one's own:
 
     data = ImageDataModule(name="digits", source="digits", img_size=8, in_chans=1, batch_size=64)
-    module = ImageClassifier(model, num_classes=10, training=Training(...))
+    module = ImageClassifier(model, num_classes=10, training=Training(learning_rate=2e-3))
     Trainer(max_epochs=3).fit(module, datamodule=data)
 """
 
@@ -17,10 +17,19 @@ if TYPE_CHECKING:
     from longseq.tasks.image.module import ImageClassifier
     from longseq.tasks.probe.data import ProbeDataModule
     from longseq.tasks.probe.module import ProbeTask
+    from longseq.tasks.training.length import RunLength
     from longseq.tasks.training.module import TrainedModule
     from longseq.tasks.training.recipe import Training
 
-__all__ = ["ImageClassifier", "ImageDataModule", "ProbeDataModule", "ProbeTask", "TrainedModule", "Training"]
+__all__ = [
+    "ImageClassifier",
+    "ImageDataModule",
+    "ProbeDataModule",
+    "ProbeTask",
+    "RunLength",
+    "TrainedModule",
+    "Training",
+]
 
 # Imported when they are asked for: a module below this package must not wait for all tasks.
 _MODULES = {
@@ -28,6 +37,7 @@ _MODULES = {
     "ImageDataModule": "image.data",
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",
+    "RunLength": "training.length",
     "TrainedModule": "training.module",
     "Training": "training.recipe",
 }

@@ -55,7 +55,7 @@ TAKEN_KEYS = {
     "resume": "the same command continues by itself",
 }
 # Text that means itself in an override.
-PLAIN = re.compile(r"[\w/+.$%*@?|:-]+")
+UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
 SAMPLES = "samples"  # what the runs share
 RESULTS_FILE = "results.json"
@@ -207,8 +207,8 @@ def _check(own: Mapping[str, Any]) -> None:
         listed = own[key] or []
         if not all(str(value).strip() for value in listed):
             raise ValueError(f"{key}={listed} has an entry without a word: leave it out")
-        if twice := [value for value in listed if listed.count(value) > 1]:
-            raise ValueError(f"{key} names {twice[0]} more than once: name each once")
+        if repeated := [value for value in listed if listed.count(value) > 1]:
+            raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
     if not own["mixers"] and not own["rows"]:
         raise ValueError("mixers is empty: give at least one, such as mixers=[deltanet,mamba]")
     _check_swept(own["sweep"] or {})
@@ -238,7 +238,7 @@ def _spell(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     escaped = value.replace("'", "\\'")
-    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
+    return value if UNQUOTED.fullmatch(value) else f"'{escaped}'"
 
 
 def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -308,6 +308,7 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
             sys.executable,
             sys.argv[0],
             "train",
+            *_config_folder(),
             *trial.overrides,
             "resume=true",
             f"hydra.run.dir={_spell(str(trial.folder))}",
@@ -334,6 +335,12 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
 
 def _device(place: str | None) -> torch.device:
     return torch.device("cuda" if place is not None and torch.cuda.is_available() else "cpu")
+
+
+def _config_folder() -> list[str]:
+    """The words by which this command was given a folder of configuration beside ours."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
 
 
 def _last_error(log: Path, start: int, code: int) -> str:
@@ -372,6 +379,10 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     """Write the table and the plot and say where; ValueError if a run failed."""
     report, written = results["report"], [RESULTS_FILE]
+    finished = [row for row in results["rows"] if row["status"] == "finished"]
+    rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]
+    if len(rates) > 1 and comparison.find_direction([row["metrics"] for row in finished], metric) is None:
+        raise ValueError(f"{metric} does not say which values are better: give one of learning_rates={sorted(rates)}")
     if measured := {key for row in results["rows"] if row["status"] == "finished" for key in row["metrics"]}:
         if report not in measured:
             known = ", ".join(sorted(key for key in measured if key.startswith("test/")))

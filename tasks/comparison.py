@@ -31,7 +31,8 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
     for row in group:
         rates.setdefault(row["learning_rate"], []).append(row)
     finished = {rate: [row["metrics"] for row in listed if "metrics" in row] for rate, listed in rates.items()}
-    sign = 1 if is_higher_better([one for listed in finished.values() for one in listed], selected_by) else -1
+    better = find_direction([one for listed in finished.values() for one in listed], selected_by)
+    sign = -1 if better is False else 1
     merit = {
         rate: (
             len(listed),
@@ -55,12 +56,10 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
     }
 
 
-def is_higher_better(found: Sequence[Mapping[str, Any]], metric: str) -> bool:
-    """Whether higher values of a metric are better, as the metrics of finished runs tell; True where none finished."""
-    told = {metrics.get("higher_is_better", {}).get(metric) for metrics in found}
-    if not told - {None} and found:
-        raise ValueError(f"{metric} does not say which of its values are better: compare by another metric")
-    return False not in told
+def find_direction(found: Sequence[Mapping[str, Any]], metric: str) -> bool | None:
+    """Whether higher values of a metric are better, as the metrics of finished runs tell; None where they do not."""
+    told = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
+    return told.pop() if len(told) == 1 else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -147,7 +146,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, max(3.0, 0.3 * len(names) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:
-        upwards = is_higher_better([row["metrics"] for row in results["rows"] if "metrics" in row], results["report"])
+        found = [row["metrics"] for row in results["rows"] if "metrics" in row]
+        upwards = find_direction(found, results["report"]) is not False
         _draw_bars(axes, {name: listed[0] for name, listed in values.items()}, upwards)
         axes.set_xlabel(results["report"])
     else:

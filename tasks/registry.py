@@ -64,6 +64,11 @@ def of(config: Mapping[str, Any]) -> Task:
     return get(config["task"]["name"])
 
 
+def like(name: str) -> list[str]:
+    """The names of the tasks that have the data of the task `name`: itself, and variants of it that plug-ins add."""
+    return [other for other in names() if issubclass(get(other).data, get(name).data)]
+
+
 def names() -> list[str]:
     """The names of all tasks: the folders here that hold the files of a task, and those that were registered."""
     here = Path(__file__).parent

@@ -34,12 +34,12 @@ class Report:
 
 
 def quiet_libraries() -> None:
-    """Keep the console to what a user can act on: warnings of this package, one line each, and few of others."""
+    """Show only warnings that a user can act on: those of this package, one line each, and few of other packages."""
     _show_warnings()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Each is answered by our own design: the number of workers is the data's option, runs resume in their own folder,
-    # short epochs log less often, and damaged EXIF data turns no image.
+    # Warnings that ask for nothing: data.num_workers is chosen on purpose, resumed runs write to their own folder,
+    # short epochs log less often, and damaged EXIF data leaves an image as it is.
     for message in (
         ".*does not have many workers.*",
         ".*exists and is not empty.*",

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from longseq.models import CARD_FILE, from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
@@ -30,6 +31,7 @@ from longseq.tasks.training.experiment import check_experiment
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
+from longseq.tasks.training.model import values_in_force
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
@@ -47,7 +49,8 @@ class Parts(NamedTuple):
 def run(cfg: DictConfig) -> float | None:
     """Train as configured and return the value of `optimized_metric`, for sweeps.
 
-    The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json.
+    The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json and
+    model/, the best model as `longseq.from_pretrained` and timm load it.
     """
     quiet_libraries()
     processes.follow_parent()
@@ -68,11 +71,12 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     datamodule, module = build(config, initialized=checkpoint is None)
+    module.higher_is_better(config["task"]["metric"], "task.metric")
     _check_optimized_metric(config, module)
     trainer = build_trainer(config, build_callbacks(config, module))
     if checkpoint is not None and isinstance(trainer.logger, RunLogger):
         trainer.logger.continue_at(runs.updates_of(checkpoint))
-    _save_config(config, folder)
+    _save_config(values_in_force(config, module.backbone), folder)
     _announce(config, datamodule.info, module.backbone, checkpoint)
     try:
         with stoppable():
@@ -108,7 +112,7 @@ def _find_plugins(
 ) -> list[str]:
     """The plug-ins that the command declared, and those that define the data, the model or the steps of training."""
     parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
-    return sorted({*config["plugins"], *filter(None, map(plugin_of, parts))})
+    return sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:
@@ -241,7 +245,8 @@ def _record(
     """metrics.json, the hyper-parameters with the final metrics in TensorBoard, and the closing table."""
     folder, report = Path(config["output"]), registry.of(config).report
     if isinstance(trainer.logger, RunLogger):
-        trainer.logger.log_results(dict(runs.flatten(config)), {k: v for k, v in metrics.items() if "/" in k})
+        in_force = dict(runs.flatten(values_in_force(config, module.backbone)))
+        trainer.logger.log_results(in_force, {k: v for k, v in metrics.items() if "/" in k})
         trainer.logger.save()
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -254,10 +259,18 @@ def _record(
     rows.append(("time", f"{metrics['seconds']:.0f} s{rate}"))
     best = best_checkpoint(trainer)
     if best:
+        if kind_of(module.backbone) is not None:
+            rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
         best = shorten(best)
         rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
         rows += zip(chain(["next"], repeat("")), report.next_commands(best), strict=False)
     print_rows(rows)
+
+
+def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
+    """Write the model of the best checkpoint alone, as others load it, with its card."""
+    (folder / CARD_FILE).unlink(missing_ok=True)
+    return save_pretrained(from_pretrained(checkpoint), folder, metrics=metrics)
 
 
 @rank_zero_only

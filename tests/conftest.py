@@ -13,21 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 
 import pytest
+import torch
 
+torch.set_num_threads(1)
 
-def pytest_configure(config: pytest.Config) -> None:
-    # With pytest-xdist, the process that was started hands the tests out and runs none.
-    if not config.getoption("numprocesses", default=None):
-        prepare_torch()
-
-
-def prepare_torch() -> None:
-    """Set what must be set before a test's module imports torch and Triton."""
-    import torch
-
-    torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        return
+# All of this before another conftest.py imports Triton.
+if not torch.cuda.is_available():
     # Triton decides at its import whether its own functions are emulated, and each kernel of ours when it is imported,
     # in the tests that set the variable again. Elsewhere in the suite `auto` must not choose the emulation.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -48,7 +39,6 @@ def prepare_torch() -> None:
     if patch_language is not None:
         interpreter._patch_lang = patch_language_once
 
-
 # A fast test that takes more seconds of a processor than this fails: it is to be marked as slow. What takes a tenth of
 # them may have to import torch's compiler first.
 LONGEST_FAST = 5.0
@@ -64,8 +54,6 @@ SUBJECTS = ("op", "mixer", "name")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch
-
     config.stash[FAST_CASES] = mark_fast(items)
     if not torch.cuda.is_available():
         skip_gpu_tests(config, items)

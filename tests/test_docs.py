@@ -21,7 +21,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from PIL import Image
 
-from longseq import kernels
+from longseq import kernels, plugins
 from longseq.mixers import registry
 from longseq.tools import cli
 
@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((DOCS / "pages").glob("*.md")))}
 
-# A block of code, and the comment before it that says why it is not run.
-BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+|test command) -->\n+)?^```(\w+)\n(.*?)^```$", re.M | re.S)
+# A block of code, and the comment before it: why it is not run, or the file that it is.
+BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+|test command|file \S+) -->\n+)?^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 # Words added to `longseq train` in examples, so that it takes seconds; of a timm model there is no width to change.
 SHORT = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
@@ -40,19 +40,22 @@ INSTEAD = {"trainer=gpu": "trainer=cpu"}
 
 
 class Example(NamedTuple):
-    """A block of code of a page: its line, its language, and why it is not run, if it is not."""
+    """A block of code of a page: its line, its language, why it is not run, if it is not, and the file that it is."""
 
     line: int
     language: str
     text: str
     not_run: str | None
+    file: str | None
 
 
 def find_examples(page: Path) -> list[Example]:
     text = page.read_text()
-    found = [
-        Example(text[: match.start(3)].count("\n"), match[2], match[3], match[1]) for match in BLOCK.finditer(text)
-    ]
+    found = []
+    for match in BLOCK.finditer(text):
+        word, _, name = (match[1] or "").partition(" ")
+        line, file = text[: match.start(3)].count("\n"), name if word == "file" else None
+        found.append(Example(line, match[2], match[3], None if file else match[1], file))
     assert len(found) == len(re.findall(r"^```\w+$", text, re.M)), f"{page.name}: a block that is not read here"
     return found
 
@@ -123,15 +126,22 @@ def shorten(words: list[str]) -> list[str]:
 def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # an example enters a mixer of its own
+    # An example is a plug-in with a mixer of its own, which other tests must not find.
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "my_module", None)
+    monkeypatch.delitem(sys.modules, "my_module")
     names: dict[str, object] = {"__name__": f"examples_of_{name}"}
     for example in find_examples(PAGES[name]):
-        if example.language == "python" and example.not_run is None:
+        if example.file is not None:
+            Path(example.file).write_text(example.text)
+        elif example.language == "python" and example.not_run is None:
             exec(compile("\n" * example.line + example.text, str(PAGES[name]), "exec"), names)
         if example.language != "bash":
             continue
         for words in find_commands(example):
-            if example.not_run or words[:1] == ["probe"]:  # it trains each mixer in a process of its own
+            if example.not_run or words[:1] == ["compare"]:  # it trains each mixer in a process of its own
                 compose_command(words)
             elif words not in ALREADY:
                 ALREADY.append(words)

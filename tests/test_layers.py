@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ LAYERS = (
     ("longseq.tools", ROOT / "tools"),
 )
 NAMES = [name for name, _ in LAYERS]
+
+# Inside tasks: what all tasks share, the table of tasks, each task by itself, and the commands above them all.
+SHARED = tuple(f"longseq.tasks.{name}" for name in ("data", "training", "report", "circumstances"))
+TABLE = "longseq.tasks.registry"
+TASKS = tuple(sorted(f"longseq.tasks.{path.parent.name}" for path in (ROOT / "tasks").glob("*/config.py")))
 
 
 def imported_modules(source: str) -> set[str]:
@@ -66,6 +72,46 @@ def test_imports_point_down(name: str, path: Path) -> None:
             assert layer in allowed, f"{file.relative_to(ROOT)} imports {module}, which stands above {name}"
 
 
+def named_modules(source: str) -> set[str]:
+    """Return what a file imports, and the modules of ours that its strings name, such as those of targets."""
+    strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    named = {text for text in strings if isinstance(text, str) and re.fullmatch(r"longseq(\.\w+)+", text)}
+    return imported_modules(source) | named
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module of the tasks: one of SHARED, TABLE or TASKS, or "commands"."""
+    rooms = (*SHARED, TABLE, *TASKS)
+    return next((room for room in rooms if module == room or module.startswith(f"{room}.")), "commands")
+
+
+def test_rooms_of_the_tasks_name_those_below_them():
+    assert len(TASKS) >= 2
+    for file in sorted((ROOT / "tasks").rglob("*.py")):
+        own = room_of(".".join(("longseq.tasks", *file.relative_to(ROOT / "tasks").with_suffix("").parts)))
+        if own == "commands":
+            continue
+        allowed = {*SHARED, *((TABLE,) if own not in SHARED else ()), own}
+        for module in named_modules(file.read_text()):
+            if module.startswith("longseq.tasks."):
+                told = f"{file.relative_to(ROOT)} names {module}"
+                assert room_of(module) in allowed, f"{told}, of a room above it"
+
+
+def test_options_of_a_task_alone_name_its_own_callbacks():
+    classes = {
+        name: room
+        for room in TASKS
+        for file in (ROOT / "tasks" / room.rpartition(".")[2]).rglob("*.py")
+        for name in re.findall(r"^class (\w+)", file.read_text(), re.M)
+    }
+    for file in sorted((ROOT / "conf").rglob("*.yaml")):
+        text = file.read_text()
+        for target in re.findall(r"^ *_target_: (\S+)", text, re.M):
+            if (room := classes.get(target.rpartition(".")[2])) is not None:
+                assert f"tasks: [{room.rpartition('.')[2]}]\n" in text, f"{file.relative_to(ROOT)} names {target}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "banned"),
@@ -88,26 +134,17 @@ def run_python(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_import_adds_no_triton_and_no_cuda() -> None:
+def test_import_adds_no_triton_and_no_cuda_and_works_without_lightning_and_hydra() -> None:
     output = run_python(
         "import sys, torch, timm\n"
         "before = {m for m in sys.modules if m.split('.')[0] == 'triton'}\n"
+        "sys.modules['lightning'] = sys.modules['hydra'] = sys.modules['omegaconf'] = None\n"
         "import longseq, longseq.kernels, longseq.mixers\n"
         "after = {m for m in sys.modules if m.split('.')[0] == 'triton'}\n"
-        "print(sorted(after - before), torch.cuda.is_initialized())"
-    )
-    assert output.strip() == "[] False"
-
-
-@pytest.mark.slow
-def test_import_works_without_lightning_and_hydra() -> None:
-    output = run_python(
-        "import sys\n"
-        "sys.modules['lightning'] = sys.modules['hydra'] = sys.modules['omegaconf'] = None\n"
-        "import longseq, timm\n"
+        "print(sorted(after - before), torch.cuda.is_initialized())\n"
         "print(len(timm.list_models('longseq_*')) > 0)"
     )
-    assert output.strip() == "True"
+    assert output.split("\n") == ["[] False", "True", ""]
 
 
 def test_kernels_import_without_timm() -> None:

@@ -18,4 +18,4 @@ token, state = mixer.step(torch.zeros(2, 64), state)
 
 q = k = torch.zeros(1, 8, 2, 16)
 output, final = kernels.delta_rule(q, k, torch.zeros(1, 8, 2, 16), torch.ones(1, 8, 2), output_final_state=True)
-print(longseq.__name__, logits.shape, y.shape, token.shape, output.shape, final)
+print(longseq.__name__, logits.shape, y.shape, token.shape, output.shape)

@@ -25,14 +25,14 @@ from longseq.blocks.positions import Layout
 from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
-from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks import registry
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.model import ImageModel, model_name
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.experiment import TrainKeys, check_experiment
 from longseq.tasks.training.options import OneOf
+from longseq.timm_models import model_name
 
 __all__ = [
     "describe_image_model",
@@ -97,14 +97,14 @@ def _device(name: str) -> str:
 def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
     """The model of the checkpoint, or the one that training would begin with, and what it knows of its data."""
     if cfg.checkpoint is not None:
-        loaded = checkpoint.load(cfg.checkpoint)
+        loaded = checkpoint.load(cfg.checkpoint, tasks=registry.like("image"))
         return loaded.backbone, loaded.data
     config = resolve(cfg)
     check_experiment(config, DescribeKeys)
-    if (task := config["task"]["name"]) != "image":
+    if (task := config["task"]["name"]) not in registry.like("image"):
         raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)
-    return ImageModel().build(config, info), info.to_dict()
+    return registry.of(config).model.build(config, info), info.to_dict()
 
 
 def _data_info(config: Mapping[str, Any]) -> DataInfo:
@@ -113,7 +113,7 @@ def _data_info(config: Mapping[str, Any]) -> DataInfo:
     if data.get("num_classes") is None:
         try:
             # No batch is read; two images are the least that Mixup pairs.
-            return ImageDataModule.from_config(config, batch_size=2).info
+            return registry.of(config).data.from_config(config, batch_size=2).info
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
     classes = int(data["num_classes"])
@@ -223,9 +223,9 @@ def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict
     for op, requested, call in _find_calls(model):
         sizes = call.sizes if tokens is None or "T" not in call.sizes else {**call.sizes, "T": tokens}
         reasons = explain_call(op, dataclasses.replace(call, device=torch.device(device), sizes=sizes))
-        willing = [backend for backend, against in reasons.items() if not against and requested in ("auto", backend)]
+        able = [backend for backend, against in reasons.items() if not against and requested in ("auto", backend)]
         found = judged.setdefault(op, {"requested": requested, "runs": [], "backends": {name: [] for name in reasons}})
-        found["runs"] = list(dict.fromkeys([*found["runs"], *willing[:1]]))
+        found["runs"] = list(dict.fromkeys([*found["runs"], *able[:1]]))
         for name, against in reasons.items():
             found["backends"][name] = list(dict.fromkeys([*found["backends"][name], *against]))
     return dict(sorted(judged.items()))

@@ -43,7 +43,7 @@ class _Groups:
     """The files of the configuration groups, those of plug-ins among them."""
 
     def __init__(self, places: Iterable[Any]) -> None:
-        found: Any = Plugins.instance().discover(ConfigSource)
+        found: list[Any] = Plugins.instance().discover(ConfigSource)
         kinds = {kind.scheme(): kind for kind in found}
         sources = [kinds[place.schema](place.provider, f"{place.schema}://{place.path}") for place in places]
         self.sources: list[ConfigSource] = [source for source in sources if source.available()]

@@ -47,11 +47,10 @@ def load_plugins(overrides: Sequence[str]) -> list[str]:
 
 
 def _declared(overrides: Sequence[str]) -> Iterator[str]:
-    """The names behind `plugins=`: one, or a list."""
+    """The names behind `plugins=`."""
     for override in overrides:
         if re.match(r"\+{0,2}plugins=", override):
-            value: Any = OverridesParser.create().parse_override(override).value()
-            names = [value] if isinstance(value, str) else value
+            names: Any = OverridesParser.create().parse_override(override).value()
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{override} is no list of modules: write plugins=[my_module]")
             yield from names

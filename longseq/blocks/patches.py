@@ -11,9 +11,9 @@ from longseq.blocks.precision import product_dtype
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution over patches; of patches side by side, one matrix product where a GPU computes in half precision.
+    """A convolution over patches, computed as one matrix product where patches do not overlap.
 
-    There cuDNN's gradient of such a weight takes twenty times as long as the product's.
+    It does so on a GPU in half precision only. There the gradient of the weight takes cuDNN twenty times as long.
     """
 
     @classmethod
@@ -34,7 +34,7 @@ class PatchProjection(nn.Conv2d):
             return super().forward(x)
         dtype = product_dtype(self.weight)
         if dtype != self.weight.dtype:
-            x = x.to(dtype)  # autocast would after the patches were taken out, where there is twice as much to move
+            x = x.to(dtype)  # before the patches are taken out: autocast would cast later and move twice the bytes
         rows, columns = x.shape[2] // height, x.shape[3] // width
         patches = x[..., : rows * height, : columns * width]
         patches = patches.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)

@@ -15,10 +15,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def gathers_parameters(method: Method) -> Method:
-    """Let a method of a sharded module gather its parameters, as a call of the module does.
+    """Decorate a method of a module that may be sharded: the method then works on whole parameters, as a call does.
 
-    `fully_shard` hooks onto calls alone: within another method the parameters would be this process's shares. Such a
-    method may give the parameters back when it ends: what calls it may use none of its own afterwards.
+    `fully_shard` gathers parameters in calls of a module only. In another method they would be the shards of this
+    process. The parameters may be sharded again when the method ends, so that its caller must not use them afterwards.
     """
 
     @wraps(method)
@@ -27,7 +27,7 @@ def gathers_parameters(method: Method) -> Method:
             return method(self, *args, **kwargs)
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # From now on this module finds the method that torch makes, and not this one.
+        # torch's wrapper becomes an attribute of this module, which later calls find instead of this function.
         name = method.__name__
         setattr(self, name, MethodType(method, self))
         register_fsdp_forward_method(self, name)
@@ -38,10 +38,10 @@ def gathers_parameters(method: Method) -> Method:
 
 @contextmanager
 def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iterator[None]:
-    """Give sharded parameters of a module their whole shape inside; after it each process keeps its share of them.
+    """Give the sharded parameters of a module their whole shape inside the context; each process then keeps its shard.
 
-    All processes then draw the same numbers from one seed, and those of a model that is not sharded. The parts of
-    `without` stay as they are.
+    Inside, all processes draw the same numbers from one seed, which are those of a model that is not sharded. The parts
+    of `without` stay sharded.
     """
     others = set() if without is None else set(without.modules())
     sharded: list[Any] = [
@@ -64,14 +64,14 @@ def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iter
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is torch's DTensor, of which a process holds a part."""
+    """True for torch's DTensor, of which each process holds a shard."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def _own_share(whole: Any, parameter: Any) -> Tensor:
-    """What this process holds of a tensor that is laid out as a sharded parameter is."""
+    """Return this process's shard of `whole`, in the layout of the sharded `parameter`."""
     from torch.distributed.tensor import distribute_tensor
 
-    # Without a source nothing is sent: each process has the whole tensor.
+    # Each process has the whole tensor: without a source rank nothing is sent.
     shares: Any = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
     return shares.to_local()

@@ -20,7 +20,7 @@ from longseq.mixers.registry import register
 
 
 class KeyValueState(NamedTuple):
-    """Keys, as they were compared (turned, where positions are rotary), and values `[B, S, G, D]` of earlier tokens.
+    """Keys and values `[B, S, G, D]` of earlier tokens; keys are kept rotated where positions are rotary.
 
     `length [B]` counts the real tokens so far, and so is the position of the next one.
     """

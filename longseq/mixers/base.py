@@ -31,34 +31,35 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     A mixer is the reading of one direction (see `longseq.blocks.reading.Reading`). `StateT` is the type of its state, a
     named tuple.
 
-    `in_proj` and `out_proj` act on each token alone; everything that looks along the sequence (convolution, gates that
-    follow it, recurrence, output norm) happens in between, in `scan`. The split lets two directions over an image share
-    their projections. A subclass creates the two projections and defines `scan`, `scan_step`, `initial_state` and
-    `scan_flops`; a batched sequence, any split of it with the state carried over, and token-by-token steps all give the
-    same numbers. A mixer that looks back before it projects has no `in_proj`: it sets None and overrides `project_in`
-    to hand on the tokens as they are.
+    `in_proj` and `out_proj` act on each token alone. Everything that looks along the sequence happens between them, in
+    `scan`: convolution, gates that follow it, recurrence, output norm. The split lets two directions over an image
+    share their projections.
+
+    A subclass creates the two projections and defines `scan`, `scan_step`, `initial_state` and `scan_flops`. A whole
+    sequence, any split of it with the state carried over, and token-by-token steps must give the same numbers. A mixer
+    that looks back before it projects sets `in_proj` to None and overrides `project_in` to return the tokens unchanged.
 
     Class attributes:
         paper: the source of the layer.
         operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
         no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
-        reads_backwards: `scan` takes `reverse=True`, with which it reads from the last token, and from the state behind
-            it, to the first, without turning the tokens round in memory, and `reverse="second_half"`, with which it
-            reads so the second half of the rows of the batch.
+        reads_backwards: `scan` takes `reverse`. With True it reads from the last token to the first, without a copy of
+            the tokens in that order; the given state is then the one behind the last token. With "second_half" it
+            reads the second half of the rows of the batch so.
         reads_pairs: it defines `scan_pair`, which reads the same tokens both ways.
-        growing_state: the state keeps all tokens, in the type in which they came. Else its size does not depend on
-            their number, and its floating-point tensors are float32 (float64 for float64 inputs).
-        recomputable: `recompute` saves memory. False where `scan` keeps little for its gradient beside its arguments.
+        growing_state: the state keeps all tokens, in their own type. False: its size does not depend on the number of
+            tokens, and its floating-point tensors are float32 (float64 for float64 inputs).
+        recomputable: `recompute` saves memory. False where `scan` keeps little more than its arguments.
 
     Attributes:
         arguments: those of the constructor, with which a saved model builds the mixer again (see `KeepsArguments`).
-        revision: which function of its weights the layer computes. Whoever changes the function counts on: checkpoints
-            of an earlier one are refused (see `check_revisions`).
+        revision: a number for the function that the layer computes from its weights. It goes up with every change of
+            that function, and checkpoints of an earlier revision are refused (see `check_revisions`).
         reverse: set by models: the layer reads from the last token to the first. A state is then the one behind the
             last token or that at the first, and `step` reads the token before.
-        recompute: set by models: between the projections nothing is kept for the gradient, and `scan` runs once more
-            before it.
+        recompute: set by models: the backward pass runs `scan` again, instead of keeping what lies between the
+            projections.
     """
 
     paper: ClassVar[str] = ""
@@ -208,12 +209,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         raise NotImplementedError
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Sum of two scans: by this mixer from the first token, and by `backward`, built alike, from the last.
+        """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
-        Every operation over sequences is called once for both, on rows of which the second half is read from the end.
-        `backward` may be this mixer itself. It reports nothing (see `observe`), and takes the parameters of both
-        mixers' parts without calling those: `Directions` does not use it where a part has hooks or was replaced, nor
-        for packed rows, which the operations read one way at a time.
+        `backward` has the same class and options, and may be this mixer itself. Each operation over sequences is called
+        once for both: the second half of its rows is read from the end. The parts of both mixers are not called; only
+        their parameters are used. `Directions` therefore does not call this method where a part has hooks or was
+        replaced, where a callback watches (see `observe`), or for packed rows, which operations read in one direction.
         """
         raise NotImplementedError
 
@@ -222,13 +223,13 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         raise NotImplementedError
 
     def needs_state(self, wanted: bool) -> bool:
-        """Whether a scan must compute its last state: somebody wants it, or watches what it reports."""
+        """True if a scan must compute its last state: the caller wants it, or a callback watches the layer."""
         return wanted or self.observed is not None
 
     def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
-        """Report a number about the scan, such as the norm of its state, if somebody watches; else it costs nothing.
+        """Report a number about the scan, such as the norm of its state. It costs nothing unless a callback watches.
 
-        `measure` returns a scalar. Several reports under one name in one scan are not told apart: the last one stays.
+        `measure` returns a scalar. Of several reports under one name in one scan the last one is kept.
         """
         if self.observed is not None:
             with torch.no_grad():
@@ -253,8 +254,8 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return 2 * tokens * projections + self.scan_flops(tokens)
 
     def reset_parameters(self) -> None:
-        """Draw or set anew the mixer's own parameters and buffers, and the weights of its parts that start elsewhere
-        than those parts do by themselves. It comes after the `reset_parameters` of its parts.
+        """Set the initial values of the mixer's own parameters and buffers, and of the weights of its parts that begin
+        with other values than the parts choose. It is called after the `reset_parameters` of the parts.
         """
 
     def release_projections(self) -> None:

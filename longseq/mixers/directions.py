@@ -45,6 +45,9 @@ class Directions(nn.Module):
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
+    In the state dict `mixers.i` is the mixer of order i. `mixers.0` has the shared projections, and is the one mixer of
+    all orders.
+
     A mixer that can read an order and its reverse at once (`Mixer.scan_pair`) does so, and launches each operation once
     for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
     replaced (adapters, quantisation), and in packed rows.
@@ -137,14 +140,14 @@ class Directions(nn.Module):
         raise ValueError(NO_STATE)
 
     def _must_read_separately(self) -> bool:
-        """Whether each mixer, or a part of one, must be called by itself."""
+        """True if each mixer must be called by itself: a callback watches, or a part has hooks or was replaced."""
         if any(mixer.observed is not None for mixer in self.readers):
-            return True  # what a pair reported together could not be told apart
+            return True  # reports of two mixers in one call could not be told apart
         parts = list(self.mixers.modules())
         return [type(part) for part in parts] != self._kinds or any(is_hooked(part) for part in parts)
 
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        """One reading for each pair of orders, the sum of both."""
+        """Read each order and its reverse in one call; return one sum for each pair."""
         orders, readers = self.orders[::2], self.readers
         inputs = [reorder(projected, order, layout) for order in orders]
         masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
@@ -157,7 +160,7 @@ class Directions(nn.Module):
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        """All orders in one batch, of which a mixer that can reads the second half from the end."""
+        """Read all orders in one batch; a mixer that `reads_backwards` reads the second half from the end."""
         mixer, orders = self.readers[0], self.orders
         reverse: Reverse = False
         if mixer.reads_backwards and are_pairs(orders):

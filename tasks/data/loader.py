@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
-from longseq.tasks.image.datasets import Batch, Failure, StreamBatches
 from longseq.tasks.training.processes import prepare_data_worker
 
 _log = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ SPREAD = ("batch_size", "world_size", "accumulate")
 
 
 class BatchLoader(DataLoader[Batch]):
-    """Yields (images, targets) of a data set that makes whole batches, and reports their unreadable images.
+    """Yields (inputs, targets) of a data set that makes whole batches, and reports their unreadable samples.
 
     Workers live as long as the loader.
     """
@@ -49,11 +48,11 @@ class BatchLoader(DataLoader[Batch]):
         )
         self._report = report
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Nothing starts before the first batch is asked for: Lightning tells the epoch after it calls iter()."""
-        for images, targets, failures in super().__iter__():
+        for inputs, targets, failures in super().__iter__():
             self._report(failures)
-            yield images, targets
+            yield inputs, targets
 
 
 class TrainingLoader(BatchLoader):
@@ -82,16 +81,16 @@ class TrainingLoader(BatchLoader):
         self._position = (0, 0)  # epoch, batches handed out
         self._resuming = False
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         epoch, batches = self._position
         self.sampler.start = batches if self._resuming and epoch == self.sampler.epoch else 0
         self._resuming = False
         self._position = (self.sampler.epoch, self.sampler.start)
-        for images, targets in super().__iter__():
+        for inputs, targets in super().__iter__():
             if not len(targets):
-                raise ValueError("one image after the other is not readable (see the log): check the training images")
+                raise ValueError("one sample after the other is not readable (see the log): check the training data")
             self._position = (self._position[0], self._position[1] + 1)
-            yield images, targets
+            yield inputs, targets
 
     def state_dict(self) -> dict[str, int]:
         """Plain integers: where training stands, and what the order of samples depends on."""
@@ -141,33 +140,6 @@ def _spell(state: Mapping[str, int]) -> str:
         f"{state['batch_size']} at a time on {state['world_size']} device(s) x {state['accumulate']} accumulated "
         "batch(es)"
     )
-
-
-class StreamLoader(BatchLoader):
-    """A BatchLoader over a stream; training begins each epoch at its start."""
-
-    def __init__(
-        self,
-        dataset: StreamBatches,
-        *,
-        num_workers: int,
-        pin_memory: bool,
-        report: Callable[[list[Failure]], None],
-        epoch: Callable[[], int],
-    ) -> None:
-        dataset.dataset.set_loader_cfg(num_workers=num_workers)
-        super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory, report=report)
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
-        self.dataset.set_epoch(self._epoch())  # type: ignore[attr-defined]
-        yield from super().__iter__()
-
-    def __len__(self) -> int:
-        stream: Any = self.dataset
-        if not stream.training:
-            raise TypeError("a stream does not tell how many evaluation batches it gives")
-        return len(stream.dataset) // stream.batch_size
 
 
 def _as_it_is(batch: Any) -> Any:

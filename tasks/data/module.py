@@ -16,7 +16,9 @@ Self = TypeVar("Self", bound="TaskData")
 class Info(Protocol):
     """What a model, a checkpoint and an exported file must know of the data."""
 
-    sizes: dict[str, int | None]  # samples of each split, None where nobody counted them
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Samples of each split, None where a stream does not tell."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers, for checkpoints."""

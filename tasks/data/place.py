@@ -1,4 +1,4 @@
-"""Where a process stands among those of a run, and where its training stands."""
+"""The rank of a process in its run, and how far its training has come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Followed(TypedDict, total=False):
 
 
 def find_place(trainer: Any) -> Place:
-    """The place of this process; without a Trainer it is the only one."""
+    """Return the place of this process. Without a Trainer it is the only process."""
     if trainer is None:
         return Place()
     return Place(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)

@@ -100,7 +100,7 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
             accumulated = f" x {accumulate} accumulated batches" if accumulate > 1 else ""
             raise ValueError(
                 f"a batch of {batch_size} on {world_size} device(s){accumulated} needs {self.effective_batch_size} "
-                f"training images, but there are {num_samples}: choose recipe.batch_size of at most {num_samples}"
+                f"training samples, but there are {num_samples}: choose recipe.batch_size of at most {num_samples}"
             )
         self.num_samples, self.repeats = num_samples, repeats
 

@@ -8,8 +8,10 @@ from typing import Any
 def count_units(batch: Any) -> int:
     """The units in a batch of this process.
 
-    A batch tells them itself by its attribute `units`, a whole number: a packed row of documents holds so many real
-    tokens. Of a batch without it each row is a unit: the first dimension of its first element.
+    A batch (inputs, targets), or its inputs, tells them by the attribute `units`, a whole number: a packed row of
+    documents holds so many real tokens. Where neither has it each row is a unit: the first dimension of the inputs.
     """
-    units = getattr(batch, "units", None)
-    return len(batch[0]) if units is None else int(units)
+    for told in (batch, batch[0]):
+        if (units := getattr(told, "units", None)) is not None:
+            return int(units)
+    return len(batch[0])

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.tasks.data.loader import BatchLoader, StreamLoader, TrainingLoader
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import ImageKeys
-from longseq.tasks.image.datasets import EvaluationBatches, ImageFiles, StreamBatches, TrainingBatches, Unreadable
+from longseq.tasks.image.datasets import (
+    EvaluationBatches,
+    ImageFiles,
+    StreamBatches,
+    StreamLoader,
+    TrainingBatches,
+    Unreadable,
+)
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -117,9 +124,11 @@ class ImageDataModule(TaskData):
         trained: DataInfo,
         batch_size: int,
     ) -> ImageDataModule:
-        own = config["data"]
-        datamodule = cls(**{**own, **changes}, batch_size=batch_size, seed=config["seed"])
-        foreign = datamodule.source != own["source"] or _absolute(datamodule.root) != _absolute(own.get("root"))
+        if "data" not in config and "source" not in changes:
+            raise ValueError("the model does not say where its data lie: give data.source=folder data.root=FOLDER")
+        own = config.get("data") or trained.to_keys()
+        datamodule = cls(**{**own, **changes}, batch_size=batch_size, seed=config.get("seed", 0))
+        foreign = datamodule.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
         datamodule._adopt_classes(trained, mapped="class_map" in changes)
         return datamodule

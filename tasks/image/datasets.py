@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from timm.data.readers.shared_count import SharedCount
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from longseq.tasks.data.batch import Batch, Failure
 from longseq.tasks.data.inputs import InputFiles
+from longseq.tasks.data.loader import BatchLoader
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.image.decoding import UNREADABLE, decode, image_endings, in_eight_bits, upright
@@ -29,21 +31,6 @@ _log = logging.getLogger(__name__)
 
 _REPLACEMENTS = 100
 _REPORTED_PATHS = 20
-
-
-class Failure(NamedTuple):
-    """An image that could not be read, and why."""
-
-    path: str
-    reason: str
-
-
-class Batch(NamedTuple):
-    """What a worker hands over."""
-
-    images: Tensor  # [B, C, H, W] uint8
-    targets: Tensor  # [B] int64
-    failures: list[Failure]
 
 
 class Unreadable:
@@ -192,6 +179,33 @@ class StreamBatches(IterableDataset[Batch]):
                 images, targets, failures = [], [], []
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
+
+
+class StreamLoader(BatchLoader):
+    """A BatchLoader over a stream; training begins each epoch at the start of the stream."""
+
+    def __init__(
+        self,
+        dataset: StreamBatches,
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        report: Callable[[list[Failure]], None],
+        epoch: Callable[[], int],
+    ) -> None:
+        dataset.dataset.set_loader_cfg(num_workers=num_workers)
+        super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory, report=report)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
+        self.dataset.set_epoch(self._epoch())  # type: ignore[attr-defined]
+        yield from super().__iter__()
+
+    def __len__(self) -> int:
+        stream: Any = self.dataset
+        if not stream.training:
+            raise TypeError("a stream does not tell how many evaluation batches it gives")
+        return len(stream.dataset) // stream.batch_size
 
 
 class ImageFiles(InputFiles):

@@ -29,6 +29,11 @@ class DataInfo:
         """Plain containers, for checkpoints."""
         return asdict(self)
 
+    def to_keys(self) -> dict[str, Any]:
+        """The keys of `data` that prepare other images as these were."""
+        prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")
+        return {"name": "images", **{key: getattr(self, key) for key in prepared}}
+
     def describe(self) -> str:
         """The data in a few words."""
         return f"{self.img_size} px, {self.num_classes} classes"

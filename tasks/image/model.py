@@ -1,4 +1,4 @@
-"""Image models: built from a configuration, and what a model of timm states about itself."""
+"""Image models, built from a configuration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import get_model_input_config, is_model, model_entrypoint
+from timm.models import is_model, model_entrypoint
 from torch import nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
-
-__all__ = ["ImageModel", "model_name", "state_data", "stated_data", "takes_any_resolution"]
+from longseq.timm_models import model_name, stated_by
 
 
 class ImageModel(TaskModel):
@@ -69,16 +68,6 @@ class ImageModel(TaskModel):
             raise ValueError(f"data.img_size={size} does not suit this {model_name(model)}: {reason}") from error
 
 
-def _stated(model: nn.Module) -> Mapping[str, Any]:
-    stated: Any = getattr(model, "pretrained_cfg", None)
-    return stated or {}
-
-
-def model_name(model: nn.Module) -> str:
-    """The name under which timm builds the model; for other models the name of their class."""
-    return _stated(model).get("architecture") or type(model).__name__
-
-
 def state_data(model: nn.Module, info: DataInfo) -> None:
     """Write the preprocessing and the class names where timm's models have them: they are saved with the model."""
     stated = {
@@ -91,35 +80,9 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
         "crop_pct": info.crop_pct,
     }
     # Those of the weights that a model of timm had come with.
-    former = {key: value for key, value in _stated(model).items() if not key.startswith(("test_", "label_"))}
+    former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
     described: Any = model
     described.pretrained_cfg = described.default_cfg = {**former, **stated}
-
-
-def stated_data(model: nn.Module) -> dict[str, Any]:
-    """The preprocessing, and class names, that the model states, by the keys of a checkpoint's `data`."""
-    stated = _stated(model)
-    if "input_size" not in stated:
-        return {}
-    channels, height, width = get_model_input_config(model)["input_size"]
-    names = stated.get("label_names") or ()
-    return {
-        **({"class_names": list(names), "num_classes": len(names)} if len(names) == stated["num_classes"] else {}),
-        "img_size": height if height == width else [height, width],
-        "in_chans": channels,
-        "mean": list(stated["mean"]),
-        "std": list(stated["std"]),
-        "interpolation": stated.get("interpolation", "bicubic"),
-        "crop_pct": stated.get("crop_pct", 1.0),
-    }
-
-
-def takes_any_resolution(model: nn.Module) -> bool:
-    """Whether the model says that its image size is free: by a switch of its own, or by timm's word on its kind."""
-    if hasattr(model, "dynamic_img_size"):
-        return bool(model.dynamic_img_size)
-    stated = _stated(model)
-    return "input_size" in stated and not stated.get("fixed_input_size", False)
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

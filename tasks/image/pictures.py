@@ -12,6 +12,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import denormalize
+from longseq.tasks.training import targets
 
 RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)
@@ -19,6 +20,7 @@ WRONG = (190, 30, 30)
 SMALLEST_TILE, LARGEST_TILE = 96, 128  # pixels of an image in a grid
 
 
+@targets.register("callback")
 class SamplePredictions(Callback):
     """Adds `val/samples`: images of the first validation batch, captioned with the predicted and the true class.
 
@@ -59,6 +61,7 @@ class SamplePredictions(Callback):
         return epoch % math.ceil(epochs / self.pictures) == 0
 
 
+@targets.register("callback")
 class ConfusionMatrix(Callback):
     """Adds `test/confusion_matrix`, rows true classes and columns predicted ones, for at most `max_classes` classes."""
 

@@ -422,7 +422,7 @@ def open_stream(
             batch_size=batch_size,
             num_samples=num_samples,
             seed=seed,
-            class_map=_plain(class_map),
+            class_map=_as_dict(class_map),
             **_stream_options(source),
         )
     except Exception as error:
@@ -535,7 +535,7 @@ def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
     if class_map is None:
         return None
     try:
-        numbers = load_class_map(_plain(class_map), root)
+        numbers = load_class_map(_as_dict(class_map), root)
     except (AssertionError, OSError, ValueError, UnpicklingError) as error:
         raise ValueError(f"data.class_map={class_map} cannot be read ({first_line(error)}): give a .txt") from error
     if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
@@ -561,7 +561,7 @@ def _open(
     try:
         if source.startswith("torch/"):
             return TorchvisionSource(_torchvision(source, root, name, download), source)
-        return ReaderSource(create_reader(source, root=root, split=name, class_map=_plain(class_map)), source)
+        return ReaderSource(create_reader(source, root=root, split=name, class_map=_as_dict(class_map)), source)
     except Exception as error:
         raise ValueError(_unopened(source, name, error)) from error
 
@@ -589,7 +589,7 @@ def _names(class_to_idx: Mapping[Any, int]) -> list[str]:
     return names
 
 
-def _plain(class_map: ClassMap) -> Any:
+def _as_dict(class_map: ClassMap) -> Any:
     return dict(class_map) if isinstance(class_map, Mapping) else class_map
 
 

@@ -64,7 +64,7 @@ def make_splits(
     With `folder` the result is kept there in a file, and read from it if it holds one of the same description.
     """
     check_slices(generator, options, splits)
-    description = json.dumps([_VERSION, generator, dict(options), _plain(splits), seed], sort_keys=True)
+    description = json.dumps([_VERSION, generator, dict(options), _as_dicts(splits), seed], sort_keys=True)
     if folder is None:
         return _make(generator, options, splits, seed)
     path = Path(folder) / f"{generator}_{hashlib.sha256(description.encode()).hexdigest()[:16]}.npz"
@@ -130,7 +130,7 @@ def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:
         yield rows[start : start + 8192]
 
 
-def _plain(splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+def _as_dicts(splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     return {split: [dict(described) for described in listed] for split, listed in splits.items()}
 
 

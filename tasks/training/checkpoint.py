@@ -14,8 +14,7 @@ from torch import nn
 
 from longseq.models import WEIGHTS_FILE, SavedModel, read, restore
 from longseq.plugins import check_loaded
-from longseq.tasks import registry
-from longseq.tasks.image.model import model_name, stated_data, takes_any_resolution
+from longseq.timm_models import model_name, stated_data, takes_any_resolution
 
 __all__ = ["Loaded", "load", "sha256"]
 
@@ -69,7 +68,7 @@ def load(
     config, data = run.get("config") or {}, run.get("data") or {}
     check_loaded(config.get("plugins") or [], label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
-    if not _is_one_of(task, tasks):
+    if task not in tasks:
         taken = " or ".join(f"task={name}" for name in tasks)
         raise ValueError(f"{label} belongs to task={task}; this command takes checkpoints of {taken}")
     backbone = restore(saved, model_options)
@@ -91,13 +90,6 @@ def load(
         epoch=saved.run.get("epoch", 0),
         global_step=saved.run.get("global_step", 0),
     )
-
-
-def _is_one_of(task: str, tasks: Collection[str]) -> bool:
-    """Whether a task is one of `tasks`, or has the data of one, as a plug-in's variant of it has."""
-    if task in tasks or task not in registry.names():
-        return task in tasks
-    return issubclass(registry.get(task).data, tuple(registry.get(name).data for name in tasks))
 
 
 def sha256(path: str | Path) -> str:

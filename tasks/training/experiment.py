@@ -160,6 +160,8 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
 
     `keys` are those of the command. Each task checks the keys of its own dataclasses (see `TaskKeys`).
     """
+    if isinstance(config.get("task"), Mapping) and "name" in config["task"]:
+        registry.of(config)  # before the check of what it may name: a task brings callbacks of its own
     targets.check(config)
     read(keys, config)
     task = registry.of(config).config

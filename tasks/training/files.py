@@ -1,4 +1,4 @@
-"""Files that are whole at every moment, whatever interrupts their writing."""
+"""Writing of files in one step: an interruption leaves the old file or the new one, and never a part."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside `path`, then take its place."""
+    """Write the text to a file beside `path`, then rename that to `path`."""
     partial = _partial(path)
     partial.write_text(text)
     os.replace(partial, path)
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Writes each checkpoint beside its place; Lightning's own way copies from /tmp, maybe another file system."""
+    """Writes each checkpoint beside its place and renames it. Lightning would copy it from /tmp, which takes time."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One process group a run folder: a lock that names its holder, and gives way when the holder is dead."""
+"""The lock of a run folder: a file that names the process that writes there. A lock of a dead process is taken over."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ LOCK_FILE = "run.lock"
 
 
 class Holder(NamedTuple):
-    """The process that writes to a run folder; `started` tells it from a later one of the same number.
+    """The process that writes to a run folder.
 
-    `job` is where the processes of its run meet, empty where they were not started together.
+    `started` is when it began, which tells it from a later process with the same number. `job` is the address at which
+    the processes of its run meet; it is empty for a process that runs alone.
     """
 
     pid: int
@@ -27,7 +28,7 @@ class Holder(NamedTuple):
     job: str = ""
 
     def is_dead(self) -> bool:
-        """Whether this process has ended, as far as can be seen from here: of other hosts nothing can."""
+        """True if the process has ended. Processes of other hosts cannot be seen from here and count as alive."""
         return self.host == socket.gethostname() and self.started != _start_of(self.pid)
 
     def describe(self) -> str:
@@ -36,16 +37,16 @@ class Holder(NamedTuple):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder. ValueError, in one line, where another process that may be alive holds it.
+    """Hold the lock of a run folder. Raises ValueError, in one line, where another process that may be alive holds it.
 
-    A lock of a process of this host that has ended is taken over. The file appears whole, by a link, which fails where
-    there is one: this holds on network file systems, too.
+    The lock of a process of this host that has ended is taken over. The lock file is written beside its place and then
+    linked there. The link fails if the file exists, on network file systems as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, own = folder / LOCK_FILE, Holder(os.getpid(), socket.gethostname(), _start_of(os.getpid()), _job())
     while not _create(path, own):
         holder = _read(path)
-        if holder is None:  # it has just been given up
+        if holder is None:  # the holder has just released it
             continue
         if not holder.is_dead():
             raise ValueError(
@@ -73,7 +74,7 @@ def _create(path: Path, own: Holder) -> bool:
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(own._asdict(), file)
-        os.link(whole, path)  # which is exclusive, too
+        os.link(whole, path)  # fails where the file exists
     except FileExistsError:
         return False
     finally:
@@ -92,9 +93,9 @@ def _read(path: Path) -> Holder | None:
 
 
 def _remove(path: Path, dead: Holder) -> None:
-    """Remove the lock of a dead process, unless another one that found it dead too has replaced it since."""
+    """Remove the lock of a dead process, unless another process has replaced it in the meantime."""
     with suppress(FileNotFoundError), path.open() as file:
-        # Those that take over a lock wait for each other: the dead one is of this host, and so are they.
+        # Processes that take over a lock wait for each other here. All are of this host, as the dead process was.
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_ino == path.stat().st_ino and _read(path) == dead:
             path.unlink()
@@ -105,9 +106,9 @@ def _job() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in the kernel's words; empty where there is none. Another number is another process."""
+    """Return when a process started, as the kernel writes it; empty where there is no such process."""
     try:
-        # The name of the program, which may hold blanks, ends with the last parenthesis.
+        # The name of the program may hold blanks; it ends with the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "" if Path("/proc/self/stat").exists() else _alive(pid)

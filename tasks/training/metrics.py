@@ -14,8 +14,8 @@ class WeightedMean(Metric):
 
     Use `MeanLoss` or `MeanScore`, which say which values are better.
 
-    torchmetrics 1.9's MeanMetric takes every weight for one where it is told not to look for NaN, and looking waits for
-    the device.
+    MeanMetric of torchmetrics 1.9 cannot take its place: its check for NaN waits for the device, and without the check
+    it ignores the weights.
     """
 
     full_state_update = False

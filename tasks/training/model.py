@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
+from longseq.models import PretrainedModel, describe, kind_of
 
 
 class TaskModel(ABC):
@@ -67,6 +68,38 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     usual = config["scale"].get("mixer") or {}
     filled = {name: _fill_in(name, options, usual) for name, options in chosen.items()}
     return filled if len(filled) > 1 else next(iter(filled.values()))
+
+
+def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The configuration with the values that `model` was built with where its own keys are null.
+
+    A key stays null that leaves a choice to a model of timm, which does not tell what it chose.
+    """
+    built = _arguments(model)
+    options = built.get("mixer_options") or {}
+    filled = {**config, "model": _fill(config["model"], built)}
+    if "mixer" in config and "mixer" in built:
+        filled["mixer"] = {**config["mixer"], "options": _fill(config["mixer"].get("options") or {}, options)}
+    return filled
+
+
+def _arguments(model: nn.Module) -> Mapping[str, Any]:
+    """The arguments of a model, or of the model that it wraps."""
+    if not isinstance(model, PretrainedModel):
+        return describe(model)["model_args"] if kind_of(model) is not None else {}
+    wrapped = [value for value in model.arguments.values() if isinstance(value, PretrainedModel)]
+    return wrapped[0].arguments if wrapped else model.arguments
+
+
+def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, those of None with the values by the same names; options by mixer names are filled one by one."""
+    filled = dict(keys)
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            filled[name] = _fill(filled.get(name) or {}, value)
+        elif name in filled and filled[name] is None:
+            filled[name] = value
+    return filled
 
 
 def _fill_in(name: str, chosen: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

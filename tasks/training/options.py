@@ -352,8 +352,8 @@ def _expected(hint: Any) -> str:
         kinds = [kind for kind in inner if kind is not type(None)]
         if int in kinds and float in kinds:
             kinds.remove(int)
-        each = [_expected(kind) for kind in kinds]
-        return " or ".join(dict.fromkeys(each + ["null"] * (type(None) in inner)))
+        alternatives = [_expected(kind) for kind in kinds]
+        return " or ".join(dict.fromkeys(alternatives + ["null"] * (type(None) in inner)))
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         return f"a list of {len(inner)}: {', '.join(_expected(kind) for kind in inner)}"
     if origin in (list, Sequence, tuple):

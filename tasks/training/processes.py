@@ -53,13 +53,13 @@ def prepare_data_worker(index: int) -> None:
 
 def _die_with(parent: int) -> None:
     try:
-        asked = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
+        is_set = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
     except (AttributeError, OSError):
-        asked = False
+        is_set = False
     # It may have ended before it was asked for, and systems other than Linux do not tell.
     if os.getppid() != parent:
         os._exit(1)
-    if not asked:
+    if not is_set:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
 
 from longseq.tasks.training import targets
 from longseq.tasks.training.length import WARMUPS, RunLength
 
+ADAMW = partial(create_optimizer_v2, opt="adamw", weight_decay=0.05)
+COSINE = partial(create_scheduler_v2, sched="cosine", step_on_epochs=False)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """All that a `TrainedModule` needs for training beside its model and its loss.
 
-    `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=..., updates_per_epoch=...)` are
-    partials, such as those of `timm.optim.create_optimizer_v2` and `timm.scheduler.create_scheduler_v2`. `length` says
-    how long the run, its warm-up and the way to a validation are; None leaves that to the Trainer and the schedule.
-    `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes a minute or so.
+    `length` says how long the run, its warm-up and the way to a validation are; None leaves that to the Trainer and the
+    schedule. `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=...,
+    updates_per_epoch=...)` are partials, such as those of `timm.optim.create_optimizer_v2` and
+    `timm.scheduler.create_scheduler_v2`: by default AdamW and a cosine to zero, without a warm-up unless `length` has
+    one. `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes a minute or so.
     `hyperparameters` are plain values for the checkpoint (see `longseq.tasks.training.checkpoint`).
     """
 
-    optimizer: Callable[..., torch.optim.Optimizer]
-    schedule: Callable[..., tuple[Any, int]]
     learning_rate: float
     length: RunLength | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+    schedule: Callable[..., tuple[Any, int]] = COSINE
     seed: int = 0
     compile_mode: str | None = None
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.lock import is_locked
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
+MODEL_FOLDER = "model"
 
 # Keys that change what is printed, where, how fast, or on how many devices an effective batch is trained, which
 # leaves the order of samples as it is.
@@ -135,18 +134,12 @@ def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Folders below `parent` with a checkpoint, newest first, and their configurations; others are passed over."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
-        checkpoint, saved = _newest_checkpoint(path.parent), _read_config(path)
-        if checkpoint is not None and saved is not None:
+        checkpoint = _newest_checkpoint(path.parent)
+        # Not of config.yaml, which holds the values that the model chose where the command left them to it.
+        saved = None if checkpoint is None else _saved_config(checkpoint)
+        if checkpoint is not None and isinstance(saved, Mapping) and "output" in saved:
             found.append((checkpoint.stat().st_mtime, path.parent, saved))
-    return [(folder, saved) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
-
-
-def _read_config(path: Path) -> dict[str, Any] | None:
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
-        return None
-    return content if isinstance(content, dict) and "output" in content else None  # type: ignore[return-value]
+    return [(folder, dict(saved)) for _, folder, saved in sorted(found, key=lambda run: run[0], reverse=True)]
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
@@ -166,7 +159,7 @@ def _saved_config(checkpoint: Path) -> dict[str, Any] | None:
 def _read(checkpoint: Path) -> dict[str, Any]:
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError):
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -19,8 +19,6 @@ CALLBACKS = [
     "longseq.tasks.training.callbacks.checkpoint.BestCheckpoint",
     "longseq.tasks.training.callbacks.checkpoint.LastCheckpoint",
     "longseq.tasks.training.callbacks.nonfinite.NonFiniteStop",
-    "longseq.tasks.image.pictures.ConfusionMatrix",
-    "longseq.tasks.image.pictures.SamplePredictions",
     "longseq.tasks.training.callbacks.progress.TrainingProgress",
     "longseq.tasks.training.callbacks.telemetry.Telemetry",
     "longseq.tasks.training.callbacks.throughput.Throughput",

@@ -6,6 +6,7 @@ import textwrap
 import pytest
 import timm
 import torch
+from cases import cases
 from timm.models import get_model_args, get_model_input_config
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -291,8 +292,8 @@ def influence(model, output):
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
-@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
-@pytest.mark.parametrize("place", ["middle", "first"])
+@cases("direction", ["bidirectional", "cross"])
+@cases("place", ["middle", "first"])
 def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, place):
     model = tiny(depth=1, mixer=mixer, direction=direction, class_token=place)
     assert (influence(model, lambda m, x: m(x)) > 0).all()

@@ -1,7 +1,7 @@
 """What timm asks of its own models, asked of every registered longseq model and of every mixer, direction and token.
 
-The registered models keep their width and depth; only the images are smaller (64 px) where a check does not depend on
-the default size. Export runs on two of their blocks: an exporter's time grows with the depth, what it can do does not.
+Each registered model runs once at its own width, depth and image size. Elsewhere it keeps what its name decides beside
+those, and is narrow, of four blocks and of images of 64 px: what timm asks does not depend on the size.
 """
 
 import copy
@@ -30,9 +30,9 @@ COMBINATIONS = sorted(
 
 
 def small(name, **options):
-    """A registered model for images of 64 px."""
+    """A registered model, narrow and of four blocks, for images of 64 px."""
     torch.manual_seed(0)
-    return timm.create_model(name, **{"img_size": 64} | options)
+    return timm.create_model(name, **{"img_size": 64, "embed_dim": 48, "depth": 4} | options)
 
 
 def tiny(mixer="longhorn", direction="bidirectional", class_token="middle", **options):
@@ -96,18 +96,24 @@ def test_all_models_are_listed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_forward_at_the_default_size_with_and_without_checkpointing(name):
+def test_forward_at_the_default_size(name):
     model = timm.create_model(name).eval()
-    x = torch.randn(1, *model.default_cfg["input_size"])
+    with torch.no_grad():
+        logits = model(torch.randn(1, *model.default_cfg["input_size"]))
+    assert logits.shape == (1, 1000)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_gives_the_same_logits(name):
+    model = small(name).eval()
+    x = images(model)
     with torch.no_grad():
         logits = model(x)
-        assert logits.shape == (1, 1000)
-        assert logits.isfinite().all()
         model.set_grad_checkpointing()
         assert torch.equal(model(x), logits)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_gets_a_gradient(name):
     check_gradients(small(name, num_classes=42))
@@ -153,7 +159,6 @@ def test_frozen_weights_stay_frozen(name):
     assert not any(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_heads(name):
     model = small(name, in_chans=1).eval()
@@ -178,7 +183,6 @@ def test_heads(name):
     assert isinstance(small(name, device="meta", num_classes=0).get_classifier(), torch.nn.Identity)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_output_follows_the_type_of_the_weights(name):
     model = small(name).eval()
@@ -209,13 +213,11 @@ def test_unknown_options_raise(name):
         timm.create_model(name, device="meta", not_an_option=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_intermediates(name):
     check_intermediates(small(name).eval())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_features_only(name):
     model = small(name, features_only=True, out_indices=(-3, -1)).eval()
@@ -226,7 +228,6 @@ def test_features_only(name):
     assert len(model.model.head.state_dict()) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_symbolic_trace_computes_the_same_bits(name):
     model = small(name).eval()
@@ -246,7 +247,7 @@ def test_the_symbolic_trace_keeps_the_size_dynamic(direction):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "tiny" in name])  # sizes differ in their numbers alone
 def test_export_parity(name):
     model = small(name, depth=2).eval()
     check_export(model)

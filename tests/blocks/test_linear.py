@@ -1,5 +1,6 @@
 import pytest
 import torch
+from cases import cases
 from torch import nn
 
 from longseq import mixers
@@ -62,7 +63,7 @@ def test_a_pair_of_projections_is_two_of_them_at_aligned_widths(aligned, monkeyp
 
 
 @pytest.mark.parametrize("name", mixers.mixer_names())
-@pytest.mark.parametrize("d_model", [192, 384, 768, 1024])
+@cases("d_model", [192, 384, 768, 1024])
 def test_projections_into_mixers_are_aligned_or_become_so(name, d_model):
     with torch.device("meta"):
         mixer = mixers.create(name, d_model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import cases
 
 from longseq.kernels.chunks import (
     decay_matrix,
@@ -26,9 +27,9 @@ def gram(kind, size, beta, width=64):
     return (beta * k @ k.mT).tril(-1)
 
 
-@pytest.mark.parametrize("kind", ["random", "correlated", "identical"])
-@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("size", [1, 2, 16, 64, 128])
+@cases("kind", ["random", "correlated", "identical"])
+@cases("beta", [0.5, 1.0, 2.0])
+@cases("size", [1, 2, 16, 64, 128])
 def test_inverse_is_as_accurate_as_a_triangular_solve(kind, beta, size):
     strict = gram(kind, size, beta)
     exact = torch.linalg.solve_triangular(

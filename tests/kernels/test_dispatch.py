@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import cases
 
 from longseq import kernels
 from longseq.kernels import dispatch, explain, list_ops
@@ -92,8 +93,8 @@ def test_each_tensor_of_another_size_is_refused_by_name(op):
 
 
 @pytest.mark.parametrize("op", list_ops())
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize(
+@cases("backend", ["torch", "reference"])
+@cases(
     ("cu_seqlens", "message"),
     [
         ([0.0, 4.0], r"float32, but must be int32 or int64"),

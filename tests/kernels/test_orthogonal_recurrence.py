@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import cases
 
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.orthogonal_recurrence import OBJECTIVES
@@ -39,8 +40,8 @@ def compression_loss(objective, state, k, v):
     return (torch.nn.functional.normalize(state @ k, dim=0) - v).square().sum() / 2
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("normalize", [True, False])
+@cases("objective", OBJECTIVES)
+@cases("normalize", [True, False])
 def test_a_step_descends_the_loss(objective, normalize):
     torch.manual_seed(0)
     state = torch.randn(5, 3, dtype=torch.float64)
@@ -77,7 +78,7 @@ def test_threshold_is_the_proximal_step_of_the_l1_norm():
 
 
 @pytest.mark.parametrize("variant", CHUNKED)
-@pytest.mark.parametrize("chunk_size", [2, 5, 16, 64])
+@cases("chunk_size", [2, 5, 16, 64])
 def test_chunk_form_equals_its_definition(variant, chunk_size):
     inputs = make_inputs(OP, variant, tokens=37)
     expected = gradients(inputs, backend="reference", chunk_size=chunk_size)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import cases
 
 from longseq.kernels import recursive_least_squares, recursive_least_squares_step
 from longseq.kernels.recursive_least_squares.chunk import _Layout
@@ -76,8 +77,8 @@ def test_padding_anywhere_is_as_if_it_were_not_there(backend, refresh_period, pa
         assert not x.grad[:, ~real].any()
 
 
-@pytest.mark.parametrize("period", [1, 3, 7, 20, 33, 100])
-@pytest.mark.parametrize("chunk_size", [1, 4, 8, 64])
+@cases("period", [1, 3, 7, 20, 33, 100])
+@cases("chunk_size", [1, 4, 8, 64])
 def test_slots_keep_the_order_and_end_chunks_where_a_refresh_falls_due(period, chunk_size):
     steps = torch.arange(2 * period)
     for tokens in (1, 2, period, period + 1, 50):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from cases import cases
 
 from longseq.kernels.segments import find_span
 
 LENGTHS = [1, 15, 16, 17, 100, 1000, 1024, 4097]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("walkers", [1, 3, 32, 33, 64, 200])
+@cases("length", LENGTHS)
+@cases("walkers", [1, 3, 32, 33, 64, 200])
 def test_segments_run_side_by_side_and_are_neither_few_nor_short(length, walkers):
     span = find_span(length, walkers, 128, fewest=3, shortest=4, least=16)
     if walkers > 128 // 3 or length < 16:
@@ -22,8 +22,8 @@ def test_segments_run_side_by_side_and_are_neither_few_nor_short(length, walkers
         assert span == 4 or -(-length // (span - 1)) * walkers > 128  # no longer than need be
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("walkers", [1, 3, 32, 33, 64])
+@cases("length", LENGTHS)
+@cases("walkers", [1, 3, 32, 33, 64])
 def test_spans_that_a_kernel_is_compiled_for_are_powers_of_two(length, walkers):
     span = find_span(length, walkers, 128, fewest=2, shortest=8, at_once=False)
     assert span & (span - 1) == 0

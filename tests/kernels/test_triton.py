@@ -88,8 +88,9 @@ def test_second_derivatives_are_refused(interpreted, op):
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
 @pytest.mark.parametrize("packed", [False, True], ids=["one_segment", "packed"])
 def test_reading_in_reverse(interpreted, op, packed):
-    # More than a chunk of the delta rule's float32 form. What is emulated token by token has tests of its own.
-    tokens = 7 if op == "orthogonal_recurrence" else 40
+    # More than a chunk of the delta rule's float32 form, and than a checkpoint's of the scans. What is emulated token
+    # by token has tests of its own.
+    tokens = {"orthogonal_recurrence": 7, "longhorn_scan": 18, "selective_scan": 18}.get(op, 35)
     bounds = (0, 3, 3, tokens - 1, tokens)
     # Two heads are read in packed segments, two rows without.
     shape = {"segments": len(bounds) - 1} if packed else {"sizes": {"H": 1}}

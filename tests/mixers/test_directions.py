@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import cases
 
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
@@ -174,7 +175,7 @@ def test_a_compiled_graph_reads_pairs(mixer):
     torch.manual_seed(0)
     # As wide as a model: the layout of narrow ones is another.
     layer = Directions(partial(mixers.create, mixer, 192), reading_orders("bidirectional"))
-    x = torch.randn(2, 6, 192)
+    x = torch.randn(2, 3, 192)
     expected = gradients_of(layer, x, None, None)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -314,7 +315,7 @@ def test_several_directions_have_no_state():
 
 
 @pytest.mark.parametrize("mixer", mixers.mixer_names())
-@pytest.mark.parametrize(("direction", "orders"), [("forward", 1), ("bidirectional", 2), ("cross", 4)])
+@cases(("direction", "orders"), [("forward", 1), ("bidirectional", 2), ("cross", 4)])
 def test_sharing_decides_the_parameter_count(mixer, direction, orders):
     one = mixers.create(mixer, WIDTH)
     projections = sum(count_parameters(part) for part in (one.in_proj, one.out_proj) if part is not None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import cases
 from torch import Tensor
 from torch.nn import functional
 
@@ -145,8 +146,8 @@ def test_decays_start_as_in_mamba2(name: str) -> None:
     assert {"A_log", "dt_bias"} <= no_weight_decay(mixer)
 
 
-@pytest.mark.parametrize("width", [16, 24, 32, 64, 96, 192, 384, 768])
 @pytest.mark.parametrize("name", ["gated_deltanet", "retnet", "gla", "hgrn2", "mamba2"])
+@cases("width", [16, 24, 32, 64, 96, 192, 384, 768])
 def test_common_widths_need_no_option(name: str, width: int) -> None:
     with torch.device("meta"):
         mixer = mixers.create(name, width)

@@ -7,14 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import longseq
-from longseq import plugins, timm_script
+from longseq import mixers, plugins, timm_script
+from longseq.tasks import registry
+from longseq.tasks.image import sources
+from longseq.tasks.probe import generators
 from longseq.tasks.training import checkpoint as checkpoints
+from longseq.tasks.training import targets
+from longseq.tools import export
+from longseq.tools.plugin_options import load_plugins
 
 HERE = Path(__file__).resolve().parent
 
@@ -52,8 +59,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"evaluate checkpoint={BEST} trainer=cpu",
         f"export checkpoint={BEST} format=renamed latency=false batch_sizes=[1]",
         f"describe checkpoint={BEST}",
-        "probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 recipe.batch_size=16 "
-        "plot=false output=probe",
+        "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 "
+        "recipe.batch_size=16 plot=false output=comparison",
         f"train {mine} output=local",
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
@@ -68,7 +75,7 @@ def recorded(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_an_installed_plug_in_trains_evaluates_exports_describes_and_probes(runs: Path) -> None:
+def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(runs: Path) -> None:
     config = recorded(runs / BEST)
     assert config["plugins"] == ["example_plugin"]
     assert config["mixer"] == {"name": "scaled_attention", "options": {"num_heads": None, "gain": 0.25}}
@@ -76,7 +83,7 @@ def test_an_installed_plug_in_trains_evaluates_exports_describes_and_probes(runs
     assert json.loads((runs / "installed" / "evaluation_test.json").read_text())["test/images"] == 16
     assert (runs / BEST).with_suffix(".renamed").is_file()
     assert "mixer scaled_attention" in (runs / "output.txt").read_text()
-    assert len(list((runs / "probe").rglob("metrics.json"))) == 1
+    assert len(list((runs / "comparison").rglob("metrics.json"))) == 1
 
 
 @pytest.mark.slow
@@ -150,3 +157,40 @@ def test_a_program_for_timm_has_the_models(
     monkeypatch.setattr(sys, "argv", ["timm_script", str(program), *words])
     timm_script.main()
     assert capsys.readouterr().out == "__main__ {'DeltaNet'}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["mixer.name=deltanet", "seed=1"], ["mixer=deltanet", "seed=1"]),
+        (["mixer=hybrid", "mixer.name=deltanet"], ["mixer=hybrid", "mixer.name=deltanet"]),
+        (["mixer.name=3xdeltanet+attention"], ["mixer.name=3xdeltanet+attention"]),
+        (["mixer.name=deltnet"], ["mixer.name=deltnet"]),
+    ],
+)
+def test_the_name_of_a_mixer_brings_its_own_options(words: list[str], expected: list[str]) -> None:
+    assert load_plugins(words) == expected
+
+
+@pytest.mark.parametrize("value", ["my_module", "{my_module:1}", "[1]", "null"])
+def test_plug_ins_are_a_list_of_modules(value: str) -> None:
+    with pytest.raises(ValueError, match=r"is no list of modules: write plugins=\[my_module\]"):
+        load_plugins([f"plugins={value}"])
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: mixers.register("deltanet")(mixers.Mixer),
+        lambda: sources.register_source("digits")(sources.digits),
+        lambda: sources.register_source("hfds/mine")(sources.digits),
+        lambda: generators.register("mqar")(generators.mqar),
+        lambda: targets.register("callback")(type("EarlyStopping", (), {})),
+        lambda: export.register_format("onnx", ".mine", export.torchscript_file),
+        lambda: export.register_format("mine", ".onnx", export.torchscript_file),
+        lambda: registry.register("image", object()),
+    ],
+)
+def test_a_name_that_is_taken_is_refused(register: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"another name|there already|taken"):
+        register()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,31 +14,35 @@ from longseq.kernels.operation import forget
 Test = Callable[..., None]
 
 
-def cases(names: str | tuple[str, ...], values: Sequence[Any]) -> Callable[[Test], Test]:
+def cases(names: str | tuple[str, ...], values: Iterable[Any] | Callable[..., Iterable[Any]]) -> Callable[[Test], Test]:
     """Run a test with each of the values, as `pytest.mark.parametrize` does, but as one test.
 
-    The cases share the test's fixtures: what a case leaves in them, the next one finds. All cases run; the error names
-    those that failed, and the first failure is its cause.
+    `values` may be a function of other arguments of the test, by their names. The cases share the test's fixtures: what
+    a case leaves in them, the next one finds. All cases run; the error names those that failed, and the first failure
+    is its cause.
     """
     names = (names,) if isinstance(names, str) else names
-    values = list(values)
-    assert values, "a test without a case tests nothing"
+    listed = values if callable(values) else list(values)
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
+        def run(**arguments: Any) -> None:
+            found = listed
+            if callable(found):
+                found = list(found(**{name: arguments[name] for name in inspect.signature(found).parameters}))
+            assert found, "a test without a case tests nothing"
             failures: list[tuple[str, BaseException]] = []
-            for value in values:
+            for value in found:
                 case = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
                 forget()  # no choice of a backend that an earlier case has made
                 try:
-                    test(**fixtures, **case)
+                    test(**arguments, **case)
                 except (Exception, pytest.fail.Exception) as error:
-                    failures.append((", ".join(f"{name}={x!r:.80}" for name, x in case.items()), error))
+                    failures.append((", ".join(f"{name}={x!s:.80}" for name, x in case.items()), error))
             if failures:
                 told = [f"{case}: {type(error).__name__}: {error}" for case, error in failures]
                 raise AssertionError(
-                    "\n".join([f"{len(failures)} of {len(values)} cases failed:", *told])
+                    "\n".join([f"{len(failures)} of {len(found)} cases failed:", *told])
                 ) from failures[0][1]
 
         signature = inspect.signature(test)

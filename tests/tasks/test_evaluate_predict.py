@@ -97,7 +97,7 @@ def test_evaluate_measures_other_data_of_the_same_classes(checkpoint, compose_co
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "val", "test"])
 def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
-    layout, checkpoint, compose_config, command, tmp_path
+    layout, checkpoint, compose_config, command_here, tmp_path
 ):
     data = load_digits()
     root = tmp_path / "other"
@@ -108,7 +108,7 @@ def test_a_folder_is_measured_whole_or_by_the_split_that_was_asked_for(
     output = tmp_path / "metrics.json"
     known = (f"checkpoint={checkpoint}", "data.source=folder", "trainer=cpu", f"output={output}")
     if layout == "":
-        result = command(tmp_path, "evaluate", *known, f"data.root={root}")
+        result = command_here(tmp_path, "evaluate", *known, f"data.root={root}")
         assert result.returncode == 0, result.stderr
         assert "test/images" in result.stdout
     else:
@@ -224,17 +224,13 @@ def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp
 
 
 @pytest.mark.slow
-def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command, command_here, tiny_overrides):
-    for call, arguments, message in (
-        (command_here, ("train", *tiny_overrides, "mixer=longhron"), "longhorn_exact"),
-        (
-            command_here,
-            ("train", *tiny_overrides, "data=image_folder", "data.root=nowhere"),
-            "data.root=nowhere does not exist",
-        ),
-        (command, ("train", *tiny_overrides, "recipe.batch_size=5000"), "choose recipe.batch_size of at most"),
+def test_the_commands_answer_wrong_input_with_one_line_and_a_code(tmp_path, command_here, tiny_overrides):
+    for overrides, message in (
+        (["mixer=longhron"], "longhorn_exact"),
+        (["data=image_folder", "data.root=nowhere"], "data.root=nowhere does not exist"),
+        (["recipe.batch_size=5000"], "choose recipe.batch_size of at most"),
     ):
-        result = call(tmp_path, *arguments)
+        result = command_here(tmp_path, "train", *tiny_overrides, *overrides)
         assert result.returncode == 2
         assert message in result.stderr
         assert result.stderr.count("\n") == 1

@@ -243,7 +243,7 @@ def test_two_processes_count_each_test_image_once(tmp_path, command, command_her
     assert result.returncode == 0, result.stderr
     run = only(tmp_path, "outputs/image/*")
     board = EventAccumulator(str(run)).Reload()
-    assert board.Scalars("telemetry/blocks.0.rows/state_norm")[0].step == 4
+    assert board.Scalars("telemetry/blocks.0.forward/state_norm")[0].step == 4
     tested = json.loads((run / "metrics.json").read_text())
     alone = command_here(tmp_path, "evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu")
     assert alone.returncode == 0, alone.stderr
@@ -276,7 +276,7 @@ def test_fine_tuning_starts_from_a_checkpoint_at_another_stride(tiny, tmp_path):
     assert value > 0.05
     first, second = read(trained), read(tmp_path / "finer" / "checkpoints" / "best.ckpt")
     assert second["state_dict"]["backbone.pos_embed"].shape[1] < first["state_dict"]["backbone.pos_embed"].shape[1]
-    name = "backbone.blocks.1.mixer.mixers.0.in_proj.weight"
+    name = "backbone.blocks.1.mixer.in_proj.weight"
     torch.testing.assert_close(second["state_dict"][name], first["state_dict"][name], atol=1e-3, rtol=0)
     with pytest.raises(ValueError, match="init: the checkpoint's model differs"):
         train.run(tiny(f"output={tmp_path / 'wider'}", f"init={trained}", "model.embed_dim=32"))

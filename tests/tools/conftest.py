@@ -11,19 +11,24 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from longseq.tasks import train
-
-LONGSEQ = Path(sys.executable).with_name("longseq")
+from longseq.tools import cli
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="session")
-def longseq_command(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """Runs the console script as a user would, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("command")
+@pytest.fixture
+def longseq_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `longseq` in this process, in a folder of its own; `test_cli.py` starts the script itself."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([LONGSEQ, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["longseq", *arguments])
+        try:
+            code = cli.main()
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        output, errors = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, output, errors)
 
     return call
 

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import timm
 import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from PIL import Image
 
 import longseq
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.models import describe
+from longseq.tasks import evaluate
 from longseq.tasks.training.checkpoint import load, sha256
 
 
@@ -112,7 +116,7 @@ def test_files_that_are_no_checkpoint(
 
 def test_damaged_bytes_are_noticed(checkpoint: Path, tmp_path: Path) -> None:
     contents = bytearray(checkpoint.read_bytes())
-    weights = load(checkpoint).backbone.get_parameter("blocks.0.mixer.mixers.0.in_proj.weight")
+    weights = load(checkpoint).backbone.get_parameter("blocks.0.mixer.in_proj.weight")
     place = contents.find(weights.detach().numpy().tobytes())
     assert place > 0
     contents[place] ^= 0xFF
@@ -169,6 +173,46 @@ def test_no_configuration_is_needed(checkpoint: Path, tmp_path: Path, monkeypatc
     assert torch.equal(loaded.backbone(x), expected)
     assert {**loaded.data, "sizes": load(checkpoint).data["sizes"]} == load(checkpoint).data
     assert torch.equal(longseq.from_pretrained(checkpoint)(x), expected)
+
+
+def test_a_run_leaves_its_model_and_the_values_in_force(checkpoint: Path) -> None:
+    run = checkpoint.parents[1]
+    x = torch.randn(3, 1, 8, 8)
+    model = load(checkpoint).backbone
+    assert torch.equal(longseq.from_pretrained(run / "model")(x), model(x))
+    assert torch.equal(timm.create_model(f"local-dir:{run / 'model'}", pretrained=True).eval()(x), model(x))
+    assert "| test/top1 |" in (run / "model" / "README.md").read_text()
+    written = OmegaConf.load(run / "config.yaml")
+    keys = {name: value for name, value in written.model.items() if value is None}
+    assert keys == {}
+    assert (written.model.merge, written.model.stride) == ("sum", [1, 1])
+    assert written.mixer.options.num_heads * written.mixer.options.head_dim == written.model.embed_dim
+    left = torch.load(checkpoint, weights_only=True)["hyper_parameters"]["config"]["model"]
+    assert left["merge"] is None, "the command left it to the model, and is repeated so"
+
+
+def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> None:
+    for label in range(3):
+        (tmp_path / "images" / f"class{label}").mkdir(parents=True)
+        Image.new("RGB", (20, 20), (label, 9, 0)).save(tmp_path / "images" / f"class{label}" / "0.png")
+    model = timm.create_model(
+        "longseq_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_classes=3
+    )
+    model.pretrained_cfg["label_names"] = ("class0", "class1", "class2")
+    model.save_pretrained(tmp_path / "model")
+    given = [f"checkpoint={tmp_path / 'model'}", "trainer=cpu", "data.num_workers=0"]
+
+    def measure(*overrides: str) -> dict[str, float]:
+        with initialize_config_module("longseq.conf", version_base="1.3"):
+            return evaluate.run(compose("evaluate", [*given, *overrides]))
+
+    metrics = measure("data.source=folder", f"data.root={tmp_path / 'images'}")
+    assert 0 <= metrics["test/top1"] <= 1
+    assert (tmp_path / "evaluation_test.json").is_file()
+    with pytest.raises(
+        ValueError, match=r"does not say where its data lie: give data\.source=folder data\.root=FOLDER"
+    ):
+        measure()
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

@@ -210,9 +210,9 @@ def _record(task: tuple[tuple[int, int], list[str], Collection[str] | None]) -> 
     knobs.runtime.jit_cache_hook = note
     knobs.language.default_fp_fusion = False  # every launch says itself what it wants
     for op in ops:
-        for name, is_plain, call in list_calls_at_widths(op):
+        for name, in_trial, call in list_calls_at_widths(op):
             if calls is None or name in calls:
-                place[:] = op, name, is_plain
+                place[:] = op, name, in_trial
                 call()
     return _choose(capability, found.values())
 
@@ -243,13 +243,13 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
     import triton
 
     described = []
-    for kernel, specialization, op, call, is_plain in found:
+    for kernel, specialization, op, call, in_trial in found:
         data = json.loads(specialization)
         if not data["options"]["enable_fp_fusion"]:
             raise AssertionError(f"{op} launches {kernel.fn.__qualname__} without `launch_options`")
         base, flags = _describe(kernel, data)
         most = -sum(value is True for _, value in flags)
-        described.append((most, base, flags if is_plain else [], kernel, specialization, op, call))
+        described.append((most, base, flags if in_trial else [], kernel, specialization, op, call))
     seen: set[Any] = set()
     launches = []
     for _, base, flags, kernel, specialization, op, call in sorted(described, key=lambda item: item[0]):

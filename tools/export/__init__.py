@@ -36,12 +36,18 @@ class ExportKeys(CommandKeys):
 def run(cfg: DictConfig) -> ExportReport:
     """Export the checkpoint that the configuration `export.yaml` names, and print how the file compares with it."""
     # Here, because an export from Python needs no training packages.
+    from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
 
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
-    loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution)
+    loaded = checkpoint.load(
+        keys.checkpoint,
+        weights=keys.weights,
+        any_resolution=keys.dynamic_resolution,
+        tasks=registry.like("image"),
+    )
     report = export_image_classifier(
         loaded.backbone,
         keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.mixers import Mixer
-from longseq.tasks.image.model import model_name, stated_data, takes_any_resolution
+from longseq.timm_models import model_name, stated_data, takes_any_resolution
 from longseq.tools.export import onnx_file, pt2_file, torchscript_file
 from longseq.tools.export.metadata import classifier_metadata
 from longseq.tools.export.parity import Comparison, compare, expect, latency_ms, probe_images

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from longseq.tasks.image.decoding import DECODING
-from longseq.tasks.image.model import model_name
+from longseq.timm_models import model_name
 
 __all__ = ["EXTRA_FILE", "PREPROCESSING", "classifier_metadata", "encode"]
 

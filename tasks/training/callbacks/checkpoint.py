@@ -55,9 +55,9 @@ class BestCheckpoint(ModelCheckpoint):
 class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt` every n updates, every n minutes, at the end of each epoch and when the run is interrupted.
 
-    A checkpoint always describes the moment after an update, from where a resumed run repeats the uninterrupted one: an
-    interruption within a step, or between the micro batches of one update, is recorded as of the update before it.
-    After an interruption during an update or a validation the previous checkpoint stays.
+    A checkpoint always describes the moment after an update, so that a resumed run repeats the uninterrupted one. After
+    an interruption within a step, or between the accumulated batches of an update, the checkpoint is of the update
+    before. After an interruption during the optimizer's step or a validation the previous checkpoint stays.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LastCheckpoint(Checkpoint):
         self._resume_point = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # One process of several cannot write alone; SIGTERM is agreed among them.
+        # Of several processes none can write alone. They stop together on SIGTERM, and then all take part.
         alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
         if self._resume_point is not None and alone and not isinstance(exception, NonFiniteError):
             self._interrupted = True

@@ -10,9 +10,9 @@ _KEY = "seconds"
 
 
 class RunClock(Callback):
-    """Counts the seconds of a run from the start of its training, those before each resume included.
+    """Counts the seconds of a run from the start of its training, including the time before each resume.
 
-    Of a leg that was killed they count up to the checkpoint from which the next one continued.
+    If a run was killed, the time after its last checkpoint does not count.
     """
 
     def __init__(self) -> None:

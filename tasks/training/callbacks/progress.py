@@ -139,4 +139,4 @@ def _epoch(trainer: Trainer) -> str:
 
 def _values(trainer: Trainer, names: tuple[str, ...]) -> str:
     metrics = trainer.callback_metrics
-    return "  ".join(f"{name} {float(metrics[name]):.4f}" for name in names if name in metrics)
+    return "  ".join(f"{name} {float(metrics[name]):.4f}" for name in dict.fromkeys(names) if name in metrics)

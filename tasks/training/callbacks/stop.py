@@ -22,8 +22,8 @@ def stoppable() -> Iterator[None]:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         if is_started_by_run():
-            # Lightning kills the first process where one that it started leaves with a code, before it has left itself.
-            # And threads of torch, left to the interpreter's end, now and then abort a process that leaves in order.
+            # With another exit code than 0 Lightning would kill the first process before that has ended by itself. And
+            # an ordinary exit sometimes aborts, in threads of torch at the end of the interpreter.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -31,12 +31,13 @@ def stoppable() -> Iterator[None]:
 
 
 class StopTogether(Callback):
-    """Has all processes of a run stop at one batch when SIGTERM reaches one of them or all.
+    """Makes all processes of a run stop at the same batch when SIGTERM reaches one of them or all.
 
-    Lightning 2.6 calls a collective operation in the signal handler, where other processes wait in another one, and
-    lets the first process stop a batch before the others: both hang. Here a signal is only noted; the processes agree
-    about it before each training batch, where Lightning asks the first one, and before every tenth of an evaluation
-    (not of streams, whose numbers of batches differ). One process alone stops as Lightning has it.
+    Lightning 2.6 hangs in two ways. It calls a collective operation in the signal handler while other processes wait in
+    another collective; and the first process stops one batch before the others. Here the handler only notes the signal.
+    The processes agree about it before each training batch, and before every tenth batch of an evaluation. Evaluations
+    of streams are left out, because the number of batches differs between processes. A run of one process stops as
+    Lightning does it.
     """
 
     def __init__(self) -> None:

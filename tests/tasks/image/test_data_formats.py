@@ -330,7 +330,7 @@ def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_pa
     capsys.readouterr()
     config = compose_config("predict", f"checkpoint={checkpoint}", f"input={pictures}", f"output={output}")
     assert predict.run(config) == {"classified": 22, "unreadable": 0, "passed_over": 1}
-    assert "22 image(s) classified, 0 unreadable, 1 passed over (1 .txt: notes.txt)" in capsys.readouterr().out
+    assert "22 images classified, 0 unreadable, 1 passed over (1 .txt: notes.txt)" in capsys.readouterr().out
     rows = list(csv.DictReader(output.open()))
     assert len({(row["class_1"], row["probability_1"]) for row in rows if not row["error"]}) == 1
     assert [row["error"] for row in rows if row["error"]] == ["passed over: .txt"]

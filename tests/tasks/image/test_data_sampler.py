@@ -80,7 +80,7 @@ def test_start_skips_batches_without_changing_the_rest():
 
 
 def test_a_batch_that_does_not_fit_names_the_number_to_choose():
-    with pytest.raises(ValueError, match=r"needs 80 training images, but there are 50.*at most 50"):
+    with pytest.raises(ValueError, match=r"needs 80 training samples, but there are 50.*at most 50"):
         TrainingSampler(50, 40, seed=0, world_size=2)
     with pytest.raises(ValueError, match=r"batch of 20 on 2 device\(s\) x 2 accumulated batches needs 80 training"):
         TrainingSampler(50, 20, seed=0, world_size=2, accumulate=2)

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from PIL import Image
 
 from longseq.tasks.image.datasets import preserved_random_state, seed_everything
@@ -43,9 +44,9 @@ DEIT3 = {"crop": "padded", "padding_mode": "reflect", "hflip": 0.5, "color_jitte
 SMALL = {"crop": "padded", "padding": 2, "erasing": {"prob": 1.0, "mode": "pixel", "count": 1}}
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
-@pytest.mark.parametrize("in_chans", [1, 3])
-@pytest.mark.parametrize("options", [DEIT, DEIT3, SMALL, {}])
+@cases("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
+@cases("in_chans", [1, 3])
+@cases("options", [DEIT, DEIT3, SMALL, {}])
 def test_training_gives_bytes_of_the_models_shape(options, in_chans, mode):
     transform = training_transform(info(in_chans=in_chans), Augmentation(**options))
     for _ in range(3):

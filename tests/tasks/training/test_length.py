@@ -161,5 +161,6 @@ class PackedBatch(NamedTuple):
 
 
 def test_a_batch_tells_its_units():
-    assert count_units(PackedBatch(torch.zeros(2, 16), [[5, 9], [16]])) == 30
+    packed = PackedBatch(torch.zeros(2, 16), [[5, 9], [16]])
+    assert count_units(packed) == count_units((packed, torch.zeros(2, 16))) == 30
     assert count_units((torch.zeros(7, 3), torch.zeros(7))) == 7

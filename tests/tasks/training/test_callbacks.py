@@ -22,7 +22,7 @@ from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.trainer import build_trainer
 
 HEAD = "head.weight"
-INNER = "blocks.1.mixer.mixers.0.in_proj.weight"
+INNER = "blocks.1.mixer.in_proj.weight"
 
 
 class NaNLoss(torch.nn.Module):

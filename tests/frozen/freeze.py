@@ -1,0 +1,105 @@
+"""Write the frozen models that are missing: `python tests/frozen/freeze.py`.
+
+Each file holds a small model's config.json, its weights, an input and the logits of its time. What is here is never
+written again: later versions must load it and give the same logits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from longseq import mixers, models
+from longseq.backbones.image import ImageBackbone
+from longseq.backbones.tokens import TokenBackbone
+
+FOLDER = Path(__file__).parent
+
+# Options that make a mixer small, and those without which five tokens would not show what it does.
+SMALL: dict[str, Any] = {
+    "num_heads": 2,
+    "num_slots": 3,
+    "state_size": 4,
+    "feature_dim": 2,
+    "gate_rank": 2,
+    "shift_rank": 2,
+    "decay_rank": 2,
+    "filter_width": 4,
+    "filter_bands": 2,
+    "max_length": 8,
+    "window": 3,
+    "refresh_period": 2,
+}
+
+IMAGE: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 1}
+TOKENS: dict[str, Any] = {"vocab_size": 6, "d_model": 8, "depth": 1, "mlp_ratio": 1.0}
+
+# Vim's and the Vision Transformer's, each with directions that the other does not have, and both kinds of token models.
+CHASSIS: dict[str, Any] = {
+    "vim": lambda **mixer: ImageBackbone(**IMAGE, **mixer),
+    "vit": lambda **mixer: ImageBackbone(
+        **IMAGE, **mixer, direction="cross", share_directions="all", class_token="first", mlp_ratio=1.0, norm="layer"
+    ),
+    "lm": lambda **mixer: TokenBackbone(**TOKENS, **mixer, positions="learned", max_length=8),
+    "encoder": lambda **mixer: TokenBackbone(**TOKENS, **mixer, direction="bidirectional", tie_embeddings=False),
+}
+
+
+def file_of(chassis: str, mixer: str) -> Path:
+    """Where the frozen model of a chassis and a mixer lies."""
+    return FOLDER / f"{chassis}_{mixer}.safetensors"
+
+
+def build(chassis: str, mixer: str) -> nn.Module:
+    """A small model all of whose weights matter: none is zero."""
+    torch.manual_seed(0)
+    options = {key: value for key, value in SMALL.items() if key in mixers.options(mixer)}
+    model = CHASSIS[chassis](mixer=mixer, mixer_options=options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def example(model: nn.Module) -> Tensor:
+    """What the model reads: two images, or two sequences of tokens."""
+    if isinstance(model, ImageBackbone):
+        return torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return torch.tensor([[0, 1, 2, 3, 4, 5], [5, 2, 2, 0, 3, 1]])
+
+
+@torch.no_grad()
+def score(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The model's logits."""
+    scored = model(inputs)
+    return scored[0] if isinstance(scored, tuple) else scored
+
+
+def freeze(chassis: str, mixer: str) -> None:
+    """Write the file of a chassis and a mixer."""
+    model = build(chassis, mixer)
+    inputs = example(model)
+    tensors = {f"weights.{name}": value.contiguous() for name, value in model.state_dict().items()}
+    config = json.dumps(models.describe(model))
+    save_file(
+        {**tensors, "inputs": inputs, "logits": score(model, inputs)}, file_of(chassis, mixer), {"config": config}
+    )
+
+
+def main() -> None:
+    """Freeze what is missing."""
+    wanted = [(chassis, mixer) for mixer in mixers.mixer_names() for chassis in CHASSIS]
+    missing = [pair for pair in wanted if not file_of(*pair).exists()]
+    for pair in missing:
+        freeze(*pair)
+    print(f"{len(missing)} model(s) written below {FOLDER}; {len(wanted) - len(missing)} were there")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A task from outside the package goes through the commands as the tasks inside it do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics.classification import MulticlassAccuracy
+
+from longseq import plugins
+from longseq.tasks import registry
+from longseq.tasks.training.metrics import MeanLoss, WeightedMean
+from longseq.tasks.training.module import TrainedModule
+
+TOY = Path(__file__).parent / "toy" / "majority"
+WORDS = (
+    "plugins=[majority]",
+    "task=majority",
+    "mixer=linear_attention",
+    "trainer=cpu",
+    "model.d_model=16",
+    "model.depth=1",
+    "recipe.epochs=3",
+    "recipe.learning_rate=0.02",
+    "callbacks.checkpoint.every_n_train_steps=1",
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A user's working folder with the module of the task."""
+    shutil.copytree(TOY, tmp_path / "majority")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    yield tmp_path
+    sys.modules.pop("majority", None)
+
+
+def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
+    words = ("train", *WORDS)
+    whole, cut = folder / "whole", folder / "cut"
+    done = command_here(folder, *words, f"hydra.run.dir={whole}")
+    assert done.returncode == 0, done.stderr
+    assert "on majority: 9 bits a sequence, 256 train, 256 val, 256 test" in done.stdout
+    metrics = json.loads((whole / "metrics.json").read_text())
+    assert metrics["bits"] == 9
+    assert metrics["test/loss"] < 0.69
+
+    sys.modules["majority"].STOP = 7  # updates
+    with pytest.raises(InterruptedError):
+        command_here(folder, *words, f"hydra.run.dir={cut}")
+    sys.modules["majority"].STOP = None
+    resumed = command_here(folder, *words, f"hydra.run.dir={cut}", "resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing from" in resumed.stdout
+    first, second = (torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (whole, cut))
+    assert first["global_step"] == second["global_step"] > 7
+    assert all(torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items())
+
+    best = whole / "checkpoints" / "best.ckpt"
+    words = ("evaluate", "plugins=[majority]", f"checkpoint={best}", "trainer=cpu", f"output={folder / 'm.json'}")
+    measured = command_here(folder, *words)
+    assert measured.returncode == 0, measured.stderr
+    assert json.loads((folder / "m.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"])
+    losses = [event.value for event in EventAccumulator(str(whole)).Reload().Scalars("val/loss")]
+    assert metrics["val/loss"] == pytest.approx(min(losses)), "the best checkpoint has the lowest loss"
+
+
+@pytest.mark.slow
+def test_a_task_from_outside_is_compared(folder, command):
+    words = [word for word in WORDS if not word.startswith("mixer=")]
+    rates = "learning_rates=[0,0.02]"
+    done = command(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")
+    assert done.returncode == 0, done.stderr
+    (chosen,) = json.loads((folder / "compared" / "results.json").read_text())["summary"]
+    assert chosen["learning_rate"] == 0.02, "the lower loss is the better one"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("task.metric=val/top1", "task.metric=val/top1 is never measured: choose one of val/loss, val/accuracy"),
+        ("callbacks.best.monitor=test/loss", "callbacks.best.monitor=test/loss is never measured: choose one of val/l"),
+        ("+callbacks.best.mode=max", "callbacks.best.mode=max: the metric tells its direction; leave the key out"),
+        ("task.name=minority", "task.name=minority is unknown: choose one of image, probe, majority"),
+    ],
+)
+def test_what_a_run_monitors_is_checked_before_it_writes(override, message, folder, command_here):
+    refused = command_here(folder, "train", *WORDS, override, f"hydra.run.dir={folder / 'run'}")
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not (folder / "run" / "config.yaml").exists()
+
+
+def test_a_metric_that_does_not_tell_its_direction_cannot_be_monitored():
+    module = ThreeMetrics(torch.nn.Identity())
+    assert module.higher_is_better("val/accuracy", "key")
+    assert not module.higher_is_better("val/loss", "key")
+    with pytest.raises(ValueError, match="key=val/spread does not say which values are better"):
+        module.higher_is_better("val/spread", "key")
+
+
+class ThreeMetrics(TrainedModule):
+    def __init__(self, backbone):
+        super().__init__(backbone)
+        metrics = {"accuracy": MulticlassAccuracy(2), "loss": MeanLoss(), "spread": WeightedMean()}
+        self.val_metrics = torch.nn.ModuleDict(metrics)
+
+    @classmethod
+    def from_config(cls, config, backbone, info, training):
+        return cls(backbone)
