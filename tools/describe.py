@@ -100,7 +100,7 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
         loaded = checkpoint.load(cfg.checkpoint, tasks=registry.like("image"))
         return loaded.backbone, loaded.data
     config = resolve(cfg)
-    check_experiment(config, DescribeKeys)
+    check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)  # whose paths are in a run folder
     if (task := config["task"]["name"]) not in registry.like("image"):
         raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)
