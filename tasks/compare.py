@@ -15,10 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from hydra import compose
@@ -30,6 +31,7 @@ from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import processes, runs
 from longseq.tasks.training.files import write_text
+from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
 
 # Keys of this command; every other override goes to each `longseq train`.
@@ -52,13 +54,6 @@ TAKEN_KEYS = {
     "seed": "give seeds=[...]",
     "resume": "the same command continues by itself",
 }
-# Keys that are lists, what they hold, and an example.
-LISTS: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("mixers", (str,), "[deltanet,mamba]"),
-    ("seeds", (int,), "[0,1,2]"),
-    ("learning_rates", (int, float), "[1e-3,3e-3]"),
-    ("overrides", (str,), "[trainer=cpu]"),
-)
 # Text that means itself in an override.
 UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
@@ -67,6 +62,22 @@ RESULTS_FILE = "results.json"
 LOG_FILE = "log.txt"
 MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
 ERROR = "longseq: error: "  # how a run begins the line that tells its failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareKeys:
+    """The keys that `longseq compare` has beside those of `longseq train`; conf/compare.yaml says what they mean."""
+
+    mixers: list[str]
+    rows: Mapping[str, str] | None
+    overrides: list[str] | None
+    seeds: Annotated[list[int], Range(0), Length(1)]
+    sweep: Mapping[str, Annotated[list[Any], Length(1)]] | None
+    learning_rates: Annotated[list[float], Range(above=0), Length(1)] | None
+    jobs: Annotated[int, Range(1)] | None
+    report: str | None
+    plot: bool
+    output: str
 
 
 class Trial(NamedTuple):
@@ -191,43 +202,27 @@ def _check(own: Mapping[str, Any]) -> None:
     for override in HydraConfig.get().overrides.task:
         if (remedy := TAKEN_KEYS.get(_key(override))) is not None:
             raise ValueError(f"longseq compare sets {_key(override)} itself: {remedy}")
-    for key, kinds, example in LISTS:
-        listed = own[key]
-        if listed is None and key in ("learning_rates", "overrides"):
-            continue
-        if not isinstance(listed, list) or not all(isinstance(value, kinds) for value in listed):
-            raise ValueError(f"{key}={listed} must be a list, such as {key}={example}")
-        empty = not listed and not (key == "overrides" or (key == "mixers" and own["rows"]))
-        if empty or not all(str(value).strip() for value in listed):
-            raise ValueError(f"{key} is empty: give at least one, such as {key}={example}")
+    read(CompareKeys, own)
+    for key in ("mixers", "seeds", "learning_rates"):
+        listed = own[key] or []
+        if not all(str(value).strip() for value in listed):
+            raise ValueError(f"{key}={listed} has an entry without a word: leave it out")
         if repeated := [value for value in listed if listed.count(value) > 1]:
             raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
-    rows = own["rows"]
-    if rows is not None and (not isinstance(rows, dict) or not all(isinstance(words, str) for words in rows.values())):
-        raise ValueError(f"rows={rows} must name overrides, such as 'rows={{wide: \"mixer=mamba model.mlp_ratio=5\"}}'")
-    _check_swept(own["sweep"])
-    jobs = own["jobs"]
-    if jobs is not None and (not isinstance(jobs, int) or jobs < 1):
-        raise ValueError(f"jobs={jobs} must be at least 1, the number of runs at a time, or null: one for each GPU")
-    if not isinstance(own["output"], str):
-        raise ValueError(f"output={own['output']} must be a folder, such as outputs/probe/comparison")
+    if not own["mixers"] and not own["rows"]:
+        raise ValueError("mixers is empty: give at least one, such as mixers=[deltanet,mamba]")
+    _check_swept(own["sweep"] or {})
     if any(re.fullmatch(r"\+*trainer\.fast_dev_run=[^0fF].*", word) for word in HydraConfig.get().overrides.task):
         raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
     if own["report"] is not None and not str(own["report"]).startswith("test/"):
         raise ValueError(f"report={own['report']} must be a metric of the test, such as test/accuracy")
 
 
-def _check_swept(sweep: Any) -> None:
-    if sweep is None:
-        return
-    if not isinstance(sweep, dict):
-        raise ValueError(f"sweep={sweep} has no keys: give lists by key, such as sweep={{model.d_model: [64, 128]}}")
-    for key, values in sweep.items():
+def _check_swept(sweep: Mapping[str, Sequence[Any]]) -> None:
+    for key in sweep:
         if key in OWN_KEYS or key in TAKEN_KEYS:
             remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
             raise ValueError(f"sweep: {key} is set by longseq compare itself: {remedy}")
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"sweep: {key} needs a list of values, such as sweep={{{key}: [64, 128]}}")
 
 
 def _key(override: str) -> str:

@@ -1,26 +1,41 @@
 """`longseq evaluate`: measure a checkpoint on its own data or on other data of the same classes."""
 
 import json
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from longseq.tasks import registry
+from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
 from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableImages
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.options import refuse_unknown
+from longseq.tasks.training.options import read, refuse_unknown
 from longseq.tasks.training.trainer import build_trainer
 
 # Samples at a time where data.eval_batch_size does not say.
 EVALUATION_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateKeys(CommandKeys):
+    """The keys of `longseq evaluate`; conf/evaluate.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    weights: Literal["auto", "ema", "model"]
+    split: Literal["test", "val"]
+    output: str | None
+    data: Mapping[str, Any]
+    trainer: Mapping[str, Any]
 
 
 def run(cfg: DictConfig) -> dict[str, float]:
@@ -28,18 +43,18 @@ def run(cfg: DictConfig) -> dict[str, float]:
     quiet_libraries()
     processes.follow_parent()
     config = resolve(cfg)
-    split, checkpoint = config["split"], config["checkpoint"]
-    if split not in ("test", "val"):
-        raise ValueError(f"split={split!r} is unknown: choose test or val")
-    if checkpoint is None:
-        raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
-    changes = {key: value for key, value in config["data"].items() if value is not None}
-    loaded = checkpoints.load(checkpoint, weights=config["weights"], tasks=registry.names())
+    keys = read(EvaluateKeys, config)
+    split, checkpoint = keys.split, keys.checkpoint
+    assert checkpoint is not None
+    check_trainer(keys.trainer)
+    changes = {key: value for key, value in keys.data.items() if value is not None}
+    loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     refuse_unknown(changes, [key.name for key in fields(task.config.data)], "data")
+    read(task.config.data, {**loaded.config["data"], **changes}, "data")
     trained = task.data.read_info(loaded.data)
     if options := task.model.load_options(trained, changes):
-        loaded = checkpoints.load(checkpoint, weights=config["weights"], tasks=registry.names(), **options)
+        loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
     datamodule = task.data.for_evaluation(
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )
@@ -52,7 +67,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     with stoppable():
         (tested,) = trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
-    output = config["output"] or _beside(Path(checkpoint)) / f"evaluation_{split}.json"
+    output = keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json"
     _write(metrics, task.report, module, datamodule.info, split, Path(output))
     return metrics
 

@@ -3,8 +3,9 @@
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -14,7 +15,8 @@ from longseq.tasks import registry
 from longseq.tasks.data.inputs import InputFiles, PassedOver, describe_passed_over
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.options import Range, Required
 
 
 class Prediction(NamedTuple):
@@ -24,34 +26,46 @@ class Prediction(NamedTuple):
     classes: list[tuple[str, float]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictKeys(CommandKeys):
+    """The keys of `longseq predict`; conf/predict.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    input: Annotated[str | None, Required("give input=FILE or input=FOLDER: the file or files to classify")]
+    output: str
+    top_k: Annotated[int, Range(1)]
+    batch_size: Annotated[int, Range(1)]
+    num_workers: Annotated[int, Range(0)]
+    device: str
+    weights: Literal["auto", "ema", "model"]
+
+    def __post_init__(self) -> None:
+        if not self.output.endswith((".csv", ".json")):
+            raise ValueError(f"output={self.output} must end in .csv or .json")
+
+
 def run(cfg: DictConfig) -> dict[str, int]:
     """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of files."""
     quiet_libraries()
-    config = resolve(cfg)
-    if config["checkpoint"] is None:
-        raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
-    if config["input"] is None:
-        raise ValueError("give input=FILE or input=FOLDER: the file or files to classify")
-    output = Path(config["output"])
-    if output.suffix not in (".csv", ".json"):
-        raise ValueError(f"output={output} must end in .csv or .json")
-    if config["top_k"] < 1:
-        raise ValueError(f"top_k={config['top_k']} must be at least 1")
-    device = _device(config["device"])
+    keys = read_command(PredictKeys, cfg)
+    assert keys.checkpoint is not None
+    assert keys.input is not None
+    output = Path(keys.output)
+    device = _device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
-    loaded = checkpoint.load(config["checkpoint"], weights=config["weights"], map_location=device, tasks=tasks)
+    loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
     data = registry.get(loaded.task_name).data
     assert data.inputs is not None
     info: Any = data.read_info(loaded.data)
-    files = data.inputs(config["input"], info)
-    loader = DataLoader(files, config["batch_size"], num_workers=config["num_workers"], collate_fn=files.collate)
+    files = data.inputs(keys.input, info)
+    loader = DataLoader(files, keys.batch_size, num_workers=keys.num_workers, collate_fn=files.collate)
     backbone = loaded.backbone.to(device).eval()
-    predictions, unreadable = predict(backbone, loader, files, info.class_names, top_k=config["top_k"])
+    predictions, unreadable = predict(backbone, loader, files, info.class_names, top_k=keys.top_k)
     output.parent.mkdir(parents=True, exist_ok=True)
     passed_over = files.passed_over
     (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
-    more = f" ({describe_passed_over(passed_over, config['input'])})" if passed_over else ""
-    unit = loaded.config["task"]["unit"]
+    more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
+    unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run names no unit
     print(
         f"{len(predictions)} {unit} classified, {len(unreadable)} unreadable, {len(passed_over)} passed over{more}; "
         f"written to {output}"

@@ -20,9 +20,10 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
+from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training import processes, runs, targets
+from longseq.tasks.training import processes, runs
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
@@ -55,8 +56,7 @@ def run(cfg: DictConfig) -> float | None:
     processes.follow_parent()
     config = resolve(cfg)
     folder = Path(config["output"])
-    registry.of(config)  # before the check of what it may name: a task brings callbacks of its own
-    targets.check(config)
+    check_experiment(config)
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:

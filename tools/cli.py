@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -98,13 +100,22 @@ def main() -> int:
     if name in FORMER:
         return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
     if name not in VERBS:
-        return _fail(f"unknown verb {name!r}: the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
+        near = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
+    # Here and not above: `longseq` alone and `longseq --version` answer without Hydra.
+    from longseq.tools.mistakes import check_arguments, explain, is_users
+    from longseq.tools.plugin_options import load_plugins
+
+    overrides = arguments[words:]
     try:
-        _run_verb(name, arguments[words:])
+        check_arguments(name, overrides)
+        overrides = load_plugins(overrides)
+        _run_verb(name, overrides)
     except Exception as error:
-        if not _is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
+        if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
             raise
-        return _fail(_one_line(error))
+        return _fail(explain(error, name, overrides))
     return 0
 
 
@@ -115,9 +126,8 @@ def _run_verb(name: str, overrides: list[str]) -> None:
 
     from longseq import plugins
     from longseq.tools.groups import check_choices
-    from longseq.tools.plugin_options import load_plugins
+    from longseq.tools.mistakes import explain, is_users
 
-    overrides = load_plugins(overrides)
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
 
@@ -129,9 +139,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:
-            if not _is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
+            if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
                 raise
-            _fail(_one_line(error))
+            _fail(explain(error, name, overrides))
+            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # one bad trial does not end a sweep: Hydra goes on and fails at the end
             # Leaving here and not through Hydra keeps Hydra's own lines about a failed job out of the message.
@@ -146,34 +157,14 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         sys.argv = command_line
 
 
-def _is_users(error: BaseException) -> bool:
-    """Tell a mistake in the command or the data, which one line explains, from a defect, which needs its traceback."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    return isinstance(error, (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException))
-
-
-def _one_line(error: BaseException) -> str:
-    from hydra.errors import InstantiationException
-    from omegaconf.errors import InterpolationResolutionError
-
-    if isinstance(error, InstantiationException) and error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, InterpolationResolutionError):
-        error = _raised_by_resolver(error) or error
-    if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"no such file or folder: {error.filename}"
-    # Hydra ends its message about a choice that does not exist with its search path, which is ours and not the user's.
-    return " ".join(str(error).split("Config search path")[0].split())
-
-
-def _raised_by_resolver(error: BaseException) -> ValueError | None:
-    """The user's mistake that a resolver of ours found, which OmegaConf tells with the key that it was resolving."""
-    origin = error.__context__
-    while origin is not None and type(origin) is not ValueError:
-        origin = origin.__context__
-    return origin
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder that Hydra made for a run that did not begin, with those above it that hold nothing else."""
+    here = Path.cwd()
+    while folder != here and folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+        if here not in folder.parents:
+            return
+        folder = folder.parent
 
 
 def _fail(message: str) -> int:

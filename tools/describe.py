@@ -9,7 +9,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import timm
 import torch
@@ -26,9 +26,12 @@ from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
+from longseq.tasks.experiment import TrainKeys, check_experiment
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training import checkpoint
+from longseq.tasks.training.command import read_command
 from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.options import OneOf
 from longseq.timm_models import model_name
 
 __all__ = [
@@ -51,23 +54,34 @@ PARTS = (
 )
 
 
+def _lists() -> list[str]:
+    return list(LISTS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescribeKeys(TrainKeys):
+    """The keys of `longseq describe`: those of `longseq train`, and others of which conf/describe.yaml tells."""
+
+    checkpoint: str | None
+    list: Annotated[str | None, OneOf(_lists)]
+    device: str
+    format: Literal["text", "json"]
+
+
 def run(cfg: DictConfig) -> Any:
     """Print and return what `describe.yaml` asks for: facts about a model, or a list of what there is."""
-    if cfg.format not in ("text", "json"):
-        raise ValueError(f"format={cfg.format} is unknown: take text or json")
-    if cfg.list is None:
+    keys = read_command(DescribeKeys, cfg)
+    if keys.list is None:
         model, data = _model_and_data(cfg)
-        facts: Any = describe_image_model(model, data, _device(cfg.device))
-    elif cfg.list in LISTS:
-        facts = LISTS[cfg.list].gather()
+        facts: Any = describe_image_model(model, data, _device(keys.device))
     else:
-        raise ValueError(f"list={cfg.list} is unknown: take one of {', '.join(LISTS)}")
-    if cfg.format == "json":
+        facts = LISTS[keys.list].gather()
+    if keys.format == "json":
         print(json.dumps(facts, indent=2))
-    elif cfg.list is None:
+    elif keys.list is None:
         print_description(facts, Console())
     else:
-        LISTS[cfg.list].show(facts, Console())
+        LISTS[keys.list].show(facts, Console())
     return facts
 
 
@@ -86,6 +100,7 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
         loaded = checkpoint.load(cfg.checkpoint, tasks=registry.like("image"))
         return loaded.backbone, loaded.data
     config = resolve(cfg)
+    check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)  # whose paths are in a run folder
     if (task := config["task"]["name"]) not in registry.like("image"):
         raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)

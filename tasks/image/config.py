@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
+from longseq.backbones.image import ImageBackbone
+from longseq.tasks.image.model import check_model_name, constructor_defaults
 from longseq.tasks.image.transforms import Augmentation
 from longseq.tasks.training.keys import TaskKeys
-from longseq.tasks.training.options import Range
+from longseq.tasks.training.options import Range, read, read_beside, refuse_unknown
+
+Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
+Share = Annotated[float, Range(0, below=1)]
+
+# Options of our image models that the data and the group `mixer` decide.
+_DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +74,62 @@ class ImageAugmentKeys(Augmentation):
     mixing: MixingKeys = field(default_factory=MixingKeys)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of any image model; null leaves an option to the recipe (`recipe.model`), and then to the model."""
+
+    patch_size: Size | None = None
+    drop_rate: Share | None = None
+    drop_path_rate: Share | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongseqModelOptions(ModelOptions):
+    """Options of our image models; the others are those of `longseq.backbones.image.ImageBackbone`."""
+
+    embed_dim: Annotated[int | None, Range(1)] = None
+    depth: Annotated[int | None, Range(1)] = None
+    stride: Size | None = None
+    direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = None
+    merge: Literal["sum", "mean"] | None = None
+    class_token: Literal["middle", "first", "none"] | None = None
+    global_pool: Literal["token", "avg"] | None = None
+    mlp_ratio: Annotated[float | None, Range(0)] = None
+    recompute: Literal["none", "mixer", "block"] | None = None
+    backend: Literal["auto", "torch", "reference", "triton"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmModelOptions(ModelOptions):
+    """Options of timm's models; the others are those of the model's constructor."""
+
+    pretrained: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelName:
+    """The keys of `model` that are no options of a constructor."""
+
+    name: str
+    label: str
+
+
+def _check_model(config: Mapping[str, Any]) -> None:
+    """ValueError for an unknown model, and for options of `model` or of `recipe.model` that it does not have."""
+    own = [entry.name for entry in fields(ModelName)]
+    name = read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model").name
+    check_model_name(name)
+    given = {key: value for key, value in config["model"].items() if key not in own}
+    for place, options in (("model", given), ("recipe.model", config["recipe"].get("model") or {})):
+        chosen = {key: value for key, value in options.items() if value is not None}
+        if name.startswith("longseq_"):
+            read_beside(LongseqModelOptions, ImageBackbone, chosen, place, given=_DECIDED)
+        else:
+            known = [entry.name for entry in fields(TimmModelOptions)]
+            read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
+            refuse_unknown(chosen, [*known, *constructor_defaults(name)], place)
+
+
 @dataclass(frozen=True)
 class ImageKeys(TaskKeys):
     """The keys of images."""
@@ -75,5 +139,4 @@ class ImageKeys(TaskKeys):
     augment: type | None = ImageAugmentKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
-        if "source" not in config["data"]:
-            raise ValueError(f"data={config['data'].get('name')} is no image data: give task=probe with it")
+        _check_model(config)

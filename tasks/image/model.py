@@ -28,9 +28,7 @@ class ImageModel(TaskModel):
         """
         options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
         name = config["model"]["name"]
-        if not is_model(name):
-            near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
-            raise ValueError(f"unknown model.name={name!r}: `timm.list_models()` lists them{_such_as(near)}")
+        check_model_name(name)
         options = (config["recipe"].get("model") or {}) | {k: v for k, v in options.items() if v is not None}
         if name.startswith("longseq_"):
             options |= {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
@@ -89,7 +87,7 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:
     """What a timm model of a fixed image size takes to fit `img_size`; its architecture stays from 128 pixels on."""
-    taken = _constructor_defaults(name)
+    taken = constructor_defaults(name)
     if not timm.get_pretrained_cfg(name).fixed_input_size or "img_size" not in taken:  # type: ignore[union-attr]
         return {}
     # ViT and its kin have one patch grid, of 16 pixels by default; pyramids such as Swin shrink by themselves.
@@ -97,7 +95,14 @@ def _sizes(name: str, img_size: int) -> dict[str, int]:
     return (_patches(img_size, overlapping=False) if small else {}) | {"img_size": img_size}
 
 
-def _constructor_defaults(name: str) -> dict[str, Any]:
+def check_model_name(name: str) -> None:
+    """ValueError for a name that timm does not know, with some that it knows."""
+    if not is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
+        raise ValueError(f"unknown model.name={name!r}: `timm.list_models()` lists them{_such_as(near)}")
+
+
+def constructor_defaults(name: str) -> dict[str, Any]:
     """The options of a timm model's constructor, through its base classes."""
     defaults: dict[str, Any] = {}
     made = typing.get_type_hints(model_entrypoint(name)).get("return")

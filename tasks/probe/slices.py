@@ -63,12 +63,7 @@ def make_splits(
     A slice is described by `samples`, an optional `name`, and options of the generator that replace those of `options`.
     With `folder` the result is kept there in a file, and read from it if it holds one of the same description.
     """
-    check_options(generator, options)
-    for split, listed in splits.items():
-        for described in listed:
-            check_options(generator, {key: value for key, value in described.items() if key not in _OWN_KEYS})
-            if not isinstance(described.get("samples"), int) or described["samples"] < 1:
-                raise ValueError(f"data.{split}: a slice needs samples=N of at least 1, not {described.get('samples')}")
+    check_slices(generator, options, splits)
     description = json.dumps([_VERSION, generator, dict(options), _as_dicts(splits), seed], sort_keys=True)
     if folder is None:
         return _make(generator, options, splits, seed)
@@ -78,6 +73,16 @@ def make_splits(
         found = _make(generator, options, splits, seed)
         _write(path, found)
     return found
+
+
+def check_slices(generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """ValueError, in one line, for slices that cannot be made, as far as their keys and values tell."""
+    check_options(generator, options)
+    for split, listed in splits.items():
+        for described in listed:
+            check_options(generator, {key: value for key, value in described.items() if key not in _OWN_KEYS})
+            if not isinstance(described.get("samples"), int) or described["samples"] < 1:
+                raise ValueError(f"data.{split}: a slice needs samples=N of at least 1, not {described.get('samples')}")
 
 
 def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:

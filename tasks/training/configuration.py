@@ -18,6 +18,19 @@ MARKS = ("tasks", "like")
 OmegaConf.register_new_resolver("mixer_label", spell_pattern, replace=True)
 
 
+def by_width(width: Any, table: Mapping[Any, Any]) -> Any:
+    """Resolver `${by_width:WIDTH,{0: A, 384: B}}`: the value of the greatest width in the table that is no greater.
+
+    So a recipe gives models of any size their value. ValueError for a width that is no number.
+    """
+    if not isinstance(width, int):
+        raise ValueError(f"scale.embed_dim={width}: the recipe depends on the model's width, so give scale.embed_dim=N")
+    return table[max(least for least in table if least <= width)]
+
+
+OmegaConf.register_new_resolver("by_width", by_width, replace=True)
+
+
 def resolve(config: DictConfig | Config) -> dict[str, Any]:
     """The configuration as plain containers with every interpolation resolved, without the marks of its files."""
     if not isinstance(config, DictConfig):

@@ -58,9 +58,12 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of the names that `names` returns: a choice that is known when the program runs."""
+    """One of `choices`, or of what the function `choices` returns, for names that are known when the program runs."""
 
-    names: Callable[[], Iterable[str]]
+    choices: Iterable[str] | Callable[[], Iterable[str]]
+
+    def names(self) -> list[str]:
+        return list(self.choices() if callable(self.choices) else self.choices)
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,18 @@ def check_value(hint: Any, value: Any, place: str) -> Any:
 
 
 def check_call(
-    function: Callable[..., Any], values: Mapping[str, Any], place: str, *, given: Iterable[str] = ()
+    function: Callable[..., Any],
+    values: Mapping[str, Any],
+    place: str,
+    *,
+    given: Iterable[str] = (),
+    least: float | None = None,
 ) -> dict[str, Any]:
     """`values` as keywords that `function` takes, checked against its annotations.
 
-    `given` names parameters that the program passes itself: they are no options of a person. ValueError, in one line,
-    for an option that the function does not have, one that is missing, and a value that its annotation does not take.
-    Annotations that are no types of this module's list are not looked at.
+    `given` names parameters that the program passes itself: they are no options of a person. Numbers are at least
+    `least`. ValueError, in one line, for an option that the function does not have, one that is missing, and a value
+    that its annotation does not take. Annotations that are no types of this module's list are not looked at.
     """
     signature = inspect.signature(function)
     known, hints, taken = signature_options(function), _hints_of(function), set(given)
@@ -140,10 +148,31 @@ def check_call(
     checked = {}
     for name, value in values.items():
         hint = hints.get(name, Any)
+        if least is not None and _is_number(hint):
+            hint = Annotated[hint, Range(least)]
         # A default says that the value it holds is allowed, whatever the annotation says.
         same = name in known and type(known[name]) is type(value) and known[name] == value
         checked[name] = value if same or not _is_known(hint) else check_value(hint, value, _join(place, name))
     return checked
+
+
+def read_beside(
+    cls: type[T], function: Callable[..., Any], values: Mapping[str, Any], place: str, *, given: Iterable[str] = ()
+) -> T:
+    """Read `cls`, and check what it does not name against the signature of `function`, as `check_call` does.
+
+    For functions of other libraries: the dataclass narrows the options that matter, the others are as the library has
+    them.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{place}={spell(values)} must be a dictionary")
+    own = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+    rest = {key: value for key, value in values.items() if key not in own}
+    others = [name for name in signature_options(function) if name not in own and name not in set(given)]
+    refuse_unknown(rest, [*own, *others], place)
+    found = read(cls, {key: value for key, value in values.items() if key in own}, place)
+    check_call(function, rest, place, given=(*own, *given))
+    return found
 
 
 def signature_options(function: Callable[..., Any]) -> dict[str, Any]:
@@ -172,7 +201,9 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The name of `known` that `name` may be a slip of."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+    known = list(known)
+    begun = [one for one in known if len(name) > 2 and one.startswith(name)]
+    return next(iter([*difflib.get_close_matches(name, known, n=1, cutoff=0.6), *begun]), None)
 
 
 def spell(value: Any) -> str:
@@ -255,7 +286,7 @@ def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
             raise _Unfit(place, value, _expected(hint))
         if isinstance(one, Length) and isinstance(found, list | tuple) and not one.holds(len(found)):
             raise _Unfit(place, value, _expected(hint))
-        if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := list(one.names())):
+        if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := one.names()):
             raise _Unfit(place, value, _expected(hint), _near_value(value, names))
     return found
 
@@ -346,6 +377,11 @@ def _is_known(hint: Any) -> bool:
     if origin in containers:
         return all(_is_known(kind) for kind in inner if kind is not Ellipsis)
     return origin in (bool, int, float, str, Any, type(None))
+
+
+def _is_number(hint: Any) -> bool:
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return all(kind in (int, float, type(None)) for kind in kinds)
 
 
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:

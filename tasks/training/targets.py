@@ -11,6 +11,8 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from longseq.tasks.training.options import check_call
+
 OPTIMIZERS = ["timm.optim.create_optimizer_v2"]
 SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
 CALLBACKS = [
@@ -67,12 +69,10 @@ def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
 
     With `_partial_: true` the call is left to the caller. ValueError for another name, and for a name further inside.
     """
-    if not isinstance(node, Mapping) or TARGET not in node:
-        raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
+    function = find(node, allowed, key)
     options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
     for place, _ in find_targets(options, key):
         raise ValueError(f"{place}.{TARGET}: nothing is built from a name here; give a plain value")
-    function = _named(node[TARGET], allowed, key)
     if node.get(PARTIAL, False):
         return functools.partial(function, **options)
     try:
@@ -88,6 +88,22 @@ def check(config: Mapping[str, Any]) -> None:
         if allowed is None:
             raise ValueError(f"{place}.{TARGET}={target}: nothing is built from a name here; give a plain value")
         _named(target, allowed, place)
+
+
+def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, given: Sequence[str] = ()) -> None:
+    """ValueError, in one line, if what `node` names does not take its other keys; nothing is called.
+
+    `given` names arguments that the program gives itself.
+    """
+    function = find(node, allowed, key)
+    check_call(function, {name: node[name] for name in node if name not in (TARGET, PARTIAL)}, key, given=given)
+
+
+def find(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Callable[..., Any]:
+    """What `node` names, one of `allowed`. ValueError, in one line, for another name or none."""
+    if not isinstance(node, Mapping) or TARGET not in node:
+        raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
+    return _named(node[TARGET], allowed, key)
 
 
 def find_targets(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

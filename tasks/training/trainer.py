@@ -56,13 +56,18 @@ def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: st
     return {**options, "mode": "max" if better else "min"}
 
 
+def refuse_recipe_keys(trainer: Mapping[str, Any]) -> None:
+    """ValueError, with the remedy, for an argument of Lightning's Trainer that the recipe says in its own keys."""
+    for key, remedy in RECIPE_KEYS.items():
+        if key in trainer:
+            raise ValueError(f"trainer.{key}={trainer[key]}: the recipe says it; give {remedy}")
+
+
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
     """The Trainer of `config.trainer` with the configured logger, writing below `config.output`."""
     config = resolve(config)
     logger = targets.build(config["logger"], targets.LOGGERS, "logger") if config.get("logger") else False
-    for key, remedy in RECIPE_KEYS.items():
-        if key in config["trainer"]:
-            raise ValueError(f"trainer.{key}={config['trainer'][key]}: the recipe says it; give {remedy}")
+    refuse_recipe_keys(config["trainer"])
     # The data module shards by itself, without padding; a first validation before training would only cost time.
     fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
     fixed["max_epochs"] = -1  # the module sets it when the fit begins

@@ -182,14 +182,14 @@ def test_predict_takes_a_single_image(checkpoint, pictures, compose_config, tmp_
 @pytest.mark.parametrize(
     ("verb", "overrides", "message"),
     [
-        ("evaluate", ["split=train"], "choose test or val"),
+        ("evaluate", ["split=train"], "split=train must be one of test, val"),
         ("evaluate", ["checkpoint=nowhere.ckpt"], "no such file"),
         ("evaluate", ["checkpoint=null"], "give checkpoint=FILE"),
         ("predict", ["checkpoint=null"], "give checkpoint=FILE"),
         ("predict", ["input=null"], "give input=FILE or input=FOLDER"),
         ("predict", ["input=nowhere"], "does not exist"),
         ("predict", ["output=predictions.xlsx"], "must end in .csv or .json"),
-        ("predict", ["top_k=0"], "top_k=0 must be at least 1"),
+        ("predict", ["top_k=0"], "top_k=0 must be a whole number of at least 1"),
         ("predict", ["device=tpu"], "choose auto, cpu, cuda"),
     ],
 )

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from longseq import kernels as operations
 from longseq import mixers
@@ -29,6 +28,7 @@ from longseq.kernels.launch_file import read_launches
 from longseq.kernels.testing import list_variants
 from longseq.kernels.triton_launch import Launch, fit_launches
 from longseq.tasks import circumstances
+from longseq.tasks.training.command import read_command
 from longseq.tools.benchmark import kernels, models, peers, tune
 from longseq.tools.benchmark import work as work_module
 from longseq.tools.benchmark.gate import Gate
@@ -239,25 +239,25 @@ def test_shapes_can_be_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["ops=[delta]"], "ops has 'delta', which is no operation: choose from"),
+        (["ops=[delta]"], "ops=['delta'] must be a list of at least 1, each entry one of convolved_features, "),
         (["shapes=[{op: delta}]"], "op='delta', which is no operation"),
         (["shapes=[{op: delta_rule, variant: fast, B: 1, T: 1}]"], "variant='fast': delta_rule takes one of plain"),
         (["shapes=[{op: delta_rule, B: 1, T: 0}]"], "T=0: sizes are whole numbers above 0"),
         (["shapes=[{op: delta_rule, B: 1}]"], "delta_rule without T: give its sizes"),
-        (["shapes=delta_rule"], "shapes=delta_rule is no list of anything: write shapes=[...]"),
-        (["shapes=[delta_rule]"], "shapes has 'delta_rule': write {op: NAME, B: 1, T: 2048, ...}"),
-        (["ops=delta_rule"], "ops=delta_rule is no list of anything"),
-        (["ops=[]"], "ops=[] is no list of anything"),
-        (["backends=[]"], "backends=[] is no list of anything"),
+        (["shapes=delta_rule"], "shapes=delta_rule must be a list of at least 1, each entry a dictionary or null"),
+        (["shapes=[delta_rule]"], "shapes=['delta_rule'] must be a list of at least 1, each entry a dictionary"),
+        (["ops=delta_rule"], "ops=delta_rule must be a list"),
+        (["ops=[]"], "ops=[] must be a list of at least 1"),
+        (["backends=[]"], "backends=[] must be a list of at least 1"),
         (["backends=[foo]"], "backends has 'foo': choose from reference, torch, triton"),
         (
             ["ops=[cumulative_softmax]", "shapes=[{op: cumulative_softmax, B: 1, T: 2, D: 2}]", "backends=[triton]"],
             "backends has 'triton': choose from reference, torch",
         ),
-        (["dtypes=[int8]"], "dtypes has 'int8': choose from bfloat16, float16, float32"),
-        (["dtypes=[float32,float64]"], "dtypes has 'float64': choose from bfloat16, float16, float32"),
-        (["dtypes=[]"], "dtypes=[] is no list of anything"),
-        (["dtypes=null"], "dtypes=None is no list of anything"),
+        (["dtypes=[int8]"], "each entry one of bfloat16, float16, float32"),
+        (["dtypes=[float32,float64]"], "each entry one of bfloat16, float16, float32"),
+        (["dtypes=[]"], "dtypes=[] must be a list of at least 1"),
+        (["dtypes=null"], "dtypes=null must be a list"),
         (["device=abacus"], "device=abacus is unknown"),
         (["device=meta"], "device=meta is unknown"),
         (["device=cuda"], "device=cuda: torch sees no GPU here"),
@@ -285,8 +285,17 @@ def test_a_gpu_that_is_not_there_is_a_mistake(monkeypatch):
 def test_the_table_holds_calls_that_work(work):
     """At a few tokens: the sizes and options are ones that the operation has, and peers can be given its tensors."""
     few = work._replace(sizes={**work.sizes, "T": 3})
-    asked = {"backends": ["torch"], "peers": True, "seconds": 0.001}
-    rows = {row["implementation"]: row for row in kernels.measure_work(few, torch.float32, CPU, asked, set())}
+    keys = kernels.KernelsKeys(
+        ops=None,
+        shapes=None,
+        dtypes=["float32"],
+        backends=["torch"],
+        peers=True,
+        device="cpu",
+        seconds=0.001,
+        output="",
+    )
+    rows = {row["implementation"]: row for row in kernels.measure_work(few, torch.float32, CPU, keys, set())}
     assert rows.pop("torch")["verdict"].startswith("right: ")
     attention = {"delta_rule", "linear_attention", "orthogonal_recurrence", "variational_linear_attention"}
     assert {name: row["verdict"] for name, row in rows.items()} == (
@@ -364,17 +373,20 @@ def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
         (["image=null", "text=null"], "leaves nothing to measure"),
         (["image.mixers=[longhron]"], "did you mean 'longhorn'?"),
         (["image.peers=[diet_tiny]"], "diet_tiny, which timm does not know"),
-        (["image.sizes=[224]"], "give [[PIXELS, BATCH], ...]"),
-        (["image=null", "text.peers=[opt]"], "text.peers has opt"),
+        (
+            ["image.sizes=[224]"],
+            "image.sizes=[224] must be a list, each entry a list of 2: a whole number, a whole number of at least 1",
+        ),
+        (["image=null", "text.peers=[opt]"], "text.peers=['opt'] must be a list, each entry llama"),
         (["text.mixers=[longhron]"], "did you mean 'longhorn'?"),
         (["text=null", "image.sizes=[]"], "image.sizes=[] leaves nothing to measure"),
         (["image.sizes=[]"], "image.sizes=[] leaves nothing to measure: name something, or give image=null"),
         (["image=null", "text.mixers=[]", "text.peers=[]"], "text.mixers=[] text.peers=[] leaves nothing to measure"),
         (["text.lengths=[]", "text.decoding_batches=[]"], "text.lengths=[] text.decoding_batches=[] leaves nothing"),
-        (["image.mixers=deltanet"], "image.mixers=deltanet is no list"),
-        (["text.lengths=8"], "text.lengths=8 is no list"),
-        (["compile=fast"], "compile=fast is unknown: take null, default, "),
-        (["backend=foo"], "backend=foo is unknown: take auto, reference, torch, triton"),
+        (["image.mixers=deltanet"], "image.mixers=deltanet must be a list"),
+        (["text.lengths=8"], "text.lengths=8 must be a list, each entry a whole number of at least 1"),
+        (["compile=fast"], "compile=fast must be one of default, "),
+        (["backend=foo"], "backend=foo must be one of auto, reference, torch, triton"),
         (["device=cuda"], "device=cuda: torch sees no GPU here"),
     ],
 )
@@ -408,7 +420,7 @@ def examples_of(verb: str) -> list[list[str]]:
 def test_the_examples_of_the_help_are_models_that_exist(overrides):
     with initialize_config_module("longseq.conf", version_base="1.3"):
         config = compose("benchmark_models", overrides)
-    plan = models.plan(OmegaConf.to_container(config, resolve=True), CPU)
+    plan = models.plan(read_command(models.ModelsKeys, config), CPU)
     for name in {row["mixer"] for row, _ in plan if "mixer" in row}:
         mixers.create(name, 64, backend=config.backend)
 
@@ -689,17 +701,17 @@ def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):
     for op in ("short_convolution", "sum"):
         with pytest.raises(ValueError, match=rf"^op={op} launches no kernels of a table: choose one of delta_rule, "):
             run(tune, "tune", "device=cpu", f"op={op}", f"output={tmp_path}/l.json")
-    with pytest.raises(ValueError, match="gradients=some is neither true"):
+    with pytest.raises(ValueError, match="gradients=some must be true or false"):
         run(tune, "tune", "device=cpu", "gradients=some", f"output={tmp_path}/l.json")
-    with pytest.raises(ValueError, match="dtypes has 'float64': choose from"):
+    with pytest.raises(ValueError, match="each entry one of bfloat16, float16, float32"):
         run(tune, "tune", "device=cpu", "dtypes=[float64]", f"output={tmp_path}/l.json")
-    with pytest.raises(ValueError, match=r"dtypes=\[\] is no list of anything"):
+    with pytest.raises(ValueError, match=r"dtypes=\[\] must be a list of at least 1"):
         run(tune, "tune", "device=cpu", "dtypes=[]", f"output={tmp_path}/l.json")
     with pytest.raises(ValueError, match=r"kernels has 'nonsense': choose from advance, advance_wide, "):
         run(tune, "tune", "device=cpu", "kernels=[prepare,nonsense]", f"output={tmp_path}/l.json")
     with pytest.raises(ValueError, match=r"kernels has 'prepare': choose from backward, backward_crowded, forward, "):
         run(tune, "tune", "device=cpu", "op=longhorn_pair", "kernels=[prepare]", f"output={tmp_path}/l.json")
-    with pytest.raises(ValueError, match=r"shapes=delta_rule is no list"):
+    with pytest.raises(ValueError, match=r"shapes=delta_rule must be a list"):
         run(tune, "tune", "device=cpu", "shapes=delta_rule", f"output={tmp_path}/l.json")
     monkeypatch.setenv("LONGSEQ_LAUNCHES", str(tmp_path / "l.json"))
     with pytest.raises(ValueError, match="replaces the tables that tuning starts from: unset it"):

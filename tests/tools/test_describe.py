@@ -171,9 +171,9 @@ def test_lists_are_printed(name: str, words: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("list=kernels", "list=kernels is unknown: take one of mixers, models"),
+        ("list=kernels", "list=kernels must be one of mixers, models"),
         ("device=tpu9", "device=tpu9 is unknown"),
-        ("format=yaml", "take text or json"),
+        ("format=yaml", "format=yaml must be one of text, json"),
         ("checkpoint=nowhere.ckpt", "no such file"),
         ("data=imagenet", r"give \+\+data\.num_classes=N"),
     ],

@@ -410,7 +410,10 @@ def test_resolution_of_a_checkpoint_can_be_opened(checkpoint: Path, tmp_path: Pa
     ("overrides", "message"),
     [
         ([], "give checkpoint=FILE"),
-        (["checkpoint=best.ckpt", "batch_sizes=3"], r"give one, such as batch_sizes=\[1,3\]"),
+        (
+            ["checkpoint=best.ckpt", "batch_sizes=3"],
+            "batch_sizes=3 must be a list of at least 1, each entry a whole number of at least 1",
+        ),
     ],
 )
 def test_wrong_keys_say_what_is_missing(overrides: list[str], message: str) -> None:

@@ -30,9 +30,10 @@ import textwrap
 import time
 import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -42,8 +43,10 @@ from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
+from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.benchmark.measure import one_line
-from longseq.tools.benchmark.report import check_list, check_output
+from longseq.tools.benchmark.report import check_output
 
 # Beside the self-tests' own: widths of keys, values, slots and channels, of which the widest that an operation takes
 # are compiled, and one between; a scan's states; tokens of an orthogonal recurrence's chunks.
@@ -74,22 +77,40 @@ class _SharedMemoryIsKnown(Exception):
     """Ends a compilation whose code is not wanted."""
 
 
+def _capabilities() -> dict[str, tuple[int, int]]:
+    """The families of GPUs whose shared memory is known, by their names."""
+    from longseq.tools.benchmark.absent_gpu import SHARED_MEMORY
+
+    return {".".join(map(str, capability)): capability for capability in SHARED_MEMORY}
+
+
+def list_compiled() -> list[str]:
+    """The operations with Triton kernels, those for one token among them."""
+    names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
+    return [op for op in names if "triton" in [backend.name for backend in backends(op)]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileKeys(CommandKeys):
+    """The keys of `longseq benchmark compile`; conf/benchmark_compile.yaml says what they mean."""
+
+    ops: Annotated[list[Annotated[str, OneOf(list_compiled)]], Length(1)] | None
+    capabilities: Annotated[list[Annotated[str, OneOf(_capabilities)]], Length(1)]
+    processes: Annotated[int | None, Range(1)]
+    seconds: Annotated[float, Range(above=0)]
+    output: str
+
+
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Compile what `benchmark_compile.yaml` asks for, and write a row for each launch."""
+    keys = read_command(CompileKeys, cfg)
     for name in (LAUNCHES_VARIABLE, "TRITON_INTERPRET"):
         if os.environ.get(name):
             raise ValueError(f"{name} is set, and other kernels than everybody's would be compiled: unset it")
-    from longseq.tools.benchmark.absent_gpu import SHARED_MEMORY
-
-    known = {".".join(map(str, capability)): capability for capability in SHARED_MEMORY}
-    names = [str(name) for name in cfg.capabilities]
-    check_list("capabilities", names, list(known))
-    ops = list_compiled() if cfg.ops is None else list(cfg.ops)
-    check_list("ops", ops, list_compiled())
-    if not isinstance(cfg.seconds, int | float) or cfg.seconds <= 0:
-        raise ValueError(f"seconds={cfg.seconds}: say for how long to compile")
-    file = check_output(cfg.output)
-    processes = cfg.processes or len(os.sched_getaffinity(0))
+    known, names = _capabilities(), keys.capabilities
+    ops = list_compiled() if keys.ops is None else keys.ops
+    file = check_output(keys.output)
+    processes = keys.processes or len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update({"TRITON_CACHE_DIR": folder, SELF_TEST_VARIABLE: "0"})
         launches = record([known[name] for name in names], ops, processes)
@@ -99,7 +120,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         print(f"{len(launches)} launches, {len(todo)} to compile", flush=True)
         wanted = {launch.key for launch in launches}
         others = [row for row in held["rows"] if row["op"] not in ops or row["capability"] not in names]
-        end, written = time.monotonic() + cfg.seconds, time.monotonic()
+        end, written = time.monotonic() + keys.seconds, time.monotonic()
         for row in compile_all(todo, processes, end):
             done[row["key"]] = row
             if fault := find_fault(row):
@@ -129,12 +150,6 @@ def find_fault(row: dict[str, Any]) -> str | None:
     if row["tensor_memory"] > TENSOR_MEMORY:
         return f"{row['tensor_memory']} columns of tensor memory, of {TENSOR_MEMORY}"
     return None
-
-
-def list_compiled() -> list[str]:
-    """The operations with Triton kernels, those for one token among them."""
-    names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
-    return [op for op in names if "triton" in [backend.name for backend in backends(op)]]
 
 
 def list_widths(op: str) -> Iterator[dict[str, int]]:

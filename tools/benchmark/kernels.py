@@ -7,10 +7,11 @@ import importlib
 import pkgutil
 import tempfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from longseq import kernels
 from longseq.kernels import explain
 from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
+from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.options import Length, Range
 from longseq.tools.benchmark.gate import Function, Gate, Verdict, call_op, options_of, tensors_of
 from longseq.tools.benchmark.measure import (
     Outcome,
@@ -31,16 +34,16 @@ from longseq.tools.benchmark.measure import (
 )
 from longseq.tools.benchmark.peers import Peer, Tensors, find_peers
 from longseq.tools.benchmark.report import (
-    check_list,
+    Dtypes,
+    check_names,
     check_output,
     find_device,
-    find_dtypes,
     is_emulated,
     make_result,
     to_markdown,
     write_result,
 )
-from longseq.tools.benchmark.work import Work, choose_work
+from longseq.tools.benchmark.work import Operations, Shapes, Work, choose_work
 
 NOTES = (
     "Verdict: before it is timed, an implementation's output and gradients are compared with float64 in the same call. "
@@ -75,17 +78,28 @@ class _Contestant(NamedTuple):
         return torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
 
 
+@dataclass(frozen=True, kw_only=True)
+class KernelsKeys(CommandKeys):
+    """The keys of `longseq benchmark kernels`; conf/benchmark_kernels.yaml says what they mean."""
+
+    ops: Operations | None
+    shapes: Shapes | None
+    dtypes: Dtypes
+    backends: Annotated[list[str], Length(1)] | None
+    peers: bool
+    device: str
+    seconds: Annotated[float, Range(above=0)]
+    output: str
+
+
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Measure what `benchmark_kernels.yaml` asks for; print the table and write it with its rows."""
-    device = find_device(cfg.device)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    if config["ops"] is not None:
-        check_list("ops", config["ops"])
-    work = choose_work(config["shapes"], config["ops"], device)
-    if config["backends"] is not None:
-        check_list("backends", config["backends"], sorted({form.name for item in work for form in backends(item.op)}))
-    dtypes = find_dtypes(config["dtypes"])
-    check_output(cfg.output)
+    keys = read_command(KernelsKeys, cfg)
+    device = find_device(keys.device)
+    work = choose_work(keys.shapes, keys.ops, device)
+    if keys.backends is not None:
+        check_names("backends", keys.backends, sorted({form.name for item in work for form in backends(item.op)}))
+    check_output(keys.output)
     rows: list[dict[str, Any]] = []
     compiled: set[Any] = set()
     # The gate below is a stricter self-test, and first calls are timed from empty caches.
@@ -94,22 +108,22 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         environment({SELF_TEST_VARIABLE: "0", "TRITON_CACHE_DIR": cache}),
     ):
         for item in work:
-            for dtype in dtypes:
-                rows += measure_work(item, dtype, device, config, compiled)
+            for dtype in (getattr(torch, name) for name in keys.dtypes):
+                rows += measure_work(item, dtype, device, keys, compiled)
                 notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
                 result = make_result("Operations and their peers", rows, device, notes)
-                write_result(result, cfg.output)  # after every shape: a kernel that crashes takes no row with it
+                write_result(result, keys.output)  # after every shape: a kernel that crashes takes no row with it
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
 
 
 def measure_work(
-    work: Work, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any], compiled: set[Any]
+    work: Work, dtype: torch.dtype, device: torch.device, keys: KernelsKeys, compiled: set[Any]
 ) -> list[dict[str, Any]]:
     """The rows of one shape: each of our backends, then the peers."""
     head = {"op": work.op, "variant": work.variant, "shape": work.shape, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        contestants, refused = _enter(work, dtype, device, config)
+        contestants, refused = _enter(work, dtype, device, keys)
         rows = {name: {**head, "implementation": name} for name in (*contestants, *refused)}
         for name, reason in refused.items():
             rows[name]["verdict"] = f"refused: {reason}"
@@ -123,7 +137,7 @@ def measure_work(
             if not verdict.passed:
                 contestants.pop(name)
                 rows[name].pop("first_call_s", None)
-        _time(rows, contestants, device, config["seconds"])
+        _time(rows, contestants, device, keys.seconds)
     except Exception as error:  # too little memory, say: the other shapes are measured all the same
         return [{**head, "implementation": "all", "verdict": f"not measured: {one_line(error)}"}]
     finally:
@@ -139,7 +153,7 @@ def _widths(work: Work) -> tuple[int, ...]:
 
 
 def _enter(
-    work: Work, dtype: torch.dtype, device: torch.device, config: Mapping[str, Any]
+    work: Work, dtype: torch.dtype, device: torch.device, keys: KernelsKeys
 ) -> tuple[dict[str, _Contestant], dict[str, str]]:
     """Who can run a call, and who cannot, with the reasons."""
     inputs = work.make(dtype, device)
@@ -147,14 +161,14 @@ def _enter(
     tensors = {name: _leaf(x) for name, x in tensors_of(inputs).items()}
     contestants, refused = {}, {}
     for backend, reasons in explain(work.op, device=device, dtype=dtype, sizes=work.sizes).items():
-        wanted = backend in config["backends"] if config["backends"] else backend != "reference"
+        wanted = backend in keys.backends if keys.backends else backend != "reference"
         if wanted and reasons:
             refused[backend] = "; ".join(reasons)
         elif wanted:
             function = call_op(inputs, options, backend)
             modules = find_modules(work.op) if backend == "triton" else ()
             contestants[backend] = _Contestant(backend, tensors, function, modules)
-    for peer in find_peers(work, tensors, device) if config["peers"] else ():
+    for peer in find_peers(work, tensors, device) if keys.peers else ():
         leaves = {name: _leaf(x) for name, x in peer.prepare({k: x.detach() for k, x in tensors.items()}).items()}
         contestants[peer.name] = _Contestant(peer.name, leaves, _bind(peer, options), peer.modules, peer)
     return contestants, refused

@@ -7,12 +7,13 @@ import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import timm
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
+from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
+from longseq.tasks.training.options import OneOf, Range
 from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
 from longseq.tools.benchmark.report import check_output, find_device, make_result, to_markdown, write_result
 
@@ -39,24 +42,67 @@ NOTES = (
 )
 COMPILED = "The models were compiled for training, and image models for inference too; decoding ran eager."
 ON_CPU = "Measured on a CPU: speeds are relative to the first row of the same task and size."
-LISTS = ("models", "mixers", "peers", "lengths", "decoding_batches")  # of the configuration, below image and text
 
 Row = dict[str, Any]
 Task = tuple[Row, Callable[[], Row]]  # what a row is about, and the function that measures the rest
 
 
+def _backends() -> set[str]:
+    return {"auto", *(backend.name for op in list_ops() for backend in backends(op))}
+
+
+Counts = Annotated[list[int], Range(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModelsKeys:
+    """The keys of `longseq benchmark models` below `image`."""
+
+    models: list[str]
+    mixers: list[Any]
+    direction: Literal["bidirectional", "forward", "cross", "alternating"]
+    peers: list[str]
+    sizes: list[Annotated[tuple[int, int], Range(1)]]
+    classes: Annotated[int, Range(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelsKeys:
+    """The keys of `longseq benchmark models` below `text`."""
+
+    d_model: Annotated[int, Range(1)]
+    depth: Annotated[int, Range(1)]
+    vocabulary: Annotated[int, Range(1)]
+    mixers: list[Any]
+    peers: list[Literal["llama"]]
+    lengths: Counts
+    step_tokens: Annotated[int, Range(1)]
+    recompute: Literal["none", "mixer", "block"]
+    decoding_batches: Counts
+    prompt: Annotated[int, Range(1)]
+    new_tokens: Annotated[int, Range(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsKeys(CommandKeys):
+    """The keys of `longseq benchmark models`; conf/benchmark_models.yaml says what they mean."""
+
+    image: ImageModelsKeys | None
+    text: LanguageModelsKeys | None
+    backend: Annotated[str, OneOf(_backends)]
+    compile: Annotated[str | None, OneOf(compile_modes)]
+    device: str
+    seconds: Annotated[float, Range(above=0)]
+    output: str
+
+
 def run(cfg: DictConfig) -> Row:
     """Measure what `benchmark_models.yaml` asks for; print the table and write it with its rows."""
-    device = find_device(cfg.device)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
-    known = sorted({"auto", *(backend.name for op in list_ops() for backend in backends(op))})
-    if config["backend"] not in known:
-        raise ValueError(f"backend={config['backend']} is unknown: take {', '.join(known)}")
-    if config["compile"] is not None and config["compile"] not in (modes := torch._inductor.list_mode_options()):
-        raise ValueError(f"compile={config['compile']} is unknown: take null, {', '.join(sorted(modes))}")
-    work = plan(config, device)
-    check_output(cfg.output)
-    notes = NOTES if config["compile"] is None else (*NOTES, COMPILED)
+    keys = read_command(ModelsKeys, cfg)
+    device = find_device(keys.device)
+    work = plan(keys, device)
+    check_output(keys.output)
+    notes = NOTES if keys.compile is None else (*NOTES, COMPILED)
     rows: list[Row] = []
     result: Row = {}
     caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE)
@@ -70,43 +116,42 @@ def run(cfg: DictConfig) -> Row:
                 result = make_result("Whole models", rows, device, notes)
             else:
                 result = make_result("Whole models", _relate(rows), device, (*notes, ON_CPU))
-            write_result(result, cfg.output)  # after every row: a model that is too large takes no other with it
+            write_result(result, keys.output)  # after every row: a model that is too large takes no other with it
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
 
 
-def plan(config: Row, device: torch.device) -> list[Task]:
+def plan(keys: ModelsKeys, device: torch.device) -> list[Task]:
     """All that is to be measured. Raises ValueError for what does not exist, before anything is."""
-    if config["image"] is None and config["text"] is None:
+    if keys.image is None and keys.text is None:
         raise ValueError("image=null text=null leaves nothing to measure: keep one")
     tasks: list[Task] = []
-    for part, find in (("image", _plan_images), ("text", _plan_text)):
-        if config[part] is None:
+    for part, asked, find in (("image", keys.image, _plan_images), ("text", keys.text, _plan_text)):
+        if asked is None:
             continue
-        for name in LISTS:
-            if name in config[part] and not isinstance(config[part][name], list):
-                raise ValueError(f"{part}.{name}={config[part][name]} is no list: write {part}.{name}=[...]")
-        found = list(find(config, device))
+        found = list(find(keys, device))
         if not found:
-            empty = " ".join(f"{part}.{name}=[]" for name, value in config[part].items() if value == [])
+            empty = " ".join(f"{part}.{name}=[]" for name, value in vars(asked).items() if value == [])
             raise ValueError(f"{empty} leaves nothing to measure: name something, or give {part}=null")
         tasks += found
     return tasks
 
 
-def _plan_images(config: Row, device: torch.device) -> Iterator[Task]:
-    for pixels, batch in _read_sizes(config["image"]["sizes"]):
-        for head, make in image_models(config["image"], pixels, config["backend"]):
+def _plan_images(keys: ModelsKeys, device: torch.device) -> Iterator[Task]:
+    assert keys.image is not None
+    for pixels, batch in keys.image.sizes:
+        for head, make in image_models(keys.image, pixels, keys.backend):
             head = {"task": "image", **head, "pixels": pixels, "batch": batch}
-            yield head, partial(measure_image, make, pixels, batch, config, device)
+            yield head, partial(measure_image, make, pixels, batch, keys, device)
 
 
-def _plan_text(config: Row, device: torch.device) -> Iterator[Task]:
-    for head, make in language_models(config["text"], config["backend"]):
-        for tokens in config["text"]["lengths"]:
-            yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, config, device)
-        for batch in config["text"]["decoding_batches"]:
-            yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, config, device)
+def _plan_text(keys: ModelsKeys, device: torch.device) -> Iterator[Task]:
+    assert keys.text is not None
+    for head, make in language_models(keys.text, keys.backend):
+        for tokens in keys.text.lengths:
+            yield {"task": "text", **head, "tokens": tokens}, partial(measure_training, make, tokens, keys, device)
+        for batch in keys.text.decoding_batches:
+            yield {"task": "decoding", **head, "batch": batch}, partial(measure_decoding, make, batch, keys, device)
 
 
 def _relate(rows: list[Row]) -> list[Row]:
@@ -135,38 +180,28 @@ def _guard(head: Row, device: torch.device, measure: Callable[[], Row]) -> Row:
             torch.cuda.empty_cache()
 
 
-def _read_sizes(sizes: Any) -> list[tuple[int, int]]:
-    """Pairs of an image's pixels and a batch's images."""
-    try:
-        return [(int(pixels), int(batch)) for pixels, batch in sizes]
-    except (TypeError, ValueError):
-        raise ValueError(f"image.sizes={sizes} is no list of pairs: give [[PIXELS, BATCH], ...]") from None
-
-
-def image_models(image: Row, pixels: int, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
+def image_models(image: ImageModelsKeys, pixels: int, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
     """Each of our models with each mixer, then the peers of timm."""
-    _check_mixers(image["mixers"])
-    if unknown := [name for name in (*image["models"], *image["peers"]) if not timm.is_model(name)]:
+    _check_mixers(image.mixers)
+    if unknown := [name for name in (*image.models, *image.peers) if not timm.is_model(name)]:
         raise ValueError(f"image.models and image.peers have {', '.join(unknown)}, which timm does not know")
-    size = {"img_size": pixels, "num_classes": image["classes"]}
-    for name in image["models"]:
-        for mixer in image["mixers"]:
-            options = {"mixer": mixer, "direction": image["direction"], "backend": backend}
+    size: Row = {"img_size": pixels, "num_classes": image.classes}
+    for name in image.models:
+        for mixer in image.mixers:
+            options = {"mixer": mixer, "direction": image.direction, "backend": backend}
             yield {"model": name, "mixer": mixer}, partial(timm.create_model, name, **size, **options)
-    for name in image["peers"]:
+    for name in image.peers:
         yield {"model": name}, partial(timm.create_model, name, **size)
 
 
-def language_models(text: Row, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
+def language_models(text: LanguageModelsKeys, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
     """Our token model with each mixer, then the peers that are installed."""
-    _check_mixers(text["mixers"])
-    if unknown := set(text["peers"]) - {"llama"}:
-        raise ValueError(f"text.peers has {', '.join(sorted(unknown))}: there is llama alone")
-    size = {"vocab_size": text["vocabulary"], "d_model": text["d_model"], "depth": text["depth"]}
-    size["recompute"] = text["recompute"]
-    for mixer in text["mixers"]:
+    _check_mixers(text.mixers)
+    size: Row = {"vocab_size": text.vocabulary, "d_model": text.d_model, "depth": text.depth}
+    size["recompute"] = text.recompute
+    for mixer in text.mixers:
         yield {"model": "longseq", "mixer": mixer}, partial(TokenBackbone, mixer=mixer, backend=backend, **size)
-    if "llama" in text["peers"] and importlib.util.find_spec("transformers") is not None:
+    if "llama" in text.peers and importlib.util.find_spec("transformers") is not None:
         yield {"model": "transformers Llama, sdpa"}, partial(_Llama, text)
 
 
@@ -180,18 +215,18 @@ def _check_mixers(patterns: list[Any]) -> None:
 class _Llama(nn.Module):
     """transformers' Llama of the same size, called as our models are."""
 
-    def __init__(self, text: Row) -> None:
+    def __init__(self, text: LanguageModelsKeys) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
-        width = text["d_model"]
+        width = text.d_model
         config = LlamaConfig(
-            vocab_size=text["vocabulary"],
+            vocab_size=text.vocabulary,
             hidden_size=width,
             intermediate_size=mlp_width(width),
-            num_hidden_layers=text["depth"],
+            num_hidden_layers=text.depth,
             num_attention_heads=max(1, width // 64),
-            max_position_embeddings=max(text["lengths"]) + text["new_tokens"],
+            max_position_embeddings=max(text.lengths) + text.new_tokens,
             tie_word_embeddings=True,
         )
         config._attn_implementation = "sdpa"  # an argument of the constructor that its signature does not have
@@ -211,16 +246,16 @@ def _autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def build_model(
-    make: Callable[[], nn.Module], config: Row, device: torch.device
+    make: Callable[[], nn.Module], keys: ModelsKeys, device: torch.device
 ) -> tuple[nn.Module, Callable[..., Any]]:
     """The model, and what is called: the model compiled if that is asked for."""
     with torch.device(device):
         torch.manual_seed(0)
         model = make()
-    if config["compile"] is None:
+    if keys.compile is None:
         return model.to(device), model
     torch.compiler.reset()  # blocks of earlier models would count against the limit of recompilations
-    return model.to(device), torch.compile(model, mode=config["compile"])
+    return model.to(device), torch.compile(model, mode=keys.compile)
 
 
 def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Run:
@@ -237,10 +272,10 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.de
     return step
 
 
-def _measure_step(step: Run, units: int, unit: str, before: int, config: Row, device: torch.device) -> Row:
+def _measure_step(step: Run, units: int, unit: str, before: int, keys: ModelsKeys, device: torch.device) -> Row:
     """The first step, the speed of the others, and memory; `before` are the bytes there before the model was built."""
     row: Row = {"first_step_s": round(time_once(step, device), 2)}
-    row[f"training_{unit}_per_s"] = _rate(step, units, config, device)
+    row[f"training_{unit}_per_s"] = _rate(step, units, keys, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         there = torch.cuda.memory_allocated(device) - before
@@ -248,8 +283,8 @@ def _measure_step(step: Run, units: int, unit: str, before: int, config: Row, de
     return row
 
 
-def _rate(step: Run, units: int, config: Row, device: torch.device) -> float:
-    times, failure = time_in_turn({"step": step}, device, config["seconds"])["step"]
+def _rate(step: Run, units: int, keys: ModelsKeys, device: torch.device) -> float:
+    times, failure = time_in_turn({"step": step}, device, keys.seconds)["step"]
     if times is None:
         raise RuntimeError(failure)
     rate = 1e3 * units / times.median
@@ -260,34 +295,38 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def measure_image(make: Callable[[], nn.Module], pixels: int, batch: int, config: Row, device: torch.device) -> Row:
+def measure_image(
+    make: Callable[[], nn.Module], pixels: int, batch: int, keys: ModelsKeys, device: torch.device
+) -> Row:
     """Training and inference of an image classifier."""
     before = _allocated(device)
-    model, called = build_model(make, config, device)
+    model, called = build_model(make, keys, device)
     images = torch.randn(batch, 3, pixels, pixels, device=device)
-    labels = torch.randint(config["image"]["classes"], (batch,), device=device)
+    assert keys.image is not None
+    labels = torch.randint(keys.image.classes, (batch,), device=device)
     model.train()
     step = training_step(model, lambda: nn.functional.cross_entropy(called(images), labels), device)
-    row = {"parameters": count_parameters(model), **_measure_step(step, batch, "images", before, config, device)}
+    row = {"parameters": count_parameters(model), **_measure_step(step, batch, "images", before, keys, device)}
     model.eval()
 
     def infer() -> Tensor:
         with torch.inference_mode(), _autocast(device):
             return called(images)
 
-    row["inference_images_per_s"] = _rate(infer, batch, config, device)
+    row["inference_images_per_s"] = _rate(infer, batch, keys, device)
     if device.type == "cuda":
         row["inference_gib"] = round(added_bytes(infer, device) / 2**30, 2)
     return row
 
 
-def measure_training(make: Callable[[], nn.Module], tokens: int, config: Row, device: torch.device) -> Row:
+def measure_training(make: Callable[[], nn.Module], tokens: int, keys: ModelsKeys, device: torch.device) -> Row:
     """Training of a language model, with as many sequences as a step's tokens hold."""
     before = _allocated(device)
-    model, called = build_model(make, config, device)
-    text = config["text"]
-    batch = max(1, text["step_tokens"] // tokens)
-    read = torch.randint(text["vocabulary"], (batch, tokens + 1), device=device)
+    model, called = build_model(make, keys, device)
+    text = keys.text
+    assert text is not None
+    batch = max(1, text.step_tokens // tokens)
+    read = torch.randint(text.vocabulary, (batch, tokens + 1), device=device)
     model.train()
 
     def loss() -> Tensor:
@@ -296,36 +335,37 @@ def measure_training(make: Callable[[], nn.Module], tokens: int, config: Row, de
 
     step = training_step(model, loss, device)
     head = {"parameters": count_parameters(model), "batch": batch}
-    return head | _measure_step(step, batch * tokens, "tokens", before, config, device)
+    return head | _measure_step(step, batch * tokens, "tokens", before, keys, device)
 
 
 @torch.inference_mode()
-def measure_decoding(make: Callable[[], nn.Module], batch: int, config: Row, device: torch.device) -> Row:
+def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: ModelsKeys, device: torch.device) -> Row:
     """Token by token after a prompt."""
     before = _allocated(device)
-    model, _ = build_model(make, {**config, "compile": None}, device)
+    model, _ = build_model(make, replace(keys, compile=None), device)
     model.to(torch.bfloat16).eval()
-    text, step = config["text"], getattr(model, "step")  # noqa: B009  of modules, the checker knows tensors alone
-    prompt = torch.randint(text["vocabulary"], (batch, text["prompt"]), device=device)
+    text, step = keys.text, getattr(model, "step")  # noqa: B009  of modules, the checker knows tensors alone
+    assert text is not None
+    prompt = torch.randint(text.vocabulary, (batch, text.prompt), device=device)
     token = prompt[:, -1].clone()
     _, start = model(prompt)
 
     def decode() -> None:
         state = start
-        for _ in range(text["new_tokens"]):
+        for _ in range(text.new_tokens):
             _, state = step(token, state)
         if hasattr(start, "crop"):  # transformers' cache, which is no value: it holds the new tokens now
-            start.crop(-text["new_tokens"])
+            start.crop(-text.new_tokens)
 
     row: Row = {"parameters": count_parameters(model)}
-    row["decoding_tokens_per_s"] = _rate(decode, batch * text["new_tokens"], config, device)
+    row["decoding_tokens_per_s"] = _rate(decode, batch * text.new_tokens, keys, device)
     if device.type == "cuda":
         row["decoding_gib"] = round((_allocated(device) - before + added_bytes(decode, device)) / 2**30, 2)
-        row |= _measure_graph(model, start, token, config, device)
+        row |= _measure_graph(model, start, token, keys, device)
     return row
 
 
-def _measure_graph(model: nn.Module, start: Any, token: Tensor, config: Row, device: torch.device) -> Row:
+def _measure_graph(model: nn.Module, start: Any, token: Tensor, keys: ModelsKeys, device: torch.device) -> Row:
     """The step as a CUDA graph, for models whose state does not grow."""
     layers = [layer for layer in model.modules() if isinstance(layer, mixers.Mixer)]
     if not isinstance(model, TokenBackbone) or any(layer.growing_state for layer in layers):
@@ -334,4 +374,4 @@ def _measure_graph(model: nn.Module, start: Any, token: Tensor, config: Row, dev
         graph = StepGraph(model, start)
     except RuntimeError as error:
         return {"remark": f"no graph: {one_line(error)}"}
-    return {"decoding_graph_tokens_per_s": _rate(lambda: graph(token), token.shape[0], config, device)}
+    return {"decoding_graph_tokens_per_s": _rate(lambda: graph(token), token.shape[0], keys, device)}

@@ -9,13 +9,15 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from longseq.tasks.circumstances import describe, find_circumstances
+from longseq.tasks.training.options import Length
 
-DTYPES = ("bfloat16", "float16", "float32")
+# The key `dtypes` of a benchmark.
+Dtypes = Annotated[list[Literal["bfloat16", "float16", "float32"]], Length(1)]
 
 
 def find_device(name: str) -> torch.device:
@@ -37,18 +39,9 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def find_dtypes(names: Any) -> list[torch.dtype]:
-    """The types that a configuration asks for."""
-    check_list("dtypes", names, DTYPES)
-    return [getattr(torch, name) for name in names]
-
-
-def check_list(key: str, value: Any, known: Sequence[str] = ()) -> None:
-    """Raise ValueError for a value that is no list, or one of nothing, or has a name that is not among the known."""
-    if not isinstance(value, list) or not value:
-        remedy = f", with names from {', '.join(known)}" if known else ""
-        raise ValueError(f"{key}={value} is no list of anything: write {key}=[...]{remedy}")
-    for name in value if known else ():
+def check_names(key: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError for a name of the list `key` that is none of `known`."""
+    for name in names:
         if name not in known:
             raise ValueError(f"{key} has {name!r}: choose from {', '.join(known)}")
 

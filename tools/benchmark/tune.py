@@ -14,12 +14,13 @@ import math
 import os
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from torch import Tensor
 
@@ -27,18 +28,20 @@ from longseq import kernels
 from longseq.kernels.launch_file import LAUNCHES_VARIABLE, find_misfit, read_launches
 from longseq.kernels.self_test import SELF_TEST_VARIABLE
 from longseq.tasks.circumstances import find_circumstances
+from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.options import Length, Range
 from longseq.tools.benchmark.gate import Gate, call_op, options_of, tensors_of
 from longseq.tools.benchmark.kernels import find_modules
 from longseq.tools.benchmark.measure import capture, environment, one_line, time_in_turn
 from longseq.tools.benchmark.report import (
-    check_list,
+    Dtypes,
+    check_names,
     check_output,
     command_line,
     find_device,
-    find_dtypes,
     is_emulated,
 )
-from longseq.tools.benchmark.work import TINY, Work, choose_work, list_measured
+from longseq.tools.benchmark.work import TINY, Shapes, Work, choose_work, list_measured
 
 # A change must gain this much: less is noise, and the table is to be the same for whoever measures again.
 GAIN = 0.99
@@ -65,31 +68,41 @@ class Place(NamedTuple):
     kernel: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class TuneKeys(CommandKeys):
+    """The keys of `longseq benchmark tune`; conf/benchmark_tune.yaml says what they mean."""
+
+    op: str
+    shapes: Shapes | None
+    kernels: Annotated[list[str], Length(1)] | None
+    dtypes: Dtypes
+    gradients: bool
+    device: str
+    seconds: Annotated[float, Range(above=0)]
+    output: str
+
+
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Tune what `benchmark_tune.yaml` asks for, and write the launches with every candidate's row."""
-    device = find_device(cfg.device)
-    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    keys = read_command(TuneKeys, cfg)
+    device = find_device(keys.device)
     if device.type != "cuda" and not is_emulated():
         raise ValueError(f"device={device} runs no Triton kernels: tune on a CUDA device")
     if os.environ.get(LAUNCHES_VARIABLE):
         raise ValueError(f"{LAUNCHES_VARIABLE} replaces the tables that tuning starts from: unset it")
     tables = find_tables()
-    names = tables_of(cfg.op, tables)
-    work = choose_shapes(cfg.op, config["shapes"], device)
-    dtypes = find_dtypes(config["dtypes"])
-    gradients = config["gradients"]
-    if not isinstance(gradients, bool):
-        raise ValueError(f"gradients={gradients} is neither true (forward and backward) nor false (forward alone)")
-    if config["kernels"] is not None:
+    names = tables_of(keys.op, tables)
+    work = choose_shapes(keys.op, keys.shapes, device)
+    if keys.kernels is not None:
         known = {name for op in names for launches in tables[op].LAUNCHES.values() for name in launches}
-        check_list("kernels", config["kernels"], sorted(known))
+        check_names("kernels", keys.kernels, sorted(known))
     capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
-    file = File(check_output(cfg.output), tables, capability, circumstances(device))
+    file = File(check_output(keys.output), tables, capability, circumstances(device))
     with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
-        for dtype in dtypes:
-            trials = [Trial(tables, item, dtype, device, config["seconds"], gradients) for item in work]
+        for dtype in (getattr(torch, name) for name in keys.dtypes):
+            trials = [Trial(tables, item, dtype, device, keys.seconds, keys.gradients) for item in work]
             try:
-                for place, launch, row in tune(tables, trials, config["kernels"], set(file.tuned), file):
+                for place, launch, row in tune(tables, trials, keys.kernels, set(file.tuned), file):
                     Console().print(json.dumps(row), markup=False, highlight=False, soft_wrap=True)
                     file.add(place, launch, row)
             except KeyboardInterrupt:
@@ -102,8 +115,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                     f"the GPU failed at {file.trying} ({one_line(error)}): run the command again, which leaves it out"
                 ) from error
     if not file.tuned:
-        raise ValueError(f"kernels={config['kernels']}: no shape that was tried launches any of them: name others")
-    print(f"written: {cfg.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
+        raise ValueError(f"kernels={keys.kernels}: no shape that was tried launches any of them: name others")
+    print(f"written: {keys.output}; kernels take their launches from it where {LAUNCHES_VARIABLE} names it")
     return file.held
 
 

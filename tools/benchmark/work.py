@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from longseq.kernels import list_ops
 from longseq.kernels.testing import Inputs, list_variants, make_inputs
-from longseq.tools.benchmark.report import check_list
+from longseq.tasks.training.options import Length, OneOf
 
 
 class Work(NamedTuple):
@@ -108,15 +108,16 @@ def list_measured() -> tuple[str, ...]:
     return tuple(sorted((*list_ops(), "longhorn_pair")))
 
 
+# The keys `ops` and `shapes` of a benchmark.
+Operations = Annotated[list[Annotated[str, OneOf(list_measured)]], Length(1)]
+Shapes = Annotated[list[dict[str, Any]], Length(1)]
+
+
 def choose_work(
     shapes: Sequence[Mapping[str, Any]] | None, ops: Sequence[str] | None, device: torch.device
 ) -> list[Work]:
     """The calls that a configuration asks for: its own shapes, or the table's on a GPU and tiny ones elsewhere."""
-    for op in ops or ():
-        if op not in list_measured():
-            raise ValueError(f"ops has {op!r}, which is no operation: choose from {', '.join(list_measured())}")
     if shapes is not None:
-        check_list("shapes", shapes)
         work = [_read_work(shape) for shape in shapes]
     else:
         work = list((*TABLE, *OWN) if device.type == "cuda" else TINY)
@@ -128,8 +129,6 @@ def choose_work(
 
 def _read_work(shape: Mapping[str, Any]) -> Work:
     """A call from `{op: delta_rule, variant: gated, B: 8, T: 2048, H: 16, K: 128, V: 128, options: {}}`."""
-    if not isinstance(shape, Mapping):
-        raise ValueError(f"shapes has {shape!r}: write {{op: NAME, B: 1, T: 2048, ...}}")
     op = shape.get("op")
     if op not in list_measured():
         raise ValueError(f"shapes has op={op!r}, which is no operation: choose from {', '.join(list_measured())}")

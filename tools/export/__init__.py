@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier, register_format
 from longseq.tools.export.report import ExportReport
 
 __all__ = ["FORMATS", "ExportReport", "export_image_classifier", "register_format", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportKeys(CommandKeys):
+    """The keys of `longseq export`; conf/export.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    format: Annotated[str | None, OneOf(FORMATS)]
+    output: str | None
+    weights: Literal["auto", "ema", "model"]
+    preprocess: bool
+    softmax: bool
+    dynamic_resolution: bool
+    opset: Annotated[int, Range(18, 26)]
+    batch_sizes: Annotated[list[int], Range(1), Length(1)]
+    tolerance: Annotated[float, Range(above=0)]
+    latency: bool
 
 
 def run(cfg: DictConfig) -> ExportReport:
@@ -18,29 +39,27 @@ def run(cfg: DictConfig) -> ExportReport:
     from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
 
-    if cfg.checkpoint is None:
-        raise ValueError("give checkpoint=FILE, such as outputs/image/RUN/checkpoints/best.ckpt")
-    if not isinstance(cfg.batch_sizes, ListConfig):
-        raise ValueError(f"batch_sizes={cfg.batch_sizes} is no list: give one, such as batch_sizes=[1,3]")
-    format = cfg.format or _format_of(cfg.output)
+    keys = read_command(ExportKeys, cfg)
+    assert keys.checkpoint is not None
+    format = keys.format or _format_of(keys.output)
     loaded = checkpoint.load(
-        cfg.checkpoint,
-        weights=cfg.weights,
-        any_resolution=cfg.dynamic_resolution,
+        keys.checkpoint,
+        weights=keys.weights,
+        any_resolution=keys.dynamic_resolution,
         tasks=registry.like("image"),
     )
     report = export_image_classifier(
         loaded.backbone,
-        cfg.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),
+        keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),
         format=format,
         data=loaded.data,
-        preprocess=cfg.preprocess,
-        softmax=cfg.softmax,
-        dynamic_resolution=cfg.dynamic_resolution,
-        opset=cfg.opset,
-        batch_sizes=list(cfg.batch_sizes),
-        tolerance=cfg.tolerance,
-        measure_latency=cfg.latency,
+        preprocess=keys.preprocess,
+        softmax=keys.softmax,
+        dynamic_resolution=keys.dynamic_resolution,
+        opset=keys.opset,
+        batch_sizes=keys.batch_sizes,
+        tolerance=keys.tolerance,
+        measure_latency=keys.latency,
         extra_metadata={
             "checkpoint_sha256": checkpoint.sha256(loaded.file),
             "weights": loaded.weights,

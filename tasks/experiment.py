@@ -1,0 +1,248 @@
+"""The keys of a training, and their check before anything is opened, fetched, built or written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+import timm.optim
+from lightning.pytorch import Trainer
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+
+from longseq import mixers
+from longseq.mixers.pattern import options_by_name
+from longseq.tasks import registry
+from longseq.tasks.training import targets
+from longseq.tasks.training.command import CommandKeys, compile_modes
+from longseq.tasks.training.keys import TaskGroup
+from longseq.tasks.training.length import WARMUPS, RunLength
+from longseq.tasks.training.options import (
+    OneOf,
+    Range,
+    check_call,
+    read,
+    read_beside,
+    refuse_unknown,
+    signature_options,
+)
+from longseq.tasks.training.recipe import device_batch_size
+from longseq.tasks.training.trainer import refuse_recipe_keys
+
+# Arguments of the Trainer that the program gives itself.
+_TRAINER_OWN = (
+    "callbacks",
+    "default_root_dir",
+    "enable_model_summary",
+    "logger",
+    "num_sanity_val_steps",
+    "plugins",
+    "use_distributed_sampler",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainKeys(CommandKeys):
+    """The keys of `longseq train`: its own, and the configuration groups; conf/train.yaml says what they mean."""
+
+    task: Mapping[str, Any]
+    data: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    model: Mapping[str, Any]
+    mixer: Mapping[str, Any]
+    scale: Mapping[str, Any]
+    trainer: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    logger: Mapping[str, Any] | None = None
+    seed: Annotated[int, Range(0, 2**32 - 1)]
+    init: str | None
+    resume: bool | str
+    optimized_metric: str | None
+    compile: Annotated[str | None, OneOf(compile_modes)]
+    matmul_precision: Literal["highest", "high", "medium"]
+    output: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerKeys:
+    """The keys of `mixer`: a name or a pattern of names, and the options of their constructors."""
+
+    name: Any
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleKeys:
+    """The keys of `scale`."""
+
+    name: str
+    model: str
+    embed_dim: Annotated[int | None, Range(1)] = None
+    depth: Annotated[int | None, Range(1)] = None
+    mixer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageKeys:
+    """The keys of `recipe.ema`."""
+
+    decay: Annotated[float, Range(0, below=1)] = 0.9999
+    warmup: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKeys:
+    """Keys of `recipe.optimizer`; the others are those of timm's `create_optimizer_v2` and of the optimizer's class."""
+
+    opt: Annotated[str, OneOf(timm.optim.list_optimizers)]
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    layer_decay: Annotated[float | None, Range(above=0, most=1)] = None
+    betas: Annotated[list[float], Range(0, below=1)] | None = None
+    eps: Annotated[float | None, Range(above=0)] = None
+    momentum: Annotated[float, Range(0, below=1)] = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleKeys:
+    """Keys of `recipe.schedule`; the others are those of timm's `create_scheduler_v2`."""
+
+    # Without plateau, which waits for a metric: the schedule is stepped by updates alone.
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly"]
+    min_lr: Annotated[float, Range(0)] = 0.0
+    warmup_lr: Annotated[float, Range(0)] = 0.0
+    warmup_epochs: Any = None  # this and the next two: see `RunLength`, which checks them
+    warmup_updates: Any = None
+    warmup_tokens: Any = None
+    decay_rate: Annotated[float, Range(0)] = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeKeys:
+    """The keys of `recipe` that every task has; a task's own are below `loss` and `augment`."""
+
+    name: str
+    epochs: Any = None  # this and the next five: see `RunLength`, which checks them
+    updates: Any = None
+    tokens: Any = None
+    validate_every_epochs: Any = None
+    validate_every_updates: Any = None
+    validate_every_tokens: Any = None
+    batch_size: Annotated[int, Range(1)]
+    learning_rate: Annotated[float, Range(above=0)]
+    reference_batch_size: Annotated[int | None, Range(1)] = None
+    optimizer: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    ema: AverageKeys | None = None
+    gradient_clip: Annotated[float | None, Range(above=0)] = None
+    model: Mapping[str, Any] | None = None
+    loss: Mapping[str, Any] | None = None
+    augment: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerKeys:
+    """Keys of `trainer`; the others are those of Lightning's Trainer."""
+
+    accelerator: str = "auto"
+    devices: Annotated[int, Range(-1)] | str | Annotated[list[int], Range(0)] = 1
+    num_nodes: Annotated[int, Range(1)] = 1
+    accumulate_grad_batches: Annotated[int, Range(1)] = 1
+    gradient_clip_val: Annotated[float | None, Range(0)] = None
+    log_every_n_steps: Annotated[int | None, Range(1)] = None
+    limit_train_batches: Annotated[int | float | None, Range(0)] = None
+    limit_val_batches: Annotated[int | float | None, Range(0)] = None
+    limit_test_batches: Annotated[int | float | None, Range(0)] = None
+
+
+def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKeys) -> None:
+    """ValueError, in one line, for a key of a resolved configuration that nothing reads or a value that cannot be.
+
+    `keys` are those of the command. Each task checks the keys of its own dataclasses (see `TaskKeys`).
+    """
+    if isinstance(config.get("task"), Mapping) and "name" in config["task"]:
+        registry.of(config)  # before the check of what it may name: a task brings callbacks of its own
+    targets.check(config)
+    read(keys, config)
+    task = registry.of(config).config
+    read(TaskGroup, config["task"], "task")
+    task.check(config)
+    read(task.data, config["data"], "data")
+    _check_recipe(config["recipe"], task)
+    scale = read(ScaleKeys, config["scale"], "scale")
+    _check_mixer(read(MixerKeys, config["mixer"], "mixer"), scale)
+    check_trainer(config["trainer"])
+    for name, options in config["callbacks"].items():
+        if options is not None:
+            # The direction of what a callback monitors comes from the metric.
+            given = ("mode",) if isinstance(options, Mapping) and "monitor" in options else ()
+            targets.check_options(options, targets.CALLBACKS, f"callbacks.{name}", given=given)
+    if config.get("logger"):
+        targets.check_options(config["logger"], targets.LOGGERS, "logger")
+    device_batch_size(config)
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> None:
+    """ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not take."""
+    refuse_recipe_keys(trainer)
+    read_beside(TrainerKeys, Trainer, trainer, "trainer", given=_TRAINER_OWN)
+
+
+def _check_recipe(recipe: Mapping[str, Any], task: Any) -> None:
+    read(RecipeKeys, recipe, "recipe")
+    RunLength.from_recipe(recipe)
+    for key in ("loss", "augment"):
+        cls, values = getattr(task, key), recipe.get(key)
+        if cls is not None:
+            read(cls, values, f"recipe.{key}")
+        elif values is not None:
+            raise ValueError(f"recipe.{key} is read by no part of this task: leave it out with ~recipe.{key}")
+    _check_schedule(recipe["schedule"])
+    _check_optimizer(recipe["optimizer"])
+
+
+def _check_schedule(node: Mapping[str, Any]) -> None:
+    function, place = targets.find(node, targets.SCHEDULES, "recipe.schedule"), "recipe.schedule"
+    options, given = _without_target(node), ("optimizer", "num_epochs", "updates_per_epoch")
+    if function is create_scheduler_v2:
+        read_beside(ScheduleKeys, function, options, place, given=given)
+    else:
+        rest = {key: value for key, value in options.items() if key not in WARMUPS}
+        check_call(function, rest, place, given=(*_first(function), *given, *WARMUPS))
+
+
+def _check_optimizer(node: Mapping[str, Any]) -> None:
+    """The options of timm's factory, and of the class that it makes, of which some have no betas and others no eps."""
+    function, place = targets.find(node, targets.OPTIMIZERS, "recipe.optimizer"), "recipe.optimizer"
+    options = _without_target(node)
+    if function is not create_optimizer_v2:
+        check_call(function, options, place, given=(*_first(function), "lr"))
+        return
+    ranges = {entry.name for entry in fields(OptimizerKeys)}
+    name = read(OptimizerKeys, {key: value for key, value in options.items() if key in ranges}, place).opt
+    common = signature_options(create_optimizer_v2)
+    own = signature_options(timm.optim.get_optimizer_class(name, bind_defaults=False))
+    known = [key for key in {**common, **own} if key not in ("model_or_params", "params", "lr", "kwargs")]
+    for key in options:
+        if key not in known and key in ("betas", "eps"):
+            raise ValueError(f"{place}.{key} is no option of {place}.opt={name}: leave it out with ~{place}.{key}")
+    refuse_unknown(options, known, place)
+
+
+def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
+    chosen = options_by_name(mixer.name, mixer.options)
+    for name, options in chosen.items():
+        place = f"mixer.options.{name}" if len(chosen) > 1 else "mixer.options"
+        check_call(mixers.get(name), options, place, given=("d_model",), least=0)
+    for key, value in scale.mixer.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"scale.mixer.{key}={value} must be a number above 0")
+
+
+def _first(function: Any) -> tuple[str, ...]:
+    """The first parameter of a function: the model of an optimizer, the optimizer of a schedule."""
+    return tuple(list(signature_options(function))[:1])
+
+
+def _without_target(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key not in (targets.TARGET, targets.PARTIAL)}

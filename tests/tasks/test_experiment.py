@@ -1,0 +1,148 @@
+"""Every key of a training has a type and a range; one that nothing reads, or a value that cannot be, is one line."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from longseq.tasks.experiment import check_experiment
+from longseq.tasks.training.configuration import resolve
+
+GONE = object()  # in place of a value: the key is not there
+
+
+@pytest.fixture(scope="module")
+def configurations(compose_config) -> dict[str, dict[str, Any]]:
+    """A configuration of each task, as `longseq train` composes it."""
+    chosen = {"image": [], "probe": ["task=probe"], "timm": ["model=timm"]}
+    return {name: resolve(compose_config("train", "output=here", *given)) for name, given in chosen.items()}
+
+
+def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    *path, last = key.split(".")
+    node = config
+    for part in path:
+        node = node[part]
+    if value is GONE:
+        del node[last]
+    else:
+        node[last] = value
+    return config
+
+
+NOT_A_NUMBER, WITHOUT_END = float("nan"), float("inf")
+
+MISTAKES = [
+    # keys that nothing reads, and keys that are missing
+    ("image", "colour", "red", "colour is unknown: the keys are "),
+    ("image", "data.colour", 3, "data.colour is unknown: the keys of data are name, "),
+    ("image", "recipe.epoch", 3, "recipe.epoch is unknown: did you mean recipe.epochs?"),
+    ("image", "recipe.optimizer.weigth_decay", 0.1, "did you mean recipe.optimizer.weight_decay?"),
+    ("image", "recipe.schedule.warm_up", 1, "recipe.schedule.warm_up is unknown: "),
+    ("image", "recipe.augment.hflipp", 1, "recipe.augment.hflipp is unknown: did you mean recipe.augment.hflip?"),
+    ("image", "recipe.loss.smoothing", 0.1, "recipe.loss.smoothing is unknown: "),
+    (
+        "image",
+        "recipe.model.drop_path",
+        0.1,
+        "recipe.model.drop_path is unknown: did you mean recipe.model.drop_path_r",
+    ),
+    ("image", "trainer.max_stepps", 3, "trainer.max_stepps is unknown: did you mean trainer.max_steps?"),
+    ("image", "trainer.logger", True, "trainer.logger is unknown"),
+    ("image", "mixer.options.num_heads", 4, "mixer.options.num_heads is unknown: "),
+    ("image", "callbacks.telemetry.every", 3, "did you mean callbacks.telemetry.every_n_steps?"),
+    ("image", "callbacks.best.mode", "max", "callbacks.best.mode is unknown"),
+    ("image", "logger.colour", "red", "logger.colour is unknown"),
+    ("image", "task.colour", "red", "task.colour is unknown"),
+    ("image", "model.mixer", "mamba", "model.mixer is unknown"),
+    ("timm", "model.widht", 3, "model.widht is unknown"),
+    ("probe", "recipe.loss", {"bce": True}, "recipe.loss is read by no part of this task"),
+    ("probe", "model.direction", "forward", "model.direction is unknown"),
+    ("probe", "data.options.pair", 3, "has no option pair"),
+    ("image", "data.source", GONE, "data.source is missing: give data.source=..."),
+    ("image", "seed", GONE, "seed is missing: give seed=..."),
+    ("image", "recipe", GONE, "recipe is missing: give recipe=..."),
+    # values
+    ("image", "recipe.learning_rate", NOT_A_NUMBER, "recipe.learning_rate=nan must be a number above 0"),
+    ("image", "recipe.learning_rate", WITHOUT_END, "recipe.learning_rate=inf must be a number above 0"),
+    ("image", "recipe.learning_rate", -1, "recipe.learning_rate=-1 must be a number above 0"),
+    ("image", "recipe.learning_rate", "fast", "recipe.learning_rate=fast must be a number above 0"),
+    ("image", "recipe.batch_size", -4, "recipe.batch_size=-4 must be a whole number of at least 1"),
+    ("image", "recipe.batch_size", 32.0, "recipe.batch_size=32.0 must be a whole number of at least 1"),
+    ("image", "recipe.gradient_clip", 0, "recipe.gradient_clip=0 must be a number above 0 or null"),
+    ("image", "recipe.ema", {"decay": 2}, "recipe.ema.decay=2 must be a number of at least 0 and below 1"),
+    ("image", "recipe.schedule.sched", "cosin", "recipe.schedule.sched=cosin must be one of cosine, tanh, step"),
+    ("image", "recipe.schedule.min_lr", -1, "recipe.schedule.min_lr=-1 must be a number of at least 0"),
+    ("image", "recipe.optimizer.opt", "admw", "did you mean adamw?"),
+    ("image", "recipe.optimizer.opt", "sgd", "recipe.optimizer.betas is no option of recipe.optimizer.opt=sgd"),
+    ("image", "recipe.optimizer.weight_decay", -0.1, "recipe.optimizer.weight_decay=-0.1 must be a number of at leas"),
+    (
+        "image",
+        "recipe.augment.mixing.mode",
+        "pairs",
+        "recipe.augment.mixing.mode=pairs must be one of batch, pair, elem",
+    ),
+    ("image", "recipe.loss.label_smoothing", 1, "recipe.loss.label_smoothing=1 must be a number of at least 0 and"),
+    ("image", "data.img_size", -8, "data.img_size=-8 must be a whole number of at least 1"),
+    ("image", "data.mean", "0.5,0.5,0.5", "data.mean=0.5,0.5,0.5 must be a list, each entry a number"),
+    ("image", "data.on_error", "ignore", "data.on_error=ignore must be one of skip, raise"),
+    ("image", "data.num_workers", 1.5, "data.num_workers=1.5 must be a whole number of at least 0 or null"),
+    ("image", "model.depth", 2.5, "model.depth=2.5 must be a whole number of at least 1"),
+    ("image", "model.direction", "both", "model.direction=both must be one of bidirectional, forward, cross, alternat"),
+    ("image", "model.drop_path_rate", 1, "model.drop_path_rate=1 must be a number of at least 0 and below 1"),
+    ("image", "model.name", "longseq_tinny", "unknown model.name='longseq_tinny'"),
+    ("image", "mixer.options.state_size", -1, "mixer.options.state_size=-1 must be a whole number of at least 0"),
+    ("image", "mixer.options.expand", "two", "mixer.options.expand=two must be a"),
+    ("image", "mixer.name", "longhron", "did you mean 'longhorn'?"),
+    ("image", "mixer.name", [1, 2], "mixer=[1, 2] is no pattern: write a name"),
+    ("image", "mixer.options", 3, "mixer.options=3 must be a dictionary or null"),
+    ("image", "scale.depth", 0, "scale.depth=0 must be a whole number of at least 1"),
+    ("image", "scale.mixer", {"head_dim": -3}, "scale.mixer.head_dim=-3 must be a number above 0"),
+    ("image", "trainer.devices", 1.5, "trainer.devices=1.5 must be a whole number of at least -1 or text or a list"),
+    ("image", "trainer.precision", "bf17", "trainer.precision=bf17 must be"),
+    ("image", "trainer.accumulate_grad_batches", 0, "trainer.accumulate_grad_batches=0 must be a whole number of at"),
+    ("image", "callbacks.telemetry.every_n_steps", "often", "callbacks.telemetry.every_n_steps=often must be a whole"),
+    ("image", "callbacks.telemetry", 3, "callbacks.telemetry names nothing to build"),
+    ("image", "seed", -1, "seed=-1 must be a whole number from 0 to 4294967295"),
+    ("image", "compile", "fast", "compile=fast must be one of default, "),
+    ("image", "matmul_precision", "hihg", "did you mean high?"),
+    ("image", "resume", 3, "resume=3 must be true or false or text"),
+    ("probe", "data.options.pairs", "few", "data.options.pairs='few' must be a whole number"),
+    ("probe", "data.train", [], "data.train=[] must be a list of at least 1"),
+    ("probe", "data.test", [{"tokens": 64}], "data.test: a slice needs samples=N of at least 1"),
+    ("probe", "data.generator", "mqra", "data.generator=mqra is unknown"),
+    ("probe", "model.mlp", "relu", "model.mlp=relu must be one of swiglu, gelu, none or null"),
+]
+
+
+@pytest.mark.parametrize(("task", "key", "value", "words"), MISTAKES, ids=lambda part: str(part)[:40])
+def test_a_mistake_is_one_line_before_anything_is_opened(configurations, task, key, value, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        check_experiment(changed(configurations[task], key, value))
+    assert "\n" not in str(caught.value)
+
+
+ACCEPTED = [
+    ("image", "recipe.learning_rate", 1),
+    ("image", "trainer.devices", "0,1"),
+    ("image", "trainer.devices", [0]),
+    ("image", "trainer.limit_train_batches", 2),
+    ("image", "trainer.max_time", "00:01:00:00"),
+    ("image", "recipe.ema", {"decay": 0.9}),
+    ("image", "mixer.options.rate_rank", None),
+    ("image", "callbacks.best", None),
+    ("image", "logger", None),
+    ("image", "resume", "last.ckpt"),
+    ("image", "data.mean", GONE),
+    ("timm", "model.embed_dim", 96),
+    ("probe", "data.test", [{"samples": 3, "tokens": 128, "name": "long"}]),
+]
+
+
+@pytest.mark.parametrize(("task", "key", "value"), ACCEPTED, ids=lambda part: str(part)[:40])
+def test_what_can_be_is_taken(configurations, task, key, value):
+    check_experiment(changed(configurations[task], key, value))
