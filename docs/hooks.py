@@ -23,6 +23,7 @@ JOINED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "docs/notebook.ipynb": "notebook.md",
+    "benchmarks/mqar_vla.png": "images/mqar_vla.png",
 }
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
@@ -31,6 +32,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that lie elsewhere in the repository."""
     for source, page in JOINED.items():
         path = ROOT / source
+        if path.suffix == ".png":
+            files.append(File.generated(config, page, abs_src_path=str(path)))
+            continue
         text = notebook_page(path) if path.suffix == ".ipynb" else path.read_text()
         files.append(File.generated(config, page, content=_with_links(text, source)))
     return files

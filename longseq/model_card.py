@@ -30,7 +30,7 @@ def _front_matter(config: Mapping[str, Any]) -> Iterator[str]:
 def _facts(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
     arguments = config["model_args"]
     yield from (f"# {config.get('architecture', config['kind'])}", "", "| | |", "|---|---|")
-    yield f"| parameters | {count_parameters(model) / 1e6:.2f} M |"
+    yield f"| parameters | {count_parameters(model):,} |"
     for key in ("mixer", "direction", "d_model", "embed_dim", "depth", "vocab_size", "num_classes"):
         if arguments.get(key) is not None:
             yield f"| {key} | {arguments[key]} |"

@@ -41,6 +41,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longseq.arguments import KeepsArguments, complete
+from longseq.blocks.sharding import unsharded_class
 from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import options_by_name
@@ -137,9 +138,7 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
 
 def kind_of(model: nn.Module) -> str | None:
     """The kind of a model, None where it is of none and cannot be saved."""
-    own = type(model)
-    if hasattr(own, "_get_fsdp_state"):  # `fully_shard` puts a class of its own before the model's
-        own = own.__mro__[2]
+    own = unsharded_class(model)
     name = next((name for name, registered in _KINDS.items() if registered is own), None)
     return TIMM if name is None and is_timm_model(model) else name
 
@@ -529,7 +528,7 @@ def _from_plain(value: Any) -> Any:
 
 def _plugins(model: nn.Module) -> list[str]:
     """The plug-ins, or other modules outside longseq, that define the model's class and its mixers."""
-    kinds = {type(part) for part in model.modules() if isinstance(part, Mixer | PretrainedModel)}
+    kinds = {unsharded_class(part) for part in model.modules() if isinstance(part, Mixer | PretrainedModel)}
     return sorted({plugin_of(kind) or kind.__module__ for kind in kinds if not kind.__module__.startswith("longseq.")})
 
 

@@ -14,6 +14,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import longseq
 from longseq import mixers, models
@@ -356,3 +357,11 @@ def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[1, 3]", done.stderr
+
+
+def test_a_sharded_model_is_of_its_own_kind() -> None:
+    """`fully_shard` gives the model a class of its own; checkpoints of such a run describe the model all the same."""
+    model = tiny()
+    expected = models.describe(model)
+    model.__class__ = type("FSDPImageBackbone", (FSDPModule, ImageBackbone), {})
+    assert models.describe(model) == expected

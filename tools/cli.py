@@ -135,7 +135,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         # Lightning starts the other processes of a run by repeating the command line, which must hold the verb again.
         sys.argv = command_line
         try:
-            plugins.load(cfg.plugins)  # also those that a configuration file names
+            plugins.check_loaded(cfg.plugins, "the configuration")  # a file that names a plug-in imports nothing
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:

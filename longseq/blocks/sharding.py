@@ -36,6 +36,12 @@ def gathers_parameters(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was made of, before which `fully_shard` puts one of its own."""
+    own = type(module)
+    return own.__mro__[2] if hasattr(own, "_get_fsdp_state") else own
+
+
 @contextmanager
 def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iterator[None]:
     """Give the sharded parameters of a module their whole shape inside the context; each process then keeps its shard.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from longseq.blocks.sharding import unsharded_class
 from longseq.mixers.base import Mixer
 from longseq.mixers.registry import name_of
 
@@ -13,7 +14,7 @@ from longseq.mixers.registry import name_of
 def mixer_revisions(model: nn.Module) -> dict[str, int]:
     """The revision of each registered mixer in the model, by name."""
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    return {name: mixer.revision for mixer in mixers if (name := name_of(type(mixer))) is not None}
+    return {name: mixer.revision for mixer in mixers if (name := name_of(unsharded_class(mixer))) is not None}
 
 
 def check_revisions(model: nn.Module, saved: Mapping[str, int] | None) -> None:

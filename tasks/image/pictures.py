@@ -43,7 +43,7 @@ class SamplePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        due = batch_idx == 0 and self._is_due(trainer.current_epoch + 1, trainer.max_epochs)
+        due = batch_idx == 0 and self._is_due(*_count_validations(trainer, pl_module))
         board = _board(trainer)
         if not due or not trainer.is_global_zero or board is None or outputs is None:
             return
@@ -54,11 +54,21 @@ class SamplePredictions(Callback):
         picture = draw_predictions(pixels, predicted, targets[: self.count].tolist(), info.class_names)
         board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
 
-    def _is_due(self, epoch: int, epochs: int | None) -> bool:
-        """Whether the n-th epoch gets a picture; of a run without an end those of 1, 2, 4, 8, ... do."""
-        if epochs is None or epochs < 1:
-            return epoch & (epoch - 1) == 0
-        return epoch % math.ceil(epochs / self.pictures) == 0
+    def _is_due(self, number: int, total: int | None) -> bool:
+        """Whether the n-th validation gets a picture; of a run without an end those of 1, 2, 4, 8, ... do."""
+        if total is None or total < 1:
+            return number & (number - 1) == 0
+        return number % math.ceil(total / self.pictures) == 0
+
+
+def _count_validations(trainer: Trainer, module: LightningModule) -> tuple[int, int | None]:
+    """The number of this validation, from 1, and of the last one; where they follow epochs each epoch counts."""
+    if trainer.check_val_every_n_epoch is not None:
+        return trainer.current_epoch + 1, trainer.max_epochs
+    every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
+    end = getattr(module, "last_update", None)
+    last = None if end is None else math.ceil(end * trainer.accumulate_grad_batches / every)
+    return math.ceil((trainer.fit_loop.total_batch_idx + 1) / every), last
 
 
 @targets.register("callback")

@@ -20,7 +20,7 @@ from longseq.tasks.image import sources
 from longseq.tasks.probe import generators
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import targets
-from longseq.tools import export
+from longseq.tools import cli, export
 from longseq.tools.plugin_options import load_plugins
 
 HERE = Path(__file__).resolve().parent
@@ -194,3 +194,19 @@ def test_plug_ins_are_a_list_of_modules(value: str) -> None:
 def test_a_name_that_is_taken_is_refused(register: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"another name|there already|taken"):
         register()
+
+
+def test_a_configuration_file_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "named.yaml").write_text("# @package _global_\nplugins: [named_module]\n")
+    (tmp_path / "named_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["longseq", "train", "experiment=named", f"hydra.searchpath=[file://{tmp_path}]"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert leaving.value.code == 2
+    assert (
+        "needs the plug-in named_module, which nothing declares: add plugins=[named_module]" in capsys.readouterr().err
+    )

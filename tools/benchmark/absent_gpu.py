@@ -1,4 +1,4 @@
-"""A GPU that is not there: Triton compiles kernels for it, on any machine, and their launches are written down."""
+"""Stand-in for a GPU that is not there: Triton compiles kernels for it, and launches are noted instead of run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ launched: list[str] = []
 
 
 class Launcher:
-    """Stands for the launcher that Triton would build with a C compiler."""
+    """Takes the place of the launcher that Triton builds with a C compiler."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.name = metadata.name
@@ -37,9 +37,10 @@ class Launcher:
 
 
 def activate(capability: tuple[int, int] = HOPPER) -> None:
-    """Let Triton take the tensors of any device for those of such a GPU.
+    """Make Triton treat the tensors of any device as those of a GPU with this compute capability.
 
-    Tables of launches are fitted to it as the operations' Triton modules are imported, which must come after this.
+    Call it before the Triton modules of the operations are imported: at their import tables of launches are fitted to
+    the GPU.
     """
     number = 10 * capability[0] + capability[1]
     utils = SimpleNamespace(
@@ -55,7 +56,7 @@ def activate(capability: tuple[int, int] = HOPPER) -> None:
             get_current_stream=lambda device: 0,
         )
     )
-    # One that is there is not asked for what it has.
+    # A GPU that is there must not be asked for its properties.
     torch.cuda.is_available = lambda: False  # type: ignore[assignment]
     devices.SHARED_MEMORY = SHARED_MEMORY[capability]
     triton_launch.capability_here = lambda: list(capability)  # type: ignore[assignment]

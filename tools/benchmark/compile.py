@@ -1,14 +1,15 @@
-"""`longseq benchmark compile`: every kernel of every operation, compiled for GPUs that need not be there.
+"""`longseq benchmark compile`: compile every kernel of every operation for GPUs that need not be there.
 
-The operations' own planners launch the kernels, for calls on tensors without values, and Triton hands over what it
-would compile: no list of kernels or of their arguments is kept here. Calls are those of the self-tests, at more widths.
+The operations are called on tensors without values. They launch their kernels as usual, and Triton hands over each
+launch instead of compiling it. So there is no list of kernels or arguments to keep here. The calls are those of the
+self-tests, at more widths, read forward.
 
-Of the launches of one kernel with the same types, sizes and options one is compiled, and at the self-tests' widths so
-many that each value of each of their flags is met: sizes decide how much shared memory a kernel takes, and flags (a
-gate, packed sequences) hardly. Sequences are read forward.
+Launches of one kernel with the same types, sizes and options differ in flags, such as a gate or packed sequences. Flags
+hardly change the shared memory that a kernel takes. One of these launches is compiled; at the widths of the self-tests
+as many as it takes to meet each value of each flag.
 
-A row is kept for as long as its kernel and the functions that it calls, its arguments and Triton's version are the
-same. Comments and docstrings are not looked at.
+A row of the file is kept until its kernel, a function that the kernel calls, its arguments or Triton's version change.
+Comments and docstrings do not count as changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gate before every measurement: outputs and gradients against float64. What does not pass gets no time."""
+"""The check before every measurement: outputs and gradients are compared with float64. A wrong result is not timed."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 
 class Verdict(NamedTuple):
-    """Whether an implementation may be timed, and in words why."""
+    """The result of the check: may the implementation be timed, and why."""
 
     passed: bool
     words: str
 
 
 class Gate:
-    """What float64 says about a call, and the error of the torch form, which sets the bar: that of the self-test."""
+    """The exact results of one call in float64, and the errors that the self-test allows beside them."""
 
     def __init__(self, work: Work, dtype: torch.dtype, device: torch.device, gradients: bool = True) -> None:
         self.dtype, self.gradients = dtype, gradients
-        self.inputs = work.make(dtype, device)  # whole: fewer sequences or heads may be launched otherwise
+        self.inputs = work.make(dtype, device)  # the full size: smaller calls may launch other kernels
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
         outputs = call_op(self.inputs, self.options, "torch")(tensors_of(self.inputs))
-        # Random signs: of weights in order, half of a sum over time would cancel the other half.
+        # Random weights: with regular ones the two halves of a sum over time would cancel.
         self.weights = [
             torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for y in outputs
         ]

@@ -55,13 +55,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device; the CPU never lags behind."""
+    """Wait for the work of a GPU; on a CPU there is none to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def time_in_turn(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, Outcome]:
-    """Time functions in turn, each for about so many seconds in all. One that fails ends nobody else's."""
+    """Time functions in turn, each for about so many seconds in all. One that fails does not end the others."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     failures: dict[str, str] = {}
     for _ in range(ROUNDS):
@@ -123,9 +123,9 @@ def time_once(run: Run, device: torch.device) -> float:
 
 
 def added_bytes(run: Run, device: torch.device) -> int:
-    """The most memory of a GPU that a call allocates beyond what was there before.
+    """Return the most memory of a GPU that a call allocates beyond what was there before.
 
-    A call before it takes what is not its own: workspaces of libraries, which stay, and the buffers of autotuning.
+    The function is called once before, so that workspaces of libraries and buffers of autotuning do not count.
     """
     run()
     synchronize(device)

@@ -146,17 +146,17 @@ class File:
         self.trying: dict[str, Any] | None = None
 
     def begin(self, place: Place | None, launch: Any = None) -> None:
-        """Say in the file what is tried next, or that nothing is: of a process that does not come back it tells why."""
+        """Write in the file what is tried next, or that nothing is. If the process crashes, the file says why."""
         self.trying = None if place is None else {**place._asdict(), "launch": launch._asdict(), **self.head}
         self._write()
 
     def has_crashed(self, place: Place, launch: Any) -> bool:
-        """Whether an earlier process on this family of GPUs did not come back from a launch."""
+        """True if an earlier process crashed in this launch, on this family of GPUs."""
         wanted = {**place._asdict(), "launch": launch._asdict(), "capability": self.capability}
         return any(wanted.items() <= row.items() for row in self.held["rows"] if _is_crash(row))
 
     def add(self, place: Place, launch: Any, row: dict[str, Any]) -> None:
-        """Write a candidate, and the best launch of its place: at once, as one that crashes is to take no other."""
+        """Write a candidate and the best launch of its place, at once: a later crash must not lose them."""
         if place not in self.tuned:
             self.held["rows"] = self._without(place, "rows")
         self.tuned[place] = launch

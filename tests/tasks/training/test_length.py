@@ -101,7 +101,7 @@ IN_UPDATES = (
     "recipe.validate_every_updates=8",
     "trainer.accumulate_grad_batches=2",
     "callbacks.checkpoint.every_n_train_steps=1",
-    "callbacks.samples=null",
+    "callbacks.samples.pictures=2",
 )
 
 
@@ -123,6 +123,8 @@ def test_a_run_in_updates_validates_within_epochs_and_at_its_end(whole):
     assert (metrics["updates"], metrics["epochs"]) == (27, 1.35)
     validated = EventAccumulator(str(whole)).Reload().Scalars("val/top1")
     assert [event.step + 1 for event in validated] == [8, 16, 24, 27]
+    events = EventAccumulator(str(whole), size_guidance={"images": 0}).Reload()
+    assert [event.step + 1 for event in events.Images("val/samples")] == [16, 27], "two pictures at equal distances"
 
 
 @pytest.mark.slow
