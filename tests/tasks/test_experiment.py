@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from longseq.tasks.experiment import check_experiment
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.experiment import check_experiment
 
 GONE = object()  # in place of a value: the key is not there
 
