@@ -245,13 +245,13 @@ def test_what_an_automaton_allows_is_right():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data=digits"], "data=digits is no probe"),
-        (["model=vim"], "take model=token"),
+        (["data=digits"], "data.source is unknown: the keys of data are name, generator"),
+        (["model=vim"], "model.embed_dim is unknown"),
         (["data.options.vocab_size=16", "+data.options.colour=red"], "has no option colour"),
-        (["data.test=[]"], "data.test has no slice"),
-        (["data.test=[9]"], "must be a list of slices"),
+        (["data.test=[]"], "must be a list of at least 1, each entry a dictionary"),
+        (["data.test=[9]"], "must be a list of at least 1, each entry a dictionary"),
         (["data.draw_seed=any"], "data.draw_seed=any must be a whole number"),
-        (["data.train=9"], "must be a list of slices"),
+        (["data.train=9"], "must be a list of at least 1, each entry a dictionary"),
         (["data.options.tokens=many"], "data.options.tokens='many' must be a whole number of at least 0"),
         (["data.options.pairs=-1"], "data.options.pairs=-1 must be a whole number of at least 0"),
         (["data.options.power=low"], "data.options.power='low' must be a number"),
@@ -264,7 +264,7 @@ def test_what_an_automaton_allows_is_right():
         (["data.train=[{samples: 32}]"], "recipe.batch_size of at most 32"),
         (["data.generator=mquar"], "choose one of compression, copy"),
         (["optimized_metric=val/top1"], "choose one of val/loss, val/accuracy"),
-        (["+model.width=3"], "does not take these options"),
+        (["+model.width=3"], "model.width is unknown: did you mean model.depth"),
     ],
 )
 def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_config, tmp_path):
@@ -277,5 +277,5 @@ def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_con
 
 
 def test_probes_are_no_image_data(compose_config, tmp_path):
-    with pytest.raises(ValueError, match="give task=probe with it"):
+    with pytest.raises(ValueError, match="data.generator is unknown: the keys of data are name, source"):
         train.run(compose_config("train", "data=mqar", "recipe=digits", f"output={tmp_path}"))
