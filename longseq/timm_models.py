@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import timm
-from timm.models import filter_pretrained_cfg, get_model_input_config, is_model
+from timm.models import filter_pretrained_cfg, get_model_args, get_model_input_config, is_model
 from torch import nn
 
 # Options of timm's models that name files of weights; they come with a model's own file in their place.
@@ -24,18 +24,18 @@ def is_timm_model(model: nn.Module) -> bool:
 
 
 def describe_timm_model(model: nn.Module) -> dict[str, Any]:
-    """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them."""
+    """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them.
+
+    Beside what a call named these are the image size, channels, classes and pooling that the model has by now.
+    """
     recorded: Any = model._model_args
-    arguments = {name: value for name, value in recorded.items() if name not in UNSAVED_OPTIONS}
-    current = {name: getattr(model, name) for name in ("num_classes", "in_chans") if hasattr(model, name)}
-    size = getattr(model, "_traits", {}).get("img_size")
-    if size is not None:
-        current["img_size"] = list(size)
-    return {
-        **timm_layout(model, stated_by(model)),
-        "timm_version": timm.__version__,
-        "model_args": {**arguments, **current},
+    options = {**recorded, **get_model_args(model)}  # timm's function leaves out what matters to training only
+    arguments = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in options.items()
+        if name not in UNSAVED_OPTIONS
     }
+    return {**timm_layout(model, stated_by(model)), "timm_version": timm.__version__, "model_args": arguments}
 
 
 def rebuild_timm_model(

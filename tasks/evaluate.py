@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from longseq.tasks import registry
+from longseq.tasks.experiment import check_trainer
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
@@ -17,7 +18,6 @@ from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableImages
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.experiment import check_trainer
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import read, refuse_unknown
 from longseq.tasks.training.trainer import build_trainer

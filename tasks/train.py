@@ -20,6 +20,7 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
+from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes, runs
@@ -27,7 +28,6 @@ from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.configuration import Config, resolve
-from longseq.tasks.training.experiment import check_experiment
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger

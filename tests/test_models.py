@@ -235,6 +235,14 @@ def test_changes_that_a_model_follows_are_saved(tmp_path: Path) -> None:
     assert timm.data.resolve_model_data_config(loaded)["input_size"] == (3, 24, 24)
 
 
+def test_changes_of_a_timm_model_are_saved(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=3).eval()
+    model.reset_classifier(3, "max")
+    longseq.save_pretrained(model, tmp_path)
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(longseq.from_pretrained(tmp_path)(x), model(x))
+
+
 def test_arguments_can_be_changed_where_weights_stay(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     loaded = longseq.from_pretrained(tmp_path, dynamic_img_size=True, backend="torch")

@@ -26,11 +26,11 @@ from longseq.kernels.dispatch import Call, explain_call, record_calls
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
+from longseq.tasks.experiment import TrainKeys, check_experiment
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.experiment import TrainKeys, check_experiment
 from longseq.tasks.training.options import OneOf
 from longseq.timm_models import model_name
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def gathers_parameters(method: Method) -> Method:
@@ -36,7 +37,7 @@ def gathers_parameters(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
-def unsharded_class(module: nn.Module) -> type[nn.Module]:
+def unsharded_class(module: Module) -> type[Module]:
     """The class that a module was made of, before which `fully_shard` puts one of its own."""
     own = type(module)
     return own.__mro__[2] if hasattr(own, "_get_fsdp_state") else own

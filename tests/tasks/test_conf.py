@@ -74,6 +74,7 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     inspect.signature(training.optimizer).bind(None, lr=0.1)
     inspect.signature(training.schedule).bind(None, num_epochs=1, warmup_epochs=0, updates_per_epoch=1)
     assert training.length is not None
+    registry.of(config)  # the task registers callbacks of its own
     targets.check(config)
     assert isinstance(targets.build(config["logger"], targets.LOGGERS, "logger"), Logger)
     callbacks = build_callbacks(config, Measured())

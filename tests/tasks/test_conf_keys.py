@@ -12,8 +12,8 @@ import yaml
 
 import longseq.conf
 from longseq.tasks import registry
+from longseq.tasks.experiment import MixerKeys, RecipeKeys, ScaleKeys, TrainKeys
 from longseq.tasks.training.configuration import MARKS
-from longseq.tasks.training.experiment import MixerKeys, RecipeKeys, ScaleKeys, TrainKeys
 from longseq.tasks.training.keys import TaskGroup
 
 CONF = Path(longseq.conf.__file__).parent

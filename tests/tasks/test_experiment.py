@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from longseq.tasks.experiment import check_experiment
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.experiment import check_experiment
 
 GONE = object()  # in place of a value: the key is not there
 
@@ -55,7 +55,7 @@ MISTAKES = [
     ("image", "trainer.logger", True, "trainer.logger is unknown"),
     ("image", "mixer.options.num_heads", 4, "mixer.options.num_heads is unknown: "),
     ("image", "callbacks.telemetry.every", 3, "did you mean callbacks.telemetry.every_n_steps?"),
-    ("image", "callbacks.best.mode", "max", "callbacks.best.mode is unknown"),
+    ("image", "callbacks.best.mode", "max", "callbacks.best.mode=max: the metric tells its direction"),
     ("image", "logger.colour", "red", "logger.colour is unknown"),
     ("image", "task.colour", "red", "task.colour is unknown"),
     ("image", "model.mixer", "mamba", "model.mixer is unknown"),
@@ -67,10 +67,10 @@ MISTAKES = [
     ("image", "seed", GONE, "seed is missing: give seed=..."),
     ("image", "recipe", GONE, "recipe is missing: give recipe=..."),
     # values
-    ("image", "recipe.learning_rate", NOT_A_NUMBER, "recipe.learning_rate=nan must be a number above 0"),
-    ("image", "recipe.learning_rate", WITHOUT_END, "recipe.learning_rate=inf must be a number above 0"),
-    ("image", "recipe.learning_rate", -1, "recipe.learning_rate=-1 must be a number above 0"),
-    ("image", "recipe.learning_rate", "fast", "recipe.learning_rate=fast must be a number above 0"),
+    ("image", "recipe.learning_rate", NOT_A_NUMBER, "recipe.learning_rate=nan must be a number of at least 0"),
+    ("image", "recipe.learning_rate", WITHOUT_END, "recipe.learning_rate=inf must be a number of at least 0"),
+    ("image", "recipe.learning_rate", -1, "recipe.learning_rate=-1 must be a number of at least 0"),
+    ("image", "recipe.learning_rate", "fast", "recipe.learning_rate=fast must be a number of at least 0"),
     ("image", "recipe.batch_size", -4, "recipe.batch_size=-4 must be a whole number of at least 1"),
     ("image", "recipe.batch_size", 32.0, "recipe.batch_size=32.0 must be a whole number of at least 1"),
     ("image", "recipe.gradient_clip", 0, "recipe.gradient_clip=0 must be a number above 0 or null"),

@@ -18,7 +18,7 @@ import longseq
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.models import describe
-from longseq.tasks import evaluate
+from longseq.tasks import evaluate, predict
 from longseq.tasks.training.checkpoint import load, sha256
 
 
@@ -209,6 +209,12 @@ def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> No
     metrics = measure("data.source=folder", f"data.root={tmp_path / 'images'}")
     assert 0 <= metrics["test/top1"] <= 1
     assert (tmp_path / "evaluation_test.json").is_file()
+    written = tmp_path / "predictions.csv"
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        images = f"input={tmp_path / 'images'}"
+        counts = predict.run(compose("predict", [given[0], images, f"output={written}", "device=cpu"]))
+    assert counts["classified"] == 3
+    assert "class2" in written.read_text()
     with pytest.raises(
         ValueError, match=r"does not say where its data lie: give data\.source=folder data\.root=FOLDER"
     ):
