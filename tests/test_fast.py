@@ -18,7 +18,7 @@ def test_every_folder_has_fast_tests(fast_cases: set[tuple[str, ...]]) -> None:
     count = Counter(Path(file).parts[1] for file, *_ in fast_cases)
     folders = {path.name for path in TESTS.iterdir() if any(path.glob("**/test_*.py"))}
     assert folders
-    assert not {folder: count[folder] for folder in folders if count[folder] < 10}
+    assert not {folder: count[folder] for folder in folders if count[folder] < 5}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,10 @@ def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
 
 
 def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    # As a user does: without the variable that keeps the folder one stands in from Python's path.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None:

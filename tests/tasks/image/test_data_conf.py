@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.training import targets
+from longseq.tasks.training.configuration import MARKS
+from longseq.tasks.training.length import WARMUPS
 
 
 def names(group):
@@ -20,12 +22,14 @@ def names(group):
 def load(*overrides):
     with initialize_config_module("longseq.conf", version_base=None):
         config = compose("train", overrides=list(overrides))
-    return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("data", "recipe")}
+    sections = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("data", "recipe")}
+    return {key: {name: x for name, x in section.items() if name not in MARKS} for key, section in sections.items()}
 
 
 def built(recipe, name):
     allowed = {"optimizer": targets.OPTIMIZERS, "schedule": targets.SCHEDULES}[name]
-    return targets.build(recipe[name], allowed, f"recipe.{name}")
+    options = {key: value for key, value in recipe[name].items() if key not in WARMUPS}  # the run's length has those
+    return targets.build(options, allowed, f"recipe.{name}")
 
 
 def image_data():
@@ -52,7 +56,7 @@ def test_every_recipe_trains_a_step(name):
         images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
         smoothing = recipe["loss"]["label_smoothing"]
         mixing = BatchMixing(10, seed=0, label_smoothing=smoothing, **recipe["augment"]["mixing"])
-        _, soft_targets = mixing(images, targets, step=0)
+        _, soft_targets = mixing(images, targets, update=0)
         torch.testing.assert_close(soft_targets.sum(1), torch.ones(8))
     optimizer = built(recipe, "optimizer")(torch.nn.Linear(4, 2), lr=1e-3)
     assert optimizer.param_groups[-1]["weight_decay"] == recipe["optimizer"]["weight_decay"]
@@ -76,6 +80,8 @@ def test_stride8_finetuning_is_flat():
     recipe = load("recipe=stride8_finetune")["recipe"]
     assert recipe["model"]["stride"] == 8
     optimizer = built(recipe, "optimizer")(torch.nn.Linear(4, 2), lr=recipe["learning_rate"])
+    warmup = {name: recipe["schedule"][name] for name in WARMUPS if recipe["schedule"].get(name) is not None}
+    assert not any(warmup.values())
     scheduler, _ = built(recipe, "schedule")(optimizer, num_epochs=30, updates_per_epoch=10)
     for update in (0, 5, 150, 299):
         scheduler.step_update(update)
