@@ -73,7 +73,7 @@ class CompareKeys:
     overrides: list[str] | None
     seeds: Annotated[list[int], Range(0), Length(1)]
     sweep: Mapping[str, Annotated[list[Any], Length(1)]] | None
-    learning_rates: Annotated[list[float], Range(above=0), Length(1)] | None
+    learning_rates: Annotated[list[float], Range(0), Length(1)] | None
     jobs: Annotated[int, Range(1)] | None
     report: str | None
     plot: bool

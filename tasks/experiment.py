@@ -28,7 +28,7 @@ from longseq.tasks.training.options import (
     signature_options,
 )
 from longseq.tasks.training.recipe import device_batch_size
-from longseq.tasks.training.trainer import refuse_recipe_keys
+from longseq.tasks.training.trainer import refuse_mode, refuse_recipe_keys
 
 # Arguments of the Trainer that the program gives itself.
 _TRAINER_OWN = (
@@ -129,7 +129,7 @@ class RecipeKeys:
     validate_every_updates: Any = None
     validate_every_tokens: Any = None
     batch_size: Annotated[int, Range(1)]
-    learning_rate: Annotated[float, Range(above=0)]
+    learning_rate: Annotated[float, Range(0)]
     reference_batch_size: Annotated[int | None, Range(1)] = None
     optimizer: Mapping[str, Any]
     schedule: Mapping[str, Any]
@@ -174,7 +174,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     check_trainer(config["trainer"])
     for name, options in config["callbacks"].items():
         if options is not None:
-            # The direction of what a callback monitors comes from the metric.
+            refuse_mode(options, f"callbacks.{name}")
             given = ("mode",) if isinstance(options, Mapping) and "monitor" in options else ()
             targets.check_options(options, targets.CALLBACKS, f"callbacks.{name}", given=given)
     if config.get("logger"):

@@ -47,11 +47,16 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     return callbacks
 
 
+def refuse_mode(options: Any, place: str) -> None:
+    """ValueError for the direction of a metric that a callback monitors, which the metric itself tells."""
+    if isinstance(options, Mapping) and "monitor" in options and "mode" in options:
+        raise ValueError(f"{place}.mode={options['mode']}: the metric tells its direction; leave the key out")
+
+
 def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: str) -> Mapping[str, Any]:
     if not isinstance(options, Mapping) or "monitor" not in options:
         return options
-    if "mode" in options:
-        raise ValueError(f"{place}.mode={options['mode']}: the metric tells its direction; leave the key out")
+    refuse_mode(options, place)
     better = module.higher_is_better(options["monitor"], f"{place}.monitor")
     return {**options, "mode": "max" if better else "min"}
 

@@ -218,7 +218,7 @@ def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_pat
         ("seeds=[first]", "seeds=['first'] must be a list of at least 1, each entry a whole number of at least 0"),
         (
             "learning_rates=small",
-            "learning_rates=small must be a list of at least 1, each entry a number above 0 or null",
+            "learning_rates=small must be a list of at least 1, each entry a number of at least 0 or null",
         ),
         ("report=val/accuracy", "must be a metric of the test"),
         ("output=null", "output=null must be text"),

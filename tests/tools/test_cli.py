@@ -74,7 +74,7 @@ MISTAKES = [
     ("predict +colour=red", "colour is unknown"),
     ("train --lr 0.1", "--lr is no flag: keys are written key=value"),
     ("train digits", "'digits' is no override: write key=value"),
-    ("train recipe.learning_rate=inf", "recipe.learning_rate=inf must be a number above 0"),
+    ("train recipe.learning_rate=inf", "recipe.learning_rate=inf must be a number of at least 0"),
     ("train data=cifar10 data.root=/nowhere", "/nowhere"),
     ("predict checkpoint=x.ckpt input=y top_k=0", "top_k=0 must be a whole number of at least 1"),
     ("evaluate checkpoint=x.ckpt split=train", "split=train must be one of test, val"),
