@@ -22,7 +22,7 @@ from torch import nn
 
 from longseq.tasks.data.batch import Batch
 from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image import data
+from longseq.tasks.image import data, sources
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tasks.image.model import ImageModel
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
@@ -60,7 +60,7 @@ def read_cifar10_from(file: str) -> None:
     def source(_: str, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
         return open_cifar10(file, val_fraction, split_seed)
 
-    data.cifar10 = source
+    sources._SOURCES["cifar10"] = source
 
 
 def file_of(folder: Path, seed: int, epoch: int) -> Path:

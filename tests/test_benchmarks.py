@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from longseq.tasks.image import data
+from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
 from longseq.tools.benchmark.work import TINY
@@ -55,7 +55,7 @@ def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(scri
     cifar10_data.pack(str(folder), tmp_path / "pictures")
     cifar10_data.unpack([tmp_path / "pictures"], tmp_path / "file.npz")
     from_folder = training_batches(script, folder)
-    monkeypatch.setattr(data, "cifar10", data.cifar10)
+    monkeypatch.setitem(sources._SOURCES, "cifar10", sources.cifar10)
     script("entry").read_cifar10_from(str(tmp_path / "file.npz"))
     from_file = training_batches(script, tmp_path / "file.npz")
     assert from_file.split.source.class_names == ["cat", "dog"]
@@ -83,8 +83,8 @@ def test_augmented_images_of_the_files_are_those_of_the_command(script, folder, 
     seen = []
     for epoch in (0, 1):
         indices = [entry.SampleIndex(position, 0, epoch) for position in (2, 0)]
-        seen.append(read[indices].images)
-        assert torch.equal(read[indices].images, batches[indices].images)
+        seen.append(read[indices].inputs)
+        assert torch.equal(read[indices].inputs, batches[indices].inputs)
         assert torch.equal(read[indices].targets, batches[indices].targets)
     assert not torch.equal(*seen)
 

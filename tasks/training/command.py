@@ -17,7 +17,7 @@ CHECKPOINT_NEEDED = Required("give checkpoint=FILE, such as outputs/image/RUN/ch
 class CommandKeys:
     """The keys that every command has; a command's own dataclass adds its own to them."""
 
-    plugins: list[str] | str = field(default_factory=list)
+    plugins: list[str] = field(default_factory=list)
 
 
 Keys = TypeVar("Keys", bound=CommandKeys)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from longseq.tasks.data.place import Place
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.sources import Split, digits, split_off
@@ -153,7 +154,7 @@ def test_torchvision_source(folder):
     check_classes(open_data("torch/image_folder", folder))
 
 
-def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_path, caplog):
+def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_path, caplog, monkeypatch):
     pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
     for shard in range(4):
         with tarfile.open(tmp_path / f"data-{shard}.tar", "w") as archive:
@@ -169,7 +170,7 @@ def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_pat
     assert all(len(targets) == 4 for _, targets in module.train_dataloader())
     counts = []
     for rank in range(2):
-        module._place = lambda rank=rank: (rank, 2)
+        monkeypatch.setattr("longseq.tasks.image.data.find_place", lambda _, rank=rank: Place(rank, 2))
         counts.append(gather(module.val_dataloader())[1].bincount(minlength=3))
     assert torch.equal(counts[0] + counts[1], torch.tensor([3, 3, 3]))
 
@@ -246,7 +247,7 @@ def test_unreadable_images_are_fatal_by_option(folder, num_workers):
 def test_a_folder_of_damaged_images_stops_training(folder):
     for path in (folder / "train").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="one image after the other"):
+    with pytest.raises(ValueError, match="one sample after the other"):
         list(open_data("folder", folder).train_dataloader())
 
 
