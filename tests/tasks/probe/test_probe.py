@@ -277,5 +277,5 @@ def test_wrong_input_is_one_line_with_the_remedy(overrides, message, compose_con
 
 
 def test_probes_are_no_image_data(compose_config, tmp_path):
-    with pytest.raises(ValueError, match="data.generator is unknown: the keys of data are name, source"):
+    with pytest.raises(ValueError, match=r"data\.generator is unknown: the keys of data are name, source"):
         train.run(compose_config("train", "data=mqar", "recipe=digits", f"output={tmp_path}"))
