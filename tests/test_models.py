@@ -353,6 +353,7 @@ def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
         longseq.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "image")
     absent = ("lightning", "hydra", "omegaconf", "torchmetrics", "tensorboard", "sklearn", "rich", "longseq.tasks")

@@ -36,6 +36,7 @@ def build(folder: Path, kind: str) -> Path:
     return folder / result.stdout.split()[-1]
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
     folders = {"longseq": "longseq"} | {name: f"longseq/{name}" for name in FOLDERS}
     expected = {
@@ -65,6 +66,7 @@ def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None:
     result = run_in(
         sources,
@@ -80,6 +82,7 @@ def test_python_in_the_root_finds_the_whole_package_there(sources: Path) -> None
     assert all(Path(file).is_relative_to(sources / "longseq") for file in files)
 
 
+@pytest.mark.slow
 def test_a_root_without_links_is_one_line(sources: Path) -> None:
     for name in FOLDERS:
         (sources / "longseq" / name).unlink()

@@ -85,6 +85,7 @@ folder = pathlib.Path(options["hydra.run.dir"])
 """
 
 
+@pytest.mark.slow
 def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
@@ -306,6 +307,7 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
     assert "a run takes 6 GPUs, and there are 5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "cifar10"])
 def test_comparisons_of_the_tables_can_be_planned(name, tmp_path):
     with initialize_config_module("longseq.conf", version_base="1.3"):
@@ -333,6 +335,7 @@ subprocess.Popen([sys.executable, "follower.py"], env={**os.environ, **followed_
 """
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_comparison_that_is_killed_end_too(tmp_path):
     (tmp_path / "follower.py").write_text(FOLLOWER)
     parent = subprocess.Popen([sys.executable, "-c", COMPARISON], cwd=tmp_path)
