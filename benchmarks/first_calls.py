@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from longseq.kernels.self_test import CACHE_VARIABLE
+from longseq.tasks.training.command import read_command
 from longseq.tools.benchmark import models
 from longseq.tools.benchmark.gate import call_op, options_of, tensors_of
 from longseq.tools.benchmark.kernels import find_modules
@@ -48,8 +47,8 @@ def time_call(call: Work | list[str], device: torch.device) -> float:
     """Seconds of the first forward and backward of an operation, or of the first training step of a model."""
     if isinstance(call, list):
         with initialize_config_module("longseq.conf", version_base="1.3"):
-            config: Any = OmegaConf.to_container(compose("benchmark_models", call), resolve=True)
-        ((_, measure),) = models.plan(config, device)
+            keys = read_command(models.ModelsKeys, compose("benchmark_models", call))
+        ((_, measure),) = models.plan(keys, device)
         return measure()["first_step_s"]
     inputs = call.make(torch.bfloat16, device)
     tensors = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors_of(inputs).items()}

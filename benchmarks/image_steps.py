@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from torch import nn
 from torch.autograd import DeviceType
 from torch.nn import functional
 
+from longseq.tasks.training.command import read_command
 from longseq.tools.benchmark import models
 from longseq.tools.benchmark.measure import Run, synchronize
 from longseq.tools.benchmark.report import add_circumstances
@@ -56,24 +56,26 @@ def take_apart(step: Run, device: torch.device) -> dict[str, Any]:
 
 
 def build_step(
-    make: Callable[[], nn.Module], pixels: int, batch: int, config: dict[str, Any], device: torch.device
+    make: Callable[[], nn.Module], pixels: int, batch: int, keys: models.ModelsKeys, device: torch.device
 ) -> Run:
     """The training step of `longseq benchmark models`."""
-    model, called = models.build_model(make, config, device)
+    assert keys.image is not None
+    model, called = models.build_model(make, keys, device)
     model.train()
     images = torch.randn(batch, 3, pixels, pixels, device=device)
-    labels = torch.randint(config["image"]["classes"], (batch,), device=device)
+    labels = torch.randint(keys.image.classes, (batch,), device=device)
     return models.training_step(model, lambda: functional.cross_entropy(called(images), labels), device)
 
 
 def measure(overrides: list[str], device: torch.device) -> list[dict[str, Any]]:
     """A row for each model and size that `longseq benchmark models` has by these overrides."""
     with initialize_config_module("longseq.conf", version_base="1.3"):
-        config: Any = OmegaConf.to_container(compose("benchmark_models", overrides), resolve=True)
+        keys = read_command(models.ModelsKeys, compose("benchmark_models", overrides))
+    assert keys.image is not None, "image.models=... names the models that are measured"
     rows = []
-    for pixels, batch in config["image"]["sizes"]:
-        for head, make in models.image_models(config["image"], pixels, config["backend"]):
-            step = build_step(make, pixels, batch, config, device)
+    for pixels, batch in keys.image.sizes:
+        for head, make in models.image_models(keys.image, pixels, keys.backend):
+            step = build_step(make, pixels, batch, keys, device)
             rows.append({**head, "pixels": pixels, "batch": batch, **take_apart(step, device)})
             print(rows[-1], flush=True)
     return rows

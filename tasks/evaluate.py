@@ -51,7 +51,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     refuse_unknown(changes, [key.name for key in fields(task.config.data)], "data")
-    read(task.config.data, {**loaded.config["data"], **changes}, "data")
+    if "data" in loaded.config:  # else the data module says what is missing
+        read(task.config.data, {**loaded.config["data"], **changes}, "data")
     trained = task.data.read_info(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Generator
 from typing import Any
@@ -39,8 +40,8 @@ if not torch.cuda.is_available():
     if patch_language is not None:
         interpreter._patch_lang = patch_language_once
 
-# A fast test that takes more seconds of a processor than this fails: it is to be marked as slow. What takes a tenth of
-# them may have to import torch's compiler first.
+# In a run of the fast tests, one that takes more seconds of a processor than this fails: it is to be marked as slow.
+# What takes a tenth of them may have to import torch's compiler first.
 LONGEST_FAST = 5.0
 
 # The fast cases of the whole suite: file, name of the test, and operation or mixer.
@@ -78,7 +79,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     before = processor_seconds()
     result = yield
     taken = processor_seconds() - before
-    if item.get_closest_marker("fast") and taken > LONGEST_FAST:
+    if item.config.option.markexpr == "fast" and taken > LONGEST_FAST:
         pytest.fail(f"this test took {taken:.1f} s of a processor: mark it with pytest.mark.slow")
     return result
 
@@ -108,6 +109,14 @@ def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     dropped = {item for _, *others in cases.values() for item in others}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.fixture(autouse=True)
+def loggers_are_heard() -> None:
+    """Hydra disables the loggers that exist when a command starts; a test that ran one leaves them to the next test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "longseq" and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 @pytest.fixture(autouse=True)

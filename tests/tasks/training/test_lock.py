@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from longseq.tasks import train
 from longseq.tasks.training import lock, runs
@@ -95,7 +96,8 @@ def test_resume_passes_over_a_run_that_is_being_continued(tiny, tmp_path):
         folder = tmp_path / name
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "config.yaml").write_text(f"seed: 0\noutput: {folder}\n")
-        (folder / "checkpoints" / "last.ckpt").touch()
+        written = {"hyper_parameters": {"config": {"seed": 0, "output": str(folder)}}}
+        torch.save(written, folder / "checkpoints" / "last.ckpt")
         os.utime(folder / "checkpoints" / "last.ckpt", (1000 + age, 1000 + age))
     assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
     with locked(tmp_path / "newer"):
