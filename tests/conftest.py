@@ -113,10 +113,13 @@ def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def loggers_are_heard() -> None:
-    """Hydra disables the loggers that exist when a command starts; a test that ran one leaves them to the next test."""
+    """Hydra disables the loggers that exist when a command starts, and lets errors alone pass the others."""
+    logging.disable(logging.NOTSET)
+    logging.root.setLevel(logging.WARNING)
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "longseq" and isinstance(logger, logging.Logger):
-            logger.disabled = False
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
