@@ -76,8 +76,9 @@ def times_two_to(x, exponent):
     return x * two_to(half) * two_to(exponent - half)
 
 
-# A sum of tiles is kept in one unit. The unit may be at most 2^LEAD times larger than the numbers of the first summand:
-# a smaller summand is added in too large a unit, whose rounding is then 2^24 times below the unit of the sum.
+# Before a product of tiles is added to a sum, the sum is rescaled to the product's unit. The factor is at most 2^LEAD,
+# so that the sum stays in float32's range. A product with a still smaller unit is added without a factor, and thus too
+# large. Even so its numbers are below 2^36, which is 2^24 times below the unit that the sum had.
 LEAD = tl.constexpr(60)
 
 

@@ -101,8 +101,7 @@ def add_ranks(
     d_ranks, d_selected, rows, slabs, S,
     R: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of r, summed over its parts, in the first R columns of d_selected [rows, S]; zeros from CHOSEN on.
-    """
+    """The sum of r's parts in the first R columns of d_selected [rows, S]; zeros in its columns from CHOSEN on."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     s = tl.arange(0, BLOCK_S)
     own = (row < rows)[:, None] & (s < R)[None, :]
