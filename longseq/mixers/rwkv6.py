@@ -93,10 +93,10 @@ class RWKV6(Mixer[RWKV6State]):
     def reset_parameters(self) -> None:
         depth = 0.5  # of the layer in the network, from 0 to 1
         place = torch.linspace(0, 1, self.d_model + 1)[:-1]  # of the channel, from 0 to 1
-        plain = 1 - place ** (1 - depth)
-        late = 1 - place ** ((1 - depth) / 2)
-        self.shift_base.copy_(plain)
-        self.shift_bases.copy_(torch.stack([plain, plain, plain - 0.3 * depth, late, late]))
+        amount = 1 - place ** (1 - depth)
+        smaller = 1 - place ** ((1 - depth) / 2)
+        self.shift_base.copy_(amount)
+        self.shift_bases.copy_(torch.stack([amount, amount, amount - 0.3 * depth, smaller, smaller]))
         self.shift_down.weight.uniform_(-1e-2, 1e-2)
         self.shift_up.uniform_(-1e-2, 1e-2)
         ends = torch.linspace(0, 1, self.d_model)
