@@ -57,7 +57,8 @@ def token_losses(features: Tensor, project: Callable[[Tensor], Tensor], vocabula
     rows, targets = features.flatten(0, -2), target.flatten()
     losses = [features.new_zeros((0,), dtype=compute_dtype(features))]
     losses += [
-        token_loss(project(rows[part]), targets[part], ignore_index=IGNORED) for part in _chunks(len(targets), vocabulary)
+        token_loss(project(rows[part]), targets[part], ignore_index=IGNORED)
+        for part in _chunks(len(targets), vocabulary)
     ]
     return torch.cat(losses).view(target.shape)
 
