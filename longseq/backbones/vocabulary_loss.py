@@ -40,8 +40,8 @@ def summed_loss(features: Tensor, weight: Tensor, target: Tensor, *, z_loss: flo
 
     Shapes: features [..., D]; weight [V, D]; target [...], int64 below V or IGNORED.
 
-    Sources: PaLM (Chowdhery et al., 2022), section 5, for the penalty; Liger Kernel (Hsu et al., 2024), section 3.2, for
-    gradients in the forward pass.
+    Sources: PaLM (Chowdhery et al., 2022), section 5, for the penalty; Liger Kernel (Hsu et al., 2024), section 3.2,
+    for gradients in the forward pass.
     """
     rows, targets = features.flatten(0, -2), target.flatten()
     objective, loss = _SummedLoss.apply(rows, weight, targets, z_loss)  # type: ignore[misc]
