@@ -281,7 +281,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
     @gathers_parameters
     def summed_loss(self, features: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
-        """Score features `[..., d_model]` and sum the losses of their targets `[...]`; no scores of all tokens are kept.
+        """Score features `[..., d_model]` and sum the losses of their targets `[...]`, in chunks of tokens.
 
         Targets are tokens, or -100 where nothing is asked. `z_loss` weights the penalty on the normalisers of the
         scores (see `longseq.backbones.vocabulary_loss`). A head that an adapter replaced scores all tokens at once.
