@@ -24,8 +24,8 @@ class CarriedState:
         growing = {type(part).__name__ for part in model.modules() if isinstance(part, Mixer) and part.growing_state}
         if growing:
             raise ValueError(
-                f"the data are streams, whose state goes on from batch to batch, and that of {', '.join(sorted(growing))} "
-                "grows with every token: choose windows that each begin anew, or another mixer"
+                f"the state of {', '.join(sorted(growing))} grows with every token and cannot go on from batch to "
+                "batch: choose another mixer, or data whose windows each begin anew in place of streams"
             )
         self.model = model
         self.rows: Any = None  # the state of each row of the last batch

@@ -25,14 +25,19 @@ _CARRIED = "carried_state"
 class LanguageModelTask(TrainedModule):
     """Trains and measures a token model on each next token of packed documents, windows or streams.
 
-    Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. A loss is a mean over the targets of a whole
-    update, whatever batch and process they are in. `z_loss` weights the penalty on the normalisers of the scores (PaLM,
-    Chowdhery et al., 2022, section 5). After a validation or a test `by_position` tells the perplexity by the place of
-    a token in its document (see `LossByPosition`).
+    Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises the mean over all of
+    its targets, whatever batch and process they are in; `train/loss` is this mean. `z_loss` weights the penalty on the
+    normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5), which is a part of it. After a validation or a
+    test `by_position` tells the perplexity by the place of a token in its document (see `LossByPosition`).
     """
 
     def __init__(
-        self, backbone: nn.Module, *, z_loss: float = 0.0, info: TextInfo | None = None, training: Training | None = None
+        self,
+        backbone: nn.Module,
+        *,
+        z_loss: float = 0.0,
+        info: TextInfo | None = None,
+        training: Training | None = None,
     ) -> None:
         super().__init__(backbone, training)
         self.z_loss = z_loss
