@@ -108,13 +108,16 @@ class ScheduleKeys:
     """Keys of `recipe.schedule`; the others are those of timm's `create_scheduler_v2`."""
 
     # Without plateau, which waits for a metric: the schedule is stepped by updates alone.
-    sched: Literal["cosine", "tanh", "step", "multistep", "poly"]
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly", "wsd"]
     min_lr: Annotated[float, Range(0)] = 0.0
     warmup_lr: Annotated[float, Range(0)] = 0.0
     warmup_epochs: Any = None  # this and the next two: see `RunLength`, which checks them
     warmup_updates: Any = None
     warmup_tokens: Any = None
     decay_rate: Annotated[float, Range(0)] = 0.1
+    # Of wsd: the part of the run behind the warm-up in which the rate falls.
+    decay_epochs: Annotated[float | None, Range(above=0, below=1)] = None
+    decay_fn: Literal["1-sqrt", "linear", "cosine"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
