@@ -40,6 +40,14 @@ class Report:
         """How much was measured, printed above the metrics of an evaluation and written with them."""
         return {}
 
+    def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
+        """Lines of the closing table below the metrics: a name and a value."""
+        return []
+
+    def closing(self, module: Any, info: Any) -> str | None:
+        """What a run prints below the closing table, after the test with the best model."""
+        return None
+
     def next_commands(self, checkpoint: str) -> list[str]:
         """Commands that a user may want to give next, printed below the closing table."""
         return [f"longseq evaluate checkpoint={checkpoint}"]

@@ -253,6 +253,7 @@ def _record(
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     headline = [f"test/{name}" for name in report.headline]
     rows = [(key, f"{metrics[key]:.4f}") for key in headline if key in metrics]
+    rows += report.rows(module, info)
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
     rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
@@ -265,6 +266,8 @@ def _record(
         rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
         rows += zip(chain(["next"], repeat("")), report.next_commands(best), strict=False)
     print_rows(rows)
+    if (closing := report.closing(module, info)) is not None:
+        _print(closing)
 
 
 def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:

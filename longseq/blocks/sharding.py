@@ -75,6 +75,11 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
+def own_part(tensor: Any) -> Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def _own_share(whole: Any, parameter: Any) -> Tensor:
     """Return this process's shard of `whole`, in the layout of the sharded `parameter`."""
     from torch.distributed.tensor import distribute_tensor

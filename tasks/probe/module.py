@@ -51,9 +51,11 @@ class ProbeTask(TrainedModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
         tokens, targets = batch
-        loss = _loss(self._train_forward(tokens, targets.places), targets.answers)
-        self.log("train/loss", loss.detach())
-        return loss
+        return self.mean_of_update(_summed_loss(self._train_forward(tokens, targets.places), targets.answers))
+
+    def count_targets(self, batch: Batch) -> Tensor:
+        """The questions of a batch, of which sequences may have fewer or more."""
+        return (batch[1].answers != IGNORED).sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, self.val_metrics, "val")
@@ -70,11 +72,12 @@ class ProbeTask(TrainedModule):
             scores = self(tokens, targets.places).float()
             counted = targets.answers != IGNORED
             right = is_right(scores.argmax(dim=-1), targets.answers, targets.allowed)
-            share = right.sum() / counted.sum()
-            metrics["loss"].update(_loss(scores, targets.answers), weight=counted.sum())
+            questions = counted.sum()
+            share = right.sum() / questions
+            metrics["loss"].update(_summed_loss(scores, targets.answers) / questions, weight=questions)
             metrics["sequence_accuracy"].update((right | ~counted).all(dim=1).float().mean(), weight=len(tokens))
             for key in ("accuracy", *names[3:]):
-                metrics[key].update(share, weight=counted.sum())
+                metrics[key].update(share, weight=questions)
         for key in names:
             self.log(f"{stage}/{key}", metrics[key], on_step=False, on_epoch=True)
 
@@ -88,8 +91,9 @@ def is_right(given: Tensor, answers: Tensor, allowed: Tensor | None) -> Tensor:
     return (bit == 1) & (given < 62) & (answers != IGNORED)
 
 
-def _loss(scores: Tensor, answers: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), answers.flatten(), ignore_index=IGNORED)
+def _summed_loss(scores: Tensor, answers: Tensor) -> Tensor:
+    rows = scores.flatten(0, 1).float()
+    return nn.functional.cross_entropy(rows, answers.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _metrics(slices: Sequence[str]) -> nn.ModuleDict:

@@ -18,6 +18,7 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.length import Epoch
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.update_mean import UpdateMean
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ class TrainedModule(LightningModule, ABC):
     logged below `val/` and `test/`: metrics of torchmetrics, whose `higher_is_better` is the direction of what monitors
     them. Randomness in a batch is a function of (seed, update, part of the effective batch), so that a resumed run
     repeats the uninterrupted one, also where other processes take the parts: a training step calls `seed_batch` first.
+
+    A training step returns the mean loss of its batch where every batch of the run has as many targets. Elsewhere
+    `count_targets` says how many there are, and the step returns `mean_of_update` of its summed loss.
     """
 
     val_metrics: nn.ModuleDict
@@ -50,6 +54,7 @@ class TrainedModule(LightningModule, ABC):
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
         self._known_epoch: Epoch | None = None
+        self._mean: UpdateMean | None = None  # of an update's loss, where batches differ in their number of targets
 
     @classmethod
     @abstractmethod
@@ -102,6 +107,15 @@ class TrainedModule(LightningModule, ABC):
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 
+    def observe(self, batch: Any, examples: int) -> None:
+        """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""
+        read: Any = getattr(self.backbone, "forward_features", self.backbone)
+        read(batch[0][:examples])
+
+    def count_flops(self, batch: Any) -> int | None:
+        """The operations of a training step on a batch of this process, None where nobody has counted them."""
+        return None
+
     def seed_batch(self, batch_idx: int) -> tuple[int, int]:
         """Seed what a training step draws; returns the number of the update in the run and the part of its batch.
 
@@ -113,6 +127,39 @@ class TrainedModule(LightningModule, ABC):
         part = batch_idx % accumulate * trainer.world_size + self.global_rank
         seed_generators(derive_seed(self.seed, update, part), self.device)
         return update, part
+
+    def count_targets(self, batch: Any) -> Tensor | int | None:
+        """The targets over which a training batch's loss is summed; None where all batches of a run have as many.
+
+        A tensor `[]` on the batch's device costs no waiting for it.
+        """
+        return None
+
+    def mean_of_update(self, loss: Tensor) -> Tensor:
+        """What a training step returns, of the loss `[]` summed over the batch's targets; logs `train/loss`.
+
+        The gradient of an update then is that of its summed loss divided by all of its targets, those of every process
+        and accumulated batch. What is logged is the mean over the targets of this process. The module must have
+        `count_targets`.
+        """
+        assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
+        scaled = self._mean.scale(loss)
+        self.log("train/loss", self._mean.own_mean)
+        return scaled
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        count = self.count_targets(batch)
+        if count is not None:
+            self._mean = self._mean or UpdateMean()
+            targets = count if isinstance(count, Tensor) else torch.full((), count, device=self.device)
+            first = batch_idx % self.trainer.accumulate_grad_batches == 0
+            self._mean.begin(targets, first=first, last=updated(self.trainer, batch_idx))
+
+    def on_after_backward(self) -> None:
+        # Before anything reads the gradients of the update, and before they are clipped.
+        batch_idx, accumulate = self.trainer.fit_loop.batch_idx, self.trainer.accumulate_grad_batches
+        if self._mean is not None and accumulate > 1 and updated(self.trainer, batch_idx):
+            self._mean.correct(self.parameters(), accumulate)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # When the batch ends, the schedule has already set the next update's rate.

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 
-from longseq.blocks.sharding import is_sharded
+from longseq.blocks.sharding import own_part
 from longseq.tasks.training.callbacks.updates import updated
 
 
@@ -47,7 +47,7 @@ class NonFiniteStop(Callback):
         # While a loss scaler (16-mixed) settles, infinite gradients are usual, and it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         gradients = [] if scaled else [parameter.grad for parameter in parameters]
-        sizes = torch.stack([_own(self._loss).float(), *_norms(parameters), *_norms(gradients)])
+        sizes = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
         bad = ~torch.isfinite(sizes)
         if self._first_step is None or self._verdict is None or self._verdict.shape != bad.shape:
             self._names = [name for name, _ in named]
@@ -104,13 +104,8 @@ def _backbone_parameters(module: LightningModule) -> list[tuple[str, nn.Paramete
     return [(name.removeprefix("backbone."), parameter) for name, parameter in module.named_parameters()]
 
 
-def _own(tensor: Any) -> Tensor:
-    """What this process holds of a tensor that may be sharded."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
 def _norms(tensors: list[Any]) -> list[Tensor]:
-    return [norm.float() for norm in torch._foreach_norm([_own(x) for x in tensors])] if tensors else []
+    return [norm.float() for norm in torch._foreach_norm([own_part(x) for x in tensors])] if tensors else []
 
 
 def _of_all_ranks(x: Tensor) -> Tensor:

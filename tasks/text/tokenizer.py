@@ -1,0 +1,202 @@
+"""Tokenizers: bytes, which need no other library, and the tokenizer files of Hugging Face's `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+# The tokens that end a text in the vocabularies of published models, in the order in which they are looked for.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[EOS]", "[SEP]")
+_INSTALL = 'tokenizer files need the library tokenizers: pip install "longseq[text]"'
+
+
+class Tokenizer(ABC):
+    """Turns text into numbers below `vocab_size` and back.
+
+    `separator` is the token that begins and ends each document. No text is turned into it.
+    """
+
+    vocab_size: int
+    separator: int
+
+    @abstractmethod
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        """The tokens of each text, without the separator. ValueError for text that is no Unicode (a lone surrogate)."""
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; separators are left out, bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers from which `tokenizer_from_dict` makes the tokenizer again."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The tokenizer in a few words."""
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of one text."""
+        return self.encode_all([text])[0]
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8 and the separator, 256."""
+
+    vocab_size = 257
+    separator = 256
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        # A lone surrogate raises UnicodeEncodeError, which is a ValueError.
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(token for token in tokens if token < self.separator).decode(errors="replace")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+    def describe(self) -> str:
+        return "bytes"
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer of the library `tokenizers`, told by the JSON text of its file.
+
+    `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. Tokens that a
+    tokenizer adds around a text by itself are left out. ValueError if the text is no tokenizer, if it has no such
+    token, or if the library is not installed.
+    """
+
+    def __init__(self, text: str, separator: str | None = None, name: str = "the tokenizer") -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise ValueError(_INSTALL) from error
+        try:
+            self._tokenizer = Library.from_str(text)
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(f"{name} is no tokenizer file of the library tokenizers: {error}") from error
+        self._text = text
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size == 0:
+            raise ValueError(f"{name} has an empty vocabulary")
+        found = _find_separator(self._tokenizer, separator)
+        if found is None:
+            wanted = repr(separator) if separator else f"end-of-text token ({', '.join(_SEPARATORS)})"
+            raise ValueError(
+                f"{name} has no {wanted}: give separator=TOKEN, a token of its vocabulary that no text has"
+            )
+        self.separator_name, self.separator = found
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        for text in texts:
+            text.encode()  # the library replaces lone surrogates or fails, depending on the normaliser
+        # `encode_special_tokens` makes the separator's spelling in a text plain text.
+        self._tokenizer.encode_special_tokens = True
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._tokenizer.decode([t for t in tokens if t != self.separator], skip_special_tokens=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "file", "separator": self.separator_name, "json": self._text}
+
+    def describe(self) -> str:
+        return f"{json.loads(self._text)['model'].get('type') or 'tokenizer'} of {self.vocab_size} tokens"
+
+
+def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
+    """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder that holds one.
+
+    A folder's tokenizer_config.json names the separator where `separator` does not. FileNotFoundError or ValueError, in
+    one line, where there is none.
+    """
+    if choice == "bytes":
+        return ByteTokenizer()
+    path = Path(choice)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{choice} holds no tokenizer.json")
+    if not path.is_file():
+        raise ValueError(f"tokenizer={choice} is no file: give bytes, train:SIZE, or a tokenizer.json")
+    settings = path.with_name("tokenizer_config.json")
+    if separator is None and settings.is_file():
+        separator = _end_token(settings)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no tokenizer file: it is no UTF-8") from error
+    return FileTokenizer(text, separator, str(path))
+
+
+def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
+    """The inverse of `Tokenizer.to_dict`."""
+    if values["kind"] == "bytes":
+        return ByteTokenizer()
+    if values["kind"] == "file":
+        return FileTokenizer(values["json"], values["separator"])
+    raise ValueError(f"tokenizers of the kind {values['kind']!r} are unknown: this file is of a later version")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
+    """Byte-pair encoding of bytes, as GPT-2's, learnt from texts; its separator is <|endoftext|>.
+
+    ValueError for a vocabulary that cannot hold all bytes and the separator.
+    """
+    if vocab_size < 257:
+        raise ValueError(
+            f"tokenizer=train:{vocab_size}: a vocabulary needs the 256 bytes and the separator, 257 tokens"
+        )
+    try:
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError(_INSTALL) from error
+    tokenizer = Library(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_SEPARATORS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_pieces(texts), trainer=trainer)
+    return FileTokenizer(tokenizer.to_str())
+
+
+def _pieces(texts: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
+    """Texts cut into pieces: the trainer holds what it is given at a time."""
+    for text in texts:
+        for start in range(0, len(text), size):
+            yield text[start : start + size]
+
+
+def _find_separator(tokenizer: Any, wanted: str | None) -> tuple[str, int] | None:
+    for name in (wanted,) if wanted else _SEPARATORS:
+        number = tokenizer.token_to_id(name)
+        if number is not None:
+            return name, number
+    return None
+
+
+def _end_token(settings: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json: a text, or a dictionary with the text as `content`."""
+    try:
+        token = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token

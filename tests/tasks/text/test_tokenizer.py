@@ -1,0 +1,81 @@
+"""Tokenizers give back the text, keep the separator out of it, and refuse what is no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from longseq.tasks.data.units import count_units
+from longseq.tasks.text.batch import Carry, TokenInputs
+from longseq.tasks.text.tokenizer import ByteTokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer
+
+TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
+
+
+def test_bytes_come_back() -> None:
+    tokenizer = ByteTokenizer()
+    for text, tokens in zip(TEXTS, tokenizer.encode_all(TEXTS), strict=True):
+        assert tokens.tolist() == list(text.encode())
+        assert tokenizer.decode([tokenizer.separator, *tokens.tolist(), tokenizer.separator]) == text
+    assert tokenizer.decode([0xC5]) == "�"
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode("\ud800")
+
+
+def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
+    trained = train_tokenizer(TEXTS * 20, 300)
+    assert trained.vocab_size <= 300
+    path = tmp_path / "tokenizer.json"
+    path.write_text(trained.to_dict()["json"], encoding="utf-8")
+    for tokenizer in (trained, tokenizer_from_dict(trained.to_dict()), read_tokenizer(str(path))):
+        for text, tokens in zip(TEXTS, tokenizer.encode_all(TEXTS), strict=True):
+            assert tokenizer.decode(tokens.tolist()) == text
+            assert tokenizer.separator not in tokens
+    assert len(trained.encode(TEXTS[0])) < len(TEXTS[0])
+    with pytest.raises(ValueError, match="surrogate"):
+        trained.encode("\ud800")
+
+
+def test_a_folder_names_its_separator(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).to_dict()["json"], encoding="utf-8")
+    settings = tmp_path / "tokenizer_config.json"
+    for end in ("q", {"content": "q"}):
+        settings.write_text(json.dumps({"eos_token": end}))
+        tokenizer = read_tokenizer(str(tmp_path))
+        assert tokenizer.decode([tokenizer.separator]) == ""
+        assert tokenizer.to_dict()["separator"] == "q"
+
+
+@pytest.mark.parametrize(
+    ("choice", "separator", "message"),
+    [
+        ("nowhere", None, "tokenizer=nowhere is no file: give bytes, train:SIZE"),
+        ("empty", None, "holds no tokenizer.json"),
+        ("wrong.json", None, "is no tokenizer file of the library tokenizers"),
+        ("latin.json", None, "it is no UTF-8"),
+        ("good.json", "<stop>", "has no '<stop>': give separator=TOKEN"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, separator: str | None, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("wrong.json").write_text("{}")
+    Path("latin.json").write_bytes(b"\xff")
+    Path("good.json").write_text(train_tokenizer(TEXTS, 300).to_dict()["json"], encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_tokenizer(choice, separator)
+
+
+def test_a_batch_moves_and_tells_its_units() -> None:
+    carry = Carry(first=None, last=None, fresh=torch.ones(1, dtype=torch.bool))
+    inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 3, 2, carry)
+    moved, targets = move_data_to_device((inputs, torch.zeros(1, 4)), torch.device("meta"))
+    assert all(part.is_meta for part in (moved.tokens, moved.carry.fresh, targets))
+    assert (moved.max_seqlen, moved.byte_count, moved.cu_seqlens, moved.carry.first) == (4, 2, None, None)
+    assert count_units((moved, targets)) == 3

@@ -1,0 +1,108 @@
+"""Batches of different numbers of targets: an update is of the mean over all of them, wherever they were counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch import nn
+
+from longseq.tasks.data.place import find_place
+from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training
+
+IGNORED = -100
+ROWS, PLACES, CLASSES, UPDATES = 8, 6, 3, 2
+
+
+class Rows(LightningDataModule):
+    """Updates of ROWS rows with 0 to PLACES targets each, dealt out to processes and accumulated batches."""
+
+    tokens_per_epoch = None
+
+    def __init__(self, accumulate):
+        super().__init__()
+        self.batches_per_epoch = UPDATES * accumulate
+        random = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(UPDATES, ROWS, PLACES, 4, generator=random)
+        self.targets = torch.randint(CLASSES, (UPDATES, ROWS, PLACES), generator=random)
+        self.targets[torch.rand(UPDATES, ROWS, PLACES, generator=random) < 0.3] = IGNORED
+        self.targets[0, 1::2] = IGNORED  # nothing to learn from for the second of two parts
+
+    def train_dataloader(self):
+        rank, world_size, accumulate = find_place(self.trainer)
+        parts = world_size * accumulate
+        dealt = [
+            tuple(rows[update, turn * world_size + rank :: parts] for rows in (self.inputs, self.targets))
+            for update in range(UPDATES)
+            for turn in range(accumulate)
+        ]
+        return torch.utils.data.DataLoader(dealt, batch_size=None)
+
+
+class Classifier(TrainedModule):
+    def __init__(self, training):
+        super().__init__(nn.Linear(4, CLASSES, bias=False), training)
+        nn.init.ones_(self.backbone.weight)
+
+    @classmethod
+    def from_config(cls, config, backbone, info, training):
+        raise NotImplementedError
+
+    def count_targets(self, batch):
+        return (batch[1] != IGNORED).sum()
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        scores = self.backbone(inputs).flatten(0, 1)
+        loss = nn.functional.cross_entropy(scores, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return self.mean_of_update(loss)
+
+
+def plain_sgd(model, lr):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def constant(optimizer, **options):
+    return None, 0
+
+
+def train(accumulate, clip, **trainer):
+    module = Classifier(Training(learning_rate=0.5, optimizer=plain_sgd, schedule=constant))
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Trainer(
+        accelerator="cpu",
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        use_distributed_sampler=False,
+        max_epochs=1,
+        **silent,
+        **trainer,
+    ).fit(module, datamodule=Rows(accumulate))
+    return module
+
+
+def expected(clip):
+    """The weights after the updates by autograd, over all targets of each at once."""
+    data, weight = Rows(1), torch.ones(CLASSES, 4, requires_grad=True)
+    for inputs, targets in zip(data.inputs, data.targets, strict=True):
+        scores = (inputs @ weight.T).flatten(0, 1)
+        (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(scores, targets.flatten()), weight)
+        length = float(gradient.norm())
+        weight = (weight - 0.5 * gradient * min(1.0, clip / length if clip else 1.0)).detach().requires_grad_()
+    return weight
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_an_update_is_of_the_mean_over_its_targets(accumulate, clip):
+    module = train(accumulate, clip)
+    torch.testing.assert_close(module.backbone.weight, expected(clip))
+    assert torch.isfinite(module.trainer.callback_metrics["train/loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_is_so_over_two_processes(accumulate):
+    module = train(accumulate, 0.05, strategy="ddp_fork", devices=2)
+    torch.testing.assert_close(module.backbone.weight, expected(0.05))
