@@ -46,13 +46,13 @@ class Parts(NamedTuple):
     module: TrainedModule
 
 
+@quiet_libraries()
 def run(cfg: DictConfig) -> float | None:
     """Train as configured and return the value of `optimized_metric`, for sweeps.
 
     The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json and
     model/, the best model as `longseq.from_pretrained` and timm load it.
     """
-    quiet_libraries()
     processes.follow_parent()
     config = resolve(cfg)
     folder = Path(config["output"])
