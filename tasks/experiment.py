@@ -115,8 +115,6 @@ class ScheduleKeys:
     warmup_updates: Any = None
     warmup_tokens: Any = None
     decay_rate: Annotated[float, Range(0)] = 0.1
-    # Of wsd: the part of the run behind the warm-up in which the rate falls.
-    decay_epochs: Annotated[float | None, Range(above=0, below=1)] = None
     decay_fn: Literal["1-sqrt", "linear", "cosine"] | None = None
 
 
@@ -209,6 +207,11 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
     options, given = _without_target(node), ("optimizer", "num_epochs", "updates_per_epoch")
     if function is create_scheduler_v2:
         read_beside(ScheduleKeys, function, options, place, given=given)
+        decay = options.get("decay_epochs")
+        if options["sched"] == "wsd" and decay is not None and not 0 < decay < 1:
+            raise ValueError(
+                f"{place}.decay_epochs={decay}: give the part of the run in which the rate falls, above 0 and below 1"
+            )
     else:
         rest = {key: value for key, value in options.items() if key not in WARMUPS}
         check_call(function, rest, place, given=(*_first(function), *given, *WARMUPS))
