@@ -1,4 +1,4 @@
-"""What the launches of Triton kernels share: entries of their tables, block widths, strides, packed sequences."""
+"""Host code that the launches of Triton kernels share: tables of launches, block widths, strides, packed sequences."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,49 +11,50 @@ from longseq.kernels.devices import ROOMY, longseq_shared_memory
 from longseq.kernels.launch_file import file_of_launches, find_misfit, named_file, read_launches
 from longseq.kernels.packing import find_once
 
-# By the bytes of a number: as many as fill 128 bytes. Blocks of one width of rows are safe (see `Launch`).
+# Columns that fill 128 bytes, by the bytes of a number. Blocks whose rows all have this width are safe (see `Launch`).
 ROW = {2: 64, 4: 32}
-# As many launches are remembered, and calls that led to one of the delta rule's.
+# The size of each cache of prepared launches.
 PREPARED = 1024
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def launch_options(warps: int, **others: int | None) -> dict[str, Any]:
-    """What Triton itself is told of any launch; the keyword arguments of all launches come from here.
+    """The keyword arguments that Triton itself reads; every launch takes them from here.
 
-    A product and the sum that takes it are one instruction with one rounding, as they were when the kernels were
-    measured. Triton has done so by default, and will not from 3.10 on.
+    `enable_fp_fusion` lets a multiplication and the addition that follows it be one instruction with one rounding. The
+    kernels were measured with it. It is Triton's default up to 3.9, and not from 3.10 on, so it is set here.
     """
     return {"num_warps": warps, **others, "enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched: the width of a program's block, of the blocks that it loops over, and the rest.
+    """How one kernel is launched: the widths of a program's block and of a step of its loop, and options of Triton.
 
-    A launch can be wrong, and not only slow. Where operands of tensor cores have rows of 128 bytes and others in the
-    same kernel of 64 or 32 (64 columns of float16 beside 32, or 32 of float32 beside 16), ptxas of CUDA 12.8, which
-    Triton 3.4 to 3.6 bring, may add the high word of an operand's descriptor to a register with something else in it:
-    wrong numbers, or illegal accesses to memory. `longseq benchmark tune` compares every candidate with float64.
+    A wrong launch can give wrong numbers, not only a slow kernel. Example: one kernel has operands of tensor cores with
+    rows of 128 bytes and others with rows of 64 or 32 bytes (64 columns of float16 beside 32, or 32 columns of float32
+    beside 16). ptxas of CUDA 12.8, which Triton 3.4 to 3.6 bring, may then add the high word of an operand's descriptor
+    to the wrong register: the kernel gives wrong numbers or accesses memory illegally. `longseq benchmark tune`
+    therefore compares every candidate with float64.
     """
 
     block: int
     step: int
     warps: int
     stages: int
-    registers: int | None = None  # at most, of a thread
+    registers: int | None = None  # the limit for one thread
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton itself is told."""
+        """The keyword arguments that Triton itself reads."""
         return launch_options(self.warps, num_stages=self.stages, maxnreg=self.registers)
 
     def find_fault(self, kernel: str) -> str | None:
-        """Why no kernel can be launched so; what else is wrong with it, its compilation shows."""
+        """Why the kernel cannot be launched with these numbers, or None. Compiling the kernel may find other faults."""
         return find_uneven(self, ("block", "step"), least=0) or find_uneven(self, ("warps",))
 
 
 def find_uneven(launch: Any, names: tuple[str, ...], least: int = 1) -> str | None:
-    """The first of these numbers of a launch that is no power of two, nor 0 where that is the least."""
+    """The first of these fields that is no power of two, with its value, or None. 0 is allowed if `least` is 0."""
     for name in names:
         number = getattr(launch, name)
         if number < least or number & (number - 1):
@@ -62,11 +63,11 @@ def find_uneven(launch: Any, names: tuple[str, ...], least: int = 1) -> str | No
 
 
 class Prepared:
-    """A kernel's launch whose arguments are known but for its first ones, the tensors.
+    """A launch of a kernel whose arguments are all known except the first ones, the tensors.
 
-    Triton looks through all arguments of each launch for what it compiled the kernel for, which takes the host longer
-    than many a kernel runs. Of a launch that is prepared, types and alignment of the tensors are all that may change.
-    Operations remember what they prepared by everything that the other arguments follow from.
+    Triton inspects every argument of each launch to find the compiled kernel, which takes the host longer than many
+    kernels run. A prepared launch inspects only what may change between its calls: the tensors' types and alignment.
+    Operations cache their prepared launches by everything that determines the other arguments.
     """
 
     def __init__(
@@ -95,25 +96,27 @@ class Prepared:
             launch(*tensors, *rest)
         elif self.grid[0]:
             kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
-            if kernel is not None:  # neither emulated nor left out to be compiled ahead
-                # A compiled kernel takes all arguments by their place.
+            if kernel is not None:  # None: emulated on the CPU, or only recorded to be compiled ahead
+                # A compiled kernel takes all arguments by position.
                 names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
                 rest = (*self.numbers, *(self.constants[name] for name in names))
                 self.compiled[key] = kernel[self.grid], rest
 
 
-# For launches whose other arguments are worked out in each call: `find_launch(kernel, device, ...)(*tensors)`.
+# For launches whose other arguments are computed in each call: `find_launch(kernel, device, ...)(*tensors)`.
 find_launch = lru_cache(PREPARED)(Prepared)
 
 
 def fit_launches(op: str, launches: dict[tuple[int, int], dict[str, Any]]) -> None:
-    """Change the table of an operation's launches, measured on an H200, for the GPU that is here.
+    """Adapt the table of an operation's launches, measured on an H200, to the current GPU.
 
-    Where a program has less than half of the H200's shared memory (compute capabilities 8.6, 8.9 and 12.0: 99 KiB),
-    walks have fewer stages, so that their tiles fit. What the file that the environment names holds for GPUs of this
-    capability comes after that. The entries are a `Launch` or another NamedTuple with the method `find_fault`.
+    GPUs with less than half of the H200's shared memory (99 KiB: compute capabilities 8.6, 8.9 and 12.0) get fewer
+    pipeline stages, so that the tiles fit. After that, the entries of the file that the environment names replace those
+    of the table, where they were measured on GPUs of the same capability. The entries are a `Launch` or another
+    NamedTuple with the method `find_fault`.
 
-    Raises ValueError for a file that does not fit: measured on other kinds of GPU alone, or for other kernels.
+    Raises ValueError if the file was measured only on GPUs of other capabilities, or holds kernels that the operation
+    does not launch.
     """
     if longseq_shared_memory("cuda", None) < ROOMY:
         for (_, width), table in launches.items():
@@ -153,42 +156,42 @@ def capability_here() -> list[int] | None:
 
 
 def cdiv(dividend: int, divisor: int) -> int:
-    """The quotient, rounded up. Triton's own of this name and the next are functions for kernels, slow on the host."""
+    """The quotient, rounded up. This function and the next replace `triton`'s, which are slow on the host."""
     return -(-dividend // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is at least as large."""
+    """The smallest power of two that is not less than `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def block_width(width: int, least: int = 16) -> int:
-    """The narrowest block of so many columns that matrix products take, of at `least` so many."""
+    """The width of a block for `width` columns: a power of two, and at least `least`, which matrix products require."""
     return max(least, next_power_of_2(width))
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Of batch, time and heads."""
+    """The strides of batch, time and heads; zeros for None."""
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
 def count_sequences(batch: int, cu_seqlens: Tensor | None) -> int:
-    """Rows of the batch, or packed segments: a state for each."""
+    """The number of sequences, each with its own state: rows of the batch, or packed segments."""
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def count_slots(batch: int, tokens: int, chunk: int, cu_seqlens: Tensor | None) -> int:
-    """Chunks of all sequences, at most.
+    """An upper bound of the number of chunks of all sequences.
 
-    A packed segment's slots begin at start // chunk + its number: apart from those of the segment before it.
+    The slots of a packed segment begin at `start // chunk + its number`, so that no two segments share a slot.
     """
     return batch * -(-tokens // chunk) if cu_seqlens is None else tokens // chunk + cu_seqlens.shape[0]
 
 
 def sequence_of_slots(slots: int, chunk: int, tokens: int, cu_seqlens: Tensor | None) -> Tensor | None:
-    """The packed segment that each of all slots belongs to, found without waiting for the device.
+    """The packed segment of each slot, found without waiting for the device; None for sequences that are not packed.
 
-    For the borders of a `Packing` it is found once, for all operations that cut time so.
+    The result is cached by the borders of a `Packing`, for all operations that use chunks of this length.
     """
     if cu_seqlens is None:
         return None

@@ -1,4 +1,4 @@
-"""What the one-token Triton kernels share: the part of a state that a program holds, a token's vectors, roots."""
+"""What the Triton kernels for one token share: tiles of the state, loads of a token's vectors, reciprocal lengths."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from longseq.kernels.triton_launch import next_power_of_2
 
-# A token's strides, and the heads: no kernel gets faster by being compiled for their values.
+# Arguments that Triton must not specialise on, because no kernel gets faster by it: a token's strides, and the number
+# of heads.
 UNSPECIALISED = ["H"] + [
     f"{name}_{axis}"
     for name in ("q", "k", "v", "beta", "write_key", "g", "g_value", "write", "gamma", "threshold", "u", "x", "rate")
@@ -16,14 +17,15 @@ UNSPECIALISED = ["H"] + [
 ]
 UNSPECIALISED += ["key_row", "query_row"]
 
-# By count, not by time. Numbers of a state that a warp holds: 32 registers of a thread. Columns of it that a program
-# holds at least: few, so that one sequence fills the GPU, but 64 bytes, which its memory hands out at once.
+# Chosen by counting registers and bytes, not measured. WARP: numbers of a state that one warp holds, 32 registers in
+# each thread. COLUMNS: the least number of columns of a state that a program holds. It is small, so that one sequence
+# fills the GPU, but makes 64 bytes, which memory transfers at once.
 WARP = 1024
 COLUMNS = 16
 
 
 class Tile(NamedTuple):
-    """The block of a state that a program holds, and the warps of it."""
+    """The rows and columns of the state that a program holds, and the number of its warps."""
 
     rows: int
     columns: int
@@ -31,9 +33,9 @@ class Tile(NamedTuple):
 
 
 def column_tile(rows: int, columns: int, numbers: int | None = None) -> Tile:
-    """Of a matrix whose rows a program must hold together: all of them, and columns up to so many numbers in all.
+    """The tile for a matrix whose rows a program must hold together: all rows, and as many columns as `numbers` allows.
 
-    Without `numbers`, of one warp.
+    Without `numbers`, the tile fills one warp, but has at least COLUMNS columns.
     """
     rows = next_power_of_2(rows)
     columns = min(next_power_of_2(columns), max(COLUMNS, (numbers or WARP) // rows))
@@ -41,19 +43,19 @@ def column_tile(rows: int, columns: int, numbers: int | None = None) -> Tile:
 
 
 def row_tile(rows: int, columns: int, numbers: int) -> Tile:
-    """Of a matrix whose columns one warp must hold together: all of them, and rows up to so many numbers in all."""
+    """The tile for a matrix whose columns one warp must hold together: all columns, and rows as `numbers` allows."""
     columns = next_power_of_2(columns)
     return Tile(min(next_power_of_2(rows), max(numbers // columns, 1)), columns, 1)
 
 
 def strides(tensor: Tensor | None) -> tuple[int, int]:
-    """Of batch and heads; none of a tensor that is absent."""
+    """The strides of batch and heads; zeros for None."""
     return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
 
 
 @triton.jit
 def place(H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's matrix of the state, its batch row and head, and its block of that matrix."""
+    """This program's matrix of the state (its index), batch row, head, and block of the matrix (its index)."""
     blocks = (WIDTH + BLOCK - 1) // BLOCK
     n = (tl.program_id(0) // blocks).to(tl.int64)
     return n, n // H, n % H, tl.program_id(0) % blocks
@@ -61,7 +63,7 @@ def place(H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_vector(base, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers from `first` on of a vector of one token, in float32; zeros past its end."""
+    """BLOCK numbers of a token's vector from `first` on, in float32; zeros past its end."""
     i = first + tl.arange(0, BLOCK)
     return tl.load(base + i, mask=i < WIDTH, other=0.0).to(tl.float32)
 
@@ -74,5 +76,5 @@ def store_vector(base, first, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def reciprocal_root(squares):
-    """The reciprocal length for a squared one; 1 for that of a zero vector, which has no direction."""
+    """1 / sqrt(squares), for squared lengths; 1 for a zero vector."""
     return 1.0 / tl.sqrt_rn(tl.where(squares <= 1e-24, 1.0, squares))

@@ -1,26 +1,30 @@
-"""What the Triton kernels that work in chunks share: their place in the work, tiles, decays, the inverse.
+"""What the Triton kernels that work in chunks share: sequences, slots, tiles, decays, inverses of triangular matrices.
 
-Sequences are cut into chunks of CHUNK tokens, numbered over the whole batch: the slots. Tensors of the user are read
-where they lie ([B, T, H, D], any strides but for the last). What one kernel leaves for another is stored by slot and
-head, [slots, H, rows, columns], so that a tile is one block of memory. Rows past the end of a sequence are read as
-zeros, which leave the state as it is.
+Each sequence is cut into chunks of CHUNK tokens. A slot is the number of a chunk, counted over the whole batch. The
+user's tensors are read in place: [B, T, H, D] with any strides, except that channels are adjacent. What one kernel
+stores for another is contiguous by slot and head, [slots, H, rows, columns], so that a tile is one block of memory.
+Rows past the end of a sequence are read as zeros, which leave the state unchanged. `live` is the number of tokens from
+the start of a chunk to the end of its sequence.
 """
 
 import triton
 import triton.language as tl
 
-# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+# Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
 SIZES_AND_STRIDES = ["T", "H", "tokens", "beta_row", "beta_token", "beta_head", "g_row", "g_token", "g_head"]
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
-# REVERSE, how a kernel reads its sequences, is 0 for from their start, 1 for from their end, or this: the first half of
-# the batch from the start, the second from the end.
+# Values of REVERSE: 0 reads each sequence from its start, 1 from its end. SECOND_HALF reads the first half of the batch
+# from the start and the second half from the end.
 SECOND_HALF = tl.constexpr(2)
 
 
 @triton.jit
 def direction(REVERSE: tl.constexpr):
-    """1, or -1 for a program that reads from the end. Programs are in the order of the rows of the batch."""
+    """1 if this program reads from the start of its sequence, -1 if from the end.
+
+    Programs are numbered in the order of the rows of the batch.
+    """
     if REVERSE == SECOND_HALF:
         return tl.where(tl.program_id(0) < tl.num_programs(0) // 2, 1, -1)
     if REVERSE:
@@ -30,7 +34,7 @@ def direction(REVERSE: tl.constexpr):
 
 @triton.jit
 def token_after(done, start, end, REVERSE: tl.constexpr):
-    """The token of a sequence, from start to end, that is read when `done` of them are."""
+    """The token that is read after `done` others, in a sequence with the tokens `start` to `end` - 1."""
     if REVERSE == SECOND_HALF:
         return tl.where(tl.program_id(0) < tl.num_programs(0) // 2, start + done, end - 1 - done)
     if REVERSE:
@@ -40,9 +44,10 @@ def token_after(done, start, end, REVERSE: tl.constexpr):
 
 @triton.jit
 def first_read(n, sequences, start, end, REVERSE: tl.constexpr):
-    """The token that is read first of sequence n of so many, from start to end, and 1, or -1 if that is the last one.
+    """The first token that is read of sequence n out of `sequences`, and the direction: 1, or -1 from the end.
 
-    For a program that reads several sequences, whose own number does not tell how it reads one of them.
+    The sequence has the tokens `start` to `end` - 1. For programs that read several sequences: there, the direction
+    does not follow from the program's number.
     """
     if REVERSE == SECOND_HALF:
         forward = n < sequences // 2
@@ -52,10 +57,10 @@ def first_read(n, sequences, start, end, REVERSE: tl.constexpr):
 
 @triton.jit
 def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
-    """The batch row, first token, end and first slot of sequence n."""
+    """The batch row, first token, end (exclusive) and first slot of sequence n."""
     if PACKED:
-        # Reading the borders on the host to check them would wait for the device; held inside the tokens they can at
-        # least touch no foreign memory.
+        # Checking the borders on the host would wait for the device. Clamped to the tokens, wrong borders at least
+        # touch no foreign memory.
         start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
         return n * 0, start, end, start // CHUNK + n
@@ -66,9 +71,10 @@ def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
 def chunk(
     slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr = 0
 ):  # fmt: skip
-    """The batch row, first token and number of tokens of a chunk; a slot of packed sequences may hold no token.
+    """The batch row and first token of a chunk, and the number of tokens from there to the end of its sequence.
 
-    Read from the end, chunks begin there, and the first token of each is its last.
+    The number may exceed CHUNK, and is 0 or negative for a slot without tokens, which packed sequences may have. With
+    REVERSE, chunks are counted from the end of the sequence, and the first token of a chunk is the last one in time.
     """
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
@@ -80,7 +86,7 @@ def chunk(
 
 @triton.jit
 def load_tokens(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of a chunk, [CHUNK, COLUMNS] from `column` on; `base` points to its first token."""
+    """Tokens of a chunk, [CHUNK, COLUMNS] from `column` on; `base` points to its first token."""
     i = tl.arange(0, CHUNK)
     e = column + tl.arange(0, COLUMNS)
     mask = (i < live)[:, None]
@@ -108,7 +114,7 @@ def load_numbers(base, stride, live, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_block(base, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] of a contiguous matrix [HEIGHT, WIDTH], zero outside."""
+    """A block [ROWS, COLUMNS] of a contiguous matrix [HEIGHT, WIDTH], zero outside."""
     i = row + tl.arange(0, ROWS)
     e = column + tl.arange(0, COLUMNS)
     place = base + i[:, None] * WIDTH + e[None, :]
@@ -132,20 +138,23 @@ def store_block(
 
 @triton.jit
 def decay_since(gate):
-    """Decays from the start of the chunk to each token, for log gates [CHUNK]."""
+    """Decays from the start of the chunk up to and including each token, for log gates [CHUNK]."""
     return tl.exp(tl.cumsum(gate, 0))
 
 
 @triton.jit
 def decay_until(base, stride, live, CHUNK: tl.constexpr):
-    """Decays from each token to the end of the chunk, for log gates at `base`: sums, never differences of sums."""
+    """Decays from each token, exclusive, to the end of the chunk, for log gates at `base`.
+
+    The log gates of each range are summed directly: differences of cumulative sums would lose bits.
+    """
     later = load_numbers(base + stride, stride, tl.minimum(live, CHUNK) - 1, CHUNK)
     return tl.exp(tl.cumsum(later, 0, reverse=True))
 
 
 @triton.jit
 def decay_between(gate, CHUNK: tl.constexpr):
-    """exp(g_{j+1} + ... + g_i) for i >= j, each added up over its own range; 1 above the diagonal."""
+    """exp(g_{j+1} + ... + g_i) for i >= j, each range summed on its own; 1 above the diagonal."""
     i = tl.arange(0, CHUNK)
     terms = tl.where(i[:, None] > i[None, :], gate[:, None], 0.0)
     return tl.exp(tl.cumsum(terms, 0))
@@ -153,13 +162,16 @@ def decay_between(gate, CHUNK: tl.constexpr):
 
 @triton.jit
 def _near(i, SIZE: tl.constexpr):
-    """Whether two tokens lie in one block of SIZE."""
+    """A mask [CHUNK, CHUNK]: true where both tokens lie in the same block of SIZE."""
     return (i // SIZE)[:, None] == (i // SIZE)[None, :]
 
 
 @triton.jit
 def _join(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """The inverses of blocks of 4 SIZE from those of SIZE, X: (I + M²) (I + M) X with M = -X L between the blocks."""
+    """The inverses of diagonal blocks of 4 SIZE from the inverses X of those of SIZE.
+
+    It is (I + M²) (I + M) X, where M = -X L between the blocks of SIZE.
+    """
     known = x.to(minus.dtype)
     m = tl.dot(known, minus, input_precision="ieee")
     if 4 * SIZE < CHUNK:
@@ -176,11 +188,13 @@ def _join(x, minus, i, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
     """(I + L)^{-1} in float32 for strictly lower triangular L [CHUNK, CHUNK] in float32; CHUNK is 32 or 64.
 
-    Blocks of 4, then of 16, then all: each step is of four blocks and ends with the square of what couples them, which
-    is small for repeated keys, where higher powers of L are not. Of HALVES, operands are float16 numbers, and one step
-    of Newton's method, X + (I - X (I + L)) X with L in 22 bits, makes good what they lose: an error of some 1e-6 is
-    left, while `inverse_size` is at most MILD. Nothing leaves the chip: what one product leaves in registers is the
-    next one's left side as it lies there.
+    The diagonal blocks of 4 are inverted first, then those of 16, then the whole. Each step joins four blocks and needs
+    only the square of the matrix that couples them. That square is small for repeated keys, whereas higher powers of L
+    are not.
+
+    With HALVES, operands are float16, and one step of Newton's method, X + (I - X (I + L)) X with L in 22 bits,
+    corrects their rounding: the error is about 1e-6 while `inverse_size` is at most MILD. All intermediate values stay
+    in registers: the result of one product is the left operand of the next without a change of layout.
     """
     DTYPE: tl.constexpr = tl.float16 if HALVES else tl.float32
     i = tl.arange(0, CHUNK)
@@ -202,16 +216,16 @@ def unit_lower_inverse(lower, CHUNK: tl.constexpr, HALVES: tl.constexpr):
     return x
 
 
-# See `inverse_size`.
+# The largest `inverse_size` for which float16 operands are precise enough.
 MILD = tl.constexpr(256.0)
 
 
 @triton.jit
 def inverse_size(steepest, x):
-    """No less than any sum of magnitudes along a row of the inverse X; not finite if X is not.
+    """An upper bound of the sum of magnitudes along any row of the inverse X; infinite if X is not finite.
 
-    For `steepest`, the largest magnitudes in the rows of L: above MILD, either L or X is so large that Newton's method
-    does not make good what float16 operands have lost.
+    `steepest` holds the largest magnitude in each row of L. Above MILD, L or X is so large that the step of Newton's
+    method does not correct the rounding of float16 operands.
     """
     rows = tl.maximum(tl.sum(tl.abs(x), 1), 32 * steepest)
     return tl.max(tl.where(rows < float("inf"), rows, float("inf")), 0)
@@ -219,9 +233,9 @@ def inverse_size(steepest, x):
 
 @triton.jit
 def eliminate(lower, CHUNK: tl.constexpr):
-    """`unit_lower_inverse` column by column, in float32 alone: for numbers that float16 does not hold.
+    """`unit_lower_inverse` column by column in float32, for numbers outside float16's range.
 
-    Slow. What is infinite or NaN does not reach the rows before it.
+    This is slow. An infinity or NaN does not reach the rows before it.
     """
     i = tl.arange(0, CHUNK)
     x = tl.where(i[:, None] == i[None, :], 1.0, 0.0)

@@ -1,19 +1,19 @@
-"""Float16 tiles with units: how kernels multiply numbers of any size with 11 bits.
+"""Float16 tiles with units: matrix products with 11 significant bits for numbers of any size.
 
-Matrix products of half precision values are products of float16 numbers whatever the values are: bfloat16 has 8 bits,
-too few for what lies between two products. Float16 has little range. So a tile, the matrix of one chunk of one head
-that a product takes, counts in a power of two of its own, its unit, which brings its numbers below 2^15 in magnitude.
-Units are powers of two, and thus exact; a product of tiles is added up in float32 and is then multiplied by the units
-of both. What is 2^28 times smaller than the largest number of its tile still has all 11 bits: a token 10^4 times larger
-than its neighbours takes nothing from them. Where it is known how large a product can become, its tile's unit follows
-from that, else from a look at its numbers.
+A tile is the matrix of one chunk of one head that a matrix product takes. For half precision inputs, tiles are float16
+even if the inputs are bfloat16: bfloat16's 8 bits are too few for intermediate results. Because float16 has little
+range, each tile is divided by a power of two, its unit, that brings its numbers below 2^15 in magnitude. Division by a
+unit is exact. A product of two tiles is summed in float32 and then multiplied by both units. A number that is 2^28
+times smaller than the largest of its tile still has all 11 bits, so a token 10^4 times larger than its neighbours costs
+them no precision. Where a bound of a product is known, its tile's unit follows from the bound; elsewhere the kernel
+finds the largest number of the tile.
 
-No unit belongs to more than one chunk of one head. Rows of the batch, heads and packed sequences do not see each other,
-and no chunk sees one that is read after it. A number that is infinite or NaN makes NaN of its tile's products: it
-reaches its own chunk, and through the state, those that are read after it; of gradients, through the state's, those
-before it. Numbers below 2^-112 have fewer bits, as tiles of zeros need a unit, too.
+Each unit belongs to one chunk of one head. Therefore rows of the batch, heads and packed sequences do not affect each
+other, nor does a chunk affect one that is read before it. An infinity or NaN in a tile makes the tile's products NaN.
+Through the state it reaches the chunks that are read later; in gradients, through the gradient of the state, those that
+are read earlier. Numbers below 2^-112 have fewer bits, because the unit of a tile of zeros must be a number, too.
 
-Float32 values (not SCALED) are multiplied as they are: their unit is 1, and no memory holds it.
+Float32 inputs (not SCALED) are multiplied as they are: their unit is 1 and is not stored.
 """
 
 import triton
@@ -21,14 +21,14 @@ import triton.language as tl
 
 from longseq.kernels.triton_tiles import load_tokens
 
-# The numbers of a tile are below LIMIT, 2 to this. Float16 ends just below 2^16: what rounding adds has room.
+# The numbers of a tile are below LIMIT = 2^TOP. Float16 ends just below 2^16, which leaves room for rounding.
 TOP = tl.constexpr(15)
 LIMIT = tl.constexpr(32768.0)
 
 
 @triton.jit
 def as_tile(x, SCALED: tl.constexpr):
-    """x in the type of matrix products: float16 in units, or float32."""
+    """x in the type of matrix products: float16 (x is already divided by its unit), or float32."""
     return x.to(tl.float16 if SCALED else tl.float32)
 
 
@@ -40,9 +40,10 @@ def find_largest(x):
 
 @triton.jit
 def power_of_two(largest):
-    """The unit of numbers up to `largest`, the power of two that leaves it below LIMIT, and the inverse of the unit.
+    """The unit for numbers up to `largest`, and its inverse: the least power of two that brings them below LIMIT.
 
-    Of what is infinite or NaN it is that of the largest numbers: so it is finite.
+    The unit is finite and positive for every `largest`. For an infinity or NaN it is the unit of the largest float32
+    numbers.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.minimum(tl.maximum(exponent, TOP), 254) - (TOP - 1)
@@ -51,32 +52,33 @@ def power_of_two(largest):
 
 @triton.jit
 def inverse_of(unit):
-    """Of a unit, exactly."""
+    """The inverse of a unit, exact."""
     return ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exponent_of(unit):
-    """Of a unit 2^e: e."""
+    """The exponent e of a unit 2^e."""
     return (unit.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def two_to(exponent):
-    """2^exponent, or the nearest number that float32 has."""
+    """2^exponent, or the nearest power of two that is a normal float32 number."""
     exponent = tl.minimum(tl.maximum(exponent, -126), 127)
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def times_two_to(x, exponent):
-    """x 2^exponent, in two steps: of products of units, float32 may hold the result but not the unit."""
+    """x 2^exponent in two steps: float32 may hold the result, but not a unit that is the product of two units."""
     half = exponent >> 1
     return x * two_to(half) * two_to(exponent - half)
 
 
-# A sum of matrices begins with one whose numbers are below 2^LEAD of the unit that it goes on in. A product that has
-# still less to say is added in too large a unit, 2^24 times below that of the tile that the sum becomes.
+# Before a product of tiles is added to a sum, the sum is rescaled to the product's unit. The factor is at most 2^LEAD,
+# so that the sum stays in float32's range. A product with a still smaller unit is added without a factor, and thus too
+# large. Even so its numbers are below 2^36, which is 2^24 times below the unit that the sum had.
 LEAD = tl.constexpr(60)
 
 
@@ -91,7 +93,7 @@ def find_unit(x, SCALED: tl.constexpr):
 
 @triton.jit
 def scale_down(x, SCALED: tl.constexpr):
-    """x, in float32, in units, and its unit."""
+    """x, in float32, divided by its unit, and the unit."""
     unit, inverse = find_unit(x, SCALED)
     if SCALED:
         x *= inverse
@@ -133,7 +135,7 @@ def load_largest_unit(units, TILES: tl.constexpr):
 
 @triton.jit
 def load_share(units, i, largest):
-    """Number i of several units as a part of the largest of them."""
+    """Unit i divided by `largest`, the largest of all units."""
     return tl.load(units + i) * inverse_of(largest)
 
 
@@ -148,7 +150,7 @@ def load_column_units(
     units, column,
     STRIDE: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Of each column, [COLUMNS], the unit of its tile, for tiles of TILE columns with units STRIDE apart."""
+    """For each column, [COLUMNS], the unit of its tile. Tiles have TILE columns, and their units are STRIDE apart."""
     unit = tl.full((COLUMNS,), 1.0, tl.float32)
     if SCALED:
         e = column + tl.arange(0, COLUMNS)
@@ -160,7 +162,7 @@ def load_column_units(
 def store_column_units(
     units, column, unit, TILE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr
 ):
-    """One unit for all tiles of TILE columns among COLUMNS."""
+    """Store the same unit for each tile of TILE columns among COLUMNS."""
     if SCALED:
         for e in tl.static_range(0, COLUMNS, TILE):
             tl.store(units + (column + e) // TILE, unit, mask=column + e < WIDTH)
@@ -168,7 +170,7 @@ def store_column_units(
 
 @triton.jit
 def add_product(acc, a, b, unit, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b unit, for tiles a and b whose units are multiplied to `unit`."""
+    """acc + a b unit, for tiles a and b; `unit` is the product of their units."""
     if SCALED:
         return acc + tl.dot(a, b) * unit
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -178,14 +180,15 @@ def add_product(acc, a, b, unit, SCALED: tl.constexpr, PRECISION: tl.constexpr):
 def mix_rows(weights, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """The product of a square matrix with rows, both in float32, as a tile, and its unit.
 
-    Each row counts in its own unit first, which its weights then take over: a row of any size leaves the others theirs.
+    Each row is first divided by a unit of its own, which its column of weights then takes over: a large row costs the
+    other rows no precision.
     """
     unit = 1.0
     if SCALED:
         row_unit, row_inverse = power_of_two(tl.max(tl.abs(rows), 1))
         rows *= row_inverse[:, None]
         weights *= row_unit[None, :]
-        # The sums of magnitudes, so that no number of the product exceeds LIMIT^2.
+        # The unit of the sums of magnitudes: no number of the product exceeds LIMIT^2.
         unit, inverse = power_of_two(tl.max(tl.sum(tl.abs(weights), 1), 0))
         weights *= inverse
     product = tl.dot(as_tile(weights, SCALED), as_tile(rows, SCALED), input_precision=PRECISION)
@@ -197,7 +200,7 @@ def mix_rows(weights, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def to_tf32(x, SCALED: tl.constexpr):
-    """x rounded to the 11 bits of TF32, which matrix products would cut off; not SCALED, x itself."""
+    """If SCALED, x rounded to the 11 bits of TF32 (matrix products would truncate it); otherwise x itself."""
     if SCALED:
         x = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     return x

@@ -104,13 +104,13 @@ class Trial(NamedTuple):
         return f"{', '.join(parts)}, seed {self.seed}"
 
 
+@quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Train every row with every setting, learning rate and seed; write and return the results.
 
     The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A run that is
     finished is not repeated, one that was interrupted continues.
     """
-    quiet_libraries()
     words = HydraConfig.get().overrides.task
     _check_overrides(words)
     own = _own_keys(cfg)

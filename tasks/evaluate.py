@@ -38,9 +38,9 @@ class EvaluateKeys(CommandKeys):
     trainer: Mapping[str, Any]
 
 
+@quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, float]:
     """Measure `cfg.checkpoint` on `cfg.split`; prints the metrics, writes them as json and returns them."""
-    quiet_libraries()
     processes.follow_parent()
     config = resolve(cfg)
     keys = read(EvaluateKeys, config)

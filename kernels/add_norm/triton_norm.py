@@ -1,4 +1,8 @@
-"""The sum of a residual and a branch with its norm in one kernel, and their gradients in another."""
+"""The sum of a residual and a branch with its norm in one kernel, and their gradients in another.
+
+PAIRED kernels take x [2 rows, D], two readings of the same tokens (row i and row i + rows belong together), and weight
+[2, D].
+"""
 
 from functools import lru_cache
 
@@ -11,8 +15,9 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 
-# Measured on an H200. Numbers of a program's block, and of a warp's; programs of the gradient at most, each of which
-# walks through blocks a whole grid apart and adds up the gradients of weight and bias.
+# Measured on an H200. BLOCK: numbers of a program's block. WARP: numbers of the block for each warp. PROGRAMS: the
+# largest grid of the gradient. Each of its programs takes every `PROGRAMS`th block and sums the gradients of weight and
+# bias.
 BLOCK = 2048
 WARP = 1024
 PROGRAMS = 1056
@@ -31,7 +36,7 @@ def _store(y, row, D: tl.constexpr, inside, values, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _standardise(total, inside, eps, D: tl.constexpr, CENTRED: tl.constexpr):
-    """Rows of mean square one, and the factor that made them so."""
+    """Each row divided by its root mean square, after subtraction of the mean if CENTRED, and the factor."""
     if CENTRED:
         total = tl.where(inside, total - (tl.sum(total, 1) / D)[:, None], 0.0)
     factor = (1.0 / tl.sqrt_rn(tl.sum(total * total, 1) / D + eps))[:, None]
@@ -44,7 +49,7 @@ def normalise(
     D: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, PAIRED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The sum and its norm, of some rows; if PAIRED the sum of the norms of those and of the rows behind all others."""
+    """A block of rows: the sum of x and branch, and its norm; if PAIRED, the sum of the norms of both readings."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < D)[None, :]
@@ -67,7 +72,7 @@ def normalise(
 
 @triton.jit
 def _pull_back(d_unit, unit, factor, D: tl.constexpr, CENTRED: tl.constexpr):
-    """The gradient of rows from that of what `_standardise` makes of them."""
+    """The gradient of the rows that `_standardise` took, from the gradient of its result."""
     along = (tl.sum(d_unit * unit, 1) / D)[:, None] * unit
     if CENTRED:
         along += (tl.sum(d_unit, 1) / D)[:, None]
@@ -80,9 +85,9 @@ def differentiate_norm(
     D: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
     PAIRED: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the summands, and if WEIGHS this program's part of those of weight and bias.
+    """The gradients of x and branch; if WEIGHS, also this program's part of the gradients of weight and bias.
 
-    If PAIRED, those of the rows behind all others, and in place of the bias's the part of their weight's.
+    If PAIRED, both readings get their gradients, and the second row of the weight takes the place of the bias.
     """
     column = tl.arange(0, BLOCK_D)
     scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
@@ -119,7 +124,7 @@ def differentiate_norm(
 
 
 def _blocks(width: int, readings: int) -> dict[str, int]:
-    """Rows and columns of a program's block, of so many readings at a time, and its warps."""
+    """The rows and columns of a program's block for `readings` readings, and its options."""
     columns = next_power_of_2(width)
     rows = max(1, BLOCK // (columns * readings))
     return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(readings * rows * columns // WARP, 1), 8))}
@@ -142,9 +147,9 @@ def _prepare(
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and branch [..., D], empty without a branch, and its norm in `dtype`.
+    """The sum of x and branch [..., D] (empty without a branch), and its norm in `dtype`.
 
-    Of a weight [2, D], the sum of the norms of both halves of x.
+    For a weight [2, D], the first dimension of x holds two readings, one half each: y is the sum of their norms.
     """
     total, y = _allocate(x, branch, weight, dtype)
     rows, x_row = rows_of(x)
@@ -188,9 +193,9 @@ def add_norm_backward(
     branch_dtype: torch.dtype | None,
     weighs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x in `dtype`, of a branch of another type (else empty), and of weight (both) and bias.
+    """The gradients of x in `dtype`, of a branch of another type (else empty), and of weight and bias.
 
-    The last are empty unless it `weighs`.
+    The last tensor is [2, D] for a weight with a bias or of two readings, else [1, D]; without `weighs`, it is empty.
     """
     rows, row = rows_of(total)
     gradients = None if d_total is None else d_total.contiguous()
@@ -212,7 +217,7 @@ def _prepare_backward(
     device: torch.device, rows: int, width: int, row: int, eps: float, has_total: bool, has_branch: bool,
     has_bias: bool, centred: bool, readings: int, weighs: bool,
 ) -> tuple[Prepared, int]:  # fmt: skip
-    """The launch of `differentiate_norm`, and its programs."""
+    """The launch of `differentiate_norm`, and the size of its grid."""
     shape = _blocks(width, readings)
     blocks = cdiv(rows, shape["BLOCK_R"])
     programs = min(blocks, PROGRAMS)

@@ -2,12 +2,12 @@
 
     z_t = Σ_j w_j ⊙ x_{t-j};   q, k = φ(z) / ‖φ(z)‖;   v = SiLU(z);   j = 0 ... W-1, zeros before the first token
 
-A program walks along a stretch of tokens for a few heads of the queries, of the keys or of the values, and holds the
-last W inputs in registers: x is read once. A reading from the last token to the first sees the same inputs: at each
-step its z, of taps in the other order, is that of the token W - 1 steps ago. So one walk reads both ways. Backward
-walks the same way, computes z again instead of storing it, and holds the gradients of the last W inputs, to which each
-z adds its share. Each program writes its sum for the weights, and torch adds them in a fixed order: the result is the
-same in every run.
+A program takes a stretch of tokens for a few heads of the queries, of the keys or of the values. It loops over the
+tokens and holds the last W inputs in registers, so that x is read once. The window of W inputs also serves the reading
+from the last token to the first: with the taps in reverse order, it gives z of the token W - 1 steps ago. So one loop
+computes both readings. The backward pass loops in the same order and computes z again instead of storing it. It holds
+the gradients of the last W inputs, to which each z contributes. Each program writes its own sum for the weights, and
+torch adds the sums in a fixed order, so that the result is the same in every run.
 """
 
 from functools import lru_cache
@@ -41,25 +41,27 @@ from longseq.kernels.short_convolution.triton_convolution import (
 )
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 
-# Measured on an H200. Channels of a program's block for each warp, tokens whose loads are issued together, by readings,
-# and the programs that rows are cut into stretches for; backward writes and reads partial sums of each.
+# Measured on an H200. WARP: channels of a program's block for each warp. UNROLL: tokens whose loads are issued
+# together, for one reading and for two. PROGRAMS: the number of programs for which rows are cut into stretches; smaller
+# for the backward pass, which writes and reads a partial sum for each.
 WARP = 128
 UNROLL = {"forward": (4, 8), "backward": (4, 4)}
 PROGRAMS = {"forward": 16384, "backward": 4096}
-LARGEST_WARPS = 8  # heads that need more are not read by one program
-STRENGTHS = 32  # tokens whose strengths are found together
-ALIGNMENT = 16  # numbers that rows of a gradient are a multiple of apart, so that a thread stores several at once
+LARGEST_WARPS = 8  # wider heads are not read by one program
+STRENGTHS = 32  # tokens whose write strengths are computed together
+ALIGNMENT = 16  # rows of a gradient begin at multiples of this many numbers, so that a thread stores several at once
 
-# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+# Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
 UNSPECIALISED = ["B", "T", "P", "stretch"]
 
 
 @triton.jit
 def _place(T, stretch, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """This program's stretch of tokens, numbered over all rows, its row, first token and end; its part of the channels
-    (queries, keys, values), the first of its heads, its channels [GROUP, BLOCK_K] in the part, and which there are.
+    """This program's stretch of tokens and block of channels.
 
-    Values are read in blocks as wide as keys: they need no norm.
+    Returns the number of the stretch over all rows, its row, its first token and its end (exclusive); the part (0:
+    queries, 1: keys, 2: values), its first head, the channels [GROUP, BLOCK_K] in the part, and a mask of those that
+    exist. Values are read in blocks as wide as keys: they need no norm, so that a block need not hold whole heads.
     """
     groups: tl.constexpr = (H + GROUP - 1) // GROUP
     blocks: tl.constexpr = 2 * groups + (H * V + GROUP * K - 1) // (GROUP * K)
@@ -89,20 +91,20 @@ def _place(T, stretch, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP:
 
 @triton.jit
 def _only_if(condition, there):
-    """Which channels there are; none if the condition does not hold."""
+    """The mask `there` if the condition holds, else false everywhere."""
     return tl.where(condition, there, False)
 
 
 @triton.jit
 def _load_token(x, t, step, T, channel, there):
-    """Channels of the t-th token, zero for those that there are not."""
+    """Channels of token t; zero where the token or the channel does not exist."""
     t = tl.cast(t, tl.int64)
     return tl.load(x + t * step + channel, mask=_only_if((t >= 0) & (t < T), there), other=0.0)
 
 
 @triton.jit
 def _load_tokens(x, t, step, T, channel, there, COUNT: tl.constexpr):
-    """COUNT tokens from the t-th on."""
+    """COUNT tokens from token t on."""
     rows = (_load_token(x, t, step, T, channel, there),)
     for i in tl.static_range(1, COUNT):
         rows = rows + (_load_token(x, t + i, step, T, channel, there),)
@@ -111,7 +113,7 @@ def _load_tokens(x, t, step, T, channel, there, COUNT: tl.constexpr):
 
 @triton.jit
 def _load_window(x, t, step, T, channel, there, WIDTH: tl.constexpr):
-    """The inputs before the t-th token, the last one first; the W-th is never used."""
+    """The W inputs before token t, the latest first. The oldest of them is never used."""
     window = (_load_token(x, t - 1, step, T, channel, there).to(tl.float32),)
     for k in tl.static_range(1, WIDTH):
         window = window + (_load_token(x, t - 1 - k, step, T, channel, there).to(tl.float32),)
@@ -120,14 +122,14 @@ def _load_window(x, t, step, T, channel, there, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_segment(segment_of, t, T):
-    """The packed segment of the t-th token; none outside."""
+    """The packed segment of token t; -1 outside."""
     t = tl.cast(t, tl.int64)
     return tl.load(segment_of + t, mask=(t >= 0) & (t < T), other=-1)
 
 
 @triton.jit
 def _load_segments(segment_of, t, T, WIDTH: tl.constexpr):
-    """The packed segments of the W tokens before the t-th."""
+    """The packed segments of the W tokens before token t, the latest first."""
     segments = (_load_segment(segment_of, t - 1, T),)
     for k in tl.static_range(1, WIDTH):
         segments = segments + (_load_segment(segment_of, t - 1 - k, T),)
@@ -136,7 +138,7 @@ def _load_segments(segment_of, t, T, WIDTH: tl.constexpr):
 
 @triton.jit
 def _of_segment(values, segments, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
-    """Of W values for tokens, those in the segment of the one DELAY steps ago; zeros for the others."""
+    """W values, one for each of the last W tokens: zero for tokens of other segments than that of DELAY steps ago."""
     if PACKED:
         own = (tl.where(segments[0] == segments[DELAY], values[0], 0.0),)
         for k in tl.static_range(1, WIDTH):
@@ -147,13 +149,13 @@ def _of_segment(values, segments, WIDTH: tl.constexpr, PACKED: tl.constexpr, DEL
 
 @triton.jit
 def _tap(k, back, WIDTH: tl.constexpr):
-    """The place in the weight of the tap for the input k steps ago."""
+    """The index in the weight of the tap for the input k steps ago; `back` is 1 in a reading from the end."""
     return k * back + (WIDTH - 1 - k) * (1 - back)
 
 
 @triton.jit
 def _load_taps(weight, channel, there, back, WIDTH: tl.constexpr):
-    """The weights of the inputs 0 ... W-1 steps ago in float32."""
+    """The taps for the inputs 0 ... W-1 steps ago, in float32."""
     taps = (tl.load(weight + channel * WIDTH + _tap(0, back, WIDTH), mask=there, other=0.0).to(tl.float32),)
     for k in tl.static_range(1, WIDTH):
         tap = tl.load(weight + channel * WIDTH + _tap(k, back, WIDTH), mask=there, other=0.0)
@@ -163,7 +165,7 @@ def _load_taps(weight, channel, there, back, WIDTH: tl.constexpr):
 
 @triton.jit
 def _map(z, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
-    """Of z the feature map, or SiLU where it needs no unit norm."""
+    """The feature map of z for queries and keys (`unit`), SiLU for values."""
     feature = map_channels(z, K, BLOCK_K, 0)
     if KIND != 0:
         feature = tl.where(unit, map_channels(z, K, BLOCK_K, KIND), feature)
@@ -172,7 +174,7 @@ def _map(z, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _scale(feature, unit, EPS: tl.constexpr, L1: tl.constexpr):
-    """What features of each head are multiplied by, [GROUP, 1]."""
+    """The factor for the features of each head, [GROUP, 1]: 1 / norm for queries and keys (`unit`), 1 for values."""
     return tl.where(unit, tl.rsqrt(squared_norm(feature, L1) + EPS)[:, None], 1.0)
 
 
@@ -180,7 +182,7 @@ def _scale(feature, unit, EPS: tl.constexpr, L1: tl.constexpr):
 def _gradient(
     z, dy, unit, EPS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr
 ):
-    """The gradient of z from that of its features."""
+    """The gradient of z from the gradient of its features."""
     dy = dy.to(tl.float32)
     feature = _map(z, unit, K, BLOCK_K, KIND)
     scale = _scale(feature, unit, EPS, L1)
@@ -193,7 +195,7 @@ def _gradient(
 
 @triton.jit
 def _place_strengths(first, end, t, head, H: tl.constexpr, GROUP: tl.constexpr, STRENGTHS: tl.constexpr):
-    """Tokens [STRENGTHS, 1] from the t-th on, heads [1, GROUP] and which of them there are."""
+    """Tokens [STRENGTHS, 1] from token t on, heads [1, GROUP], and a mask of those that exist."""
     token = t + tl.arange(0, STRENGTHS)[:, None]
     head += tl.arange(0, GROUP)[None, :]
     return token.to(tl.int64), head, (token < end) & (head < H)
@@ -206,7 +208,7 @@ def convolve_features(
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """q, k or v of a few heads in a stretch of tokens; with q, beta."""
+    """q, k or v of a few heads in a stretch of tokens; programs for q also write beta."""
     _, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
     x += row * x_row
     if part == 0:
@@ -223,7 +225,7 @@ def convolve_features(
     x += part * H * K
     back = _is_backward(row, B, REVERSE, READINGS)
     delay = back * (WIDTH - 1)
-    DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # where segments are packed
+    DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # `delay` of packed segments
     taps = _load_taps(weight, channel, there, back, WIDTH)
     y_at = y + row * T * width
     if READINGS == 2:
@@ -252,7 +254,7 @@ def convolve_features(
 
 @triton.jit
 def _of_part(part, q, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Of three tensors the one of this part, and how many of its channels a token has."""
+    """The tensor of this part, and its number of channels per token."""
     tensor = v
     width = H * V
     if part == 0:
@@ -266,7 +268,7 @@ def _of_part(part, q, k, v, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def _is_backward(row, B, REVERSE: tl.constexpr, READINGS: tl.constexpr):
-    """Whether a row's (first) reading begins at its last token: 0 or 1."""
+    """1 if the (first) reading of a row begins at its last token, else 0."""
     back = row * 0
     if READINGS == 1:
         if REVERSE == 1:
@@ -278,7 +280,7 @@ def _is_backward(row, B, REVERSE: tl.constexpr, READINGS: tl.constexpr):
 
 @triton.jit
 def _store_token(y, t, step, first, end, channel, there, values):
-    """The channels of the t-th token, if it is one of this program's."""
+    """Store the channels of token t if it belongs to this program's stretch."""
     t = tl.cast(t, tl.int64)
     tl.store(y + t * step + channel, values, mask=_only_if((t >= first) & (t < end), there))
 
@@ -290,9 +292,10 @@ def differentiate_convolved(
     L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     WEIGHS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x in a stretch of tokens, of its channels for a few heads of q, k or v.
+    """The gradient of x in a stretch of tokens, for the channels of a few heads of q, k or v.
 
-    If WEIGHS, sums for the weights, too. With q, that of the logits, and zeros for the channels behind them, too.
+    If WEIGHS, the sums for the weights are written, too. Programs for q also write the gradient of the logits; those of
+    the first heads also write zeros to the channels behind the logits.
     """
     C: tl.constexpr = (2 * K + V) * H
     tile, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
@@ -319,7 +322,7 @@ def differentiate_convolved(
     sums += tile * WIDTH * C + part * H * K
     back = _is_backward(row, B, REVERSE, READINGS)
     delay = back * (WIDTH - 1)
-    DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # where segments are packed
+    DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # `delay` of packed segments
     taps = _load_taps(weight, channel, there, back, WIDTH)
     dweight = zeros_of_taps(channel, WIDTH)
     dy_at = dy + row * T * width
@@ -368,12 +371,12 @@ def _prepare(
     kernel: str, device: torch.device, batch: int, tokens: int, numbers: tuple[int, ...], width: int, heads: int,
     key_dim: int, value_dim: int, **constants: int,
 ) -> tuple[Prepared, int]:  # fmt: skip
-    """The launch of a kernel and the number of stretches of tokens over all rows."""
+    """The launch of a kernel, and the number of stretches of tokens over all rows."""
     block_k = next_power_of_2(key_dim)
     group = gcd(max(WARP // block_k, 1), heads)
     over_c = 2 * cdiv(heads, group) + cdiv(heads * value_dim, group * key_dim)
     stretches = cdiv(PROGRAMS[kernel], max(batch * over_c, 1))
-    # As many steps as are unrolled, with those that the walk takes beyond its stretch.
+    # A stretch plus the W - 1 tokens after it is a multiple of the unrolled steps.
     unroll, beyond = UNROLL[kernel][constants["READINGS"] - 1], width - 1
     stretch = cdiv(max(cdiv(tokens, stretches), 8 * width) + beyond, unroll) * unroll - beyond
     tiles = batch * cdiv(tokens, stretch)
@@ -387,12 +390,12 @@ def _prepare(
 
 
 def _warps(block: int, width: int) -> int:
-    """A thread holds a few numbers for each tap of each of its channels."""
+    """The warps of a program: each thread holds a few numbers for each tap of each of its channels."""
     return max(block * next_power_of_2(cdiv(width, 4)) // WARP, 1)
 
 
 def _are_too_wide(key_dim: int, width: int) -> bool:
-    """Whether heads, or the convolution, are too wide to be read by one program."""
+    """True if the heads or the convolution are too wide for one program."""
     return _warps(max(WARP, next_power_of_2(key_dim)), width) > LARGEST_WARPS
 
 
@@ -410,9 +413,10 @@ def convolved_features(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, num_heads: int, key_dim: int, feature_map: str, l1: bool,
     reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, k [B, T, H, K], v [B, T, H, V] in x's dtype and beta [B, T, H] of x [B, T, 2 H K + H V + H or more].
+    """q, k [B, T, H, K], v [B, T, H, V] in x's type and beta [B, T, H] of x [B, T, 2 H K + H V + H or more].
 
-    Weight [2 H K + H V, W], the current token's tap last; two such weights give 2 B rows.
+    The weight is [2 H K + H V, W], the current token's tap last. A weight [2, 2 H K + H V, W] makes two readings,
+    forward and reverse, with 2 B rows.
     """
     x, weight = channels_adjacent(x), weight.contiguous()
     q, k, v, beta = _allocate(x, weight, num_heads, key_dim)
@@ -442,7 +446,7 @@ def convolved_features_backward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor,
     feature_map: str, l1: bool, reverse: int, weighs: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of the weight, the latter empty unless it `weighs`."""
+    """The gradients of x and of the weight; the latter is empty without `weighs`."""
     x, weight = channels_adjacent(x), weight.contiguous()
     batch, tokens, channels = x.shape
     heads, key_dim = dq.shape[2:]
@@ -501,12 +505,12 @@ def convolved_features_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """`convolved_features` as one kernel, whose gradient is one kernel, too.
 
-    Padded rows, rows that continue others, and heads that are too wide for one program are convolved first.
+    For padded rows, for initial states, and for heads too wide for one program, the convolution is a kernel of its own.
     """
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
     channels, width = weight.shape[-2:]
     if mask is not None or initial_state is not None or _are_too_wide(key_dim, width):
-        # By one split, whose gradient is one copy.
+        # One split, so that its gradient is one copy.
         mixed, logits, _ = x.split([channels, num_heads, x.shape[-1] - channels - num_heads], -1)
         y, final = short_convolution_triton(
             mixed, weight, None, activation=None, initial_state=initial_state, output_final_state=output_final_state,

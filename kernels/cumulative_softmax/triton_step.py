@@ -1,4 +1,4 @@
-"""One token of the cumulative softmax in one Triton kernel, number by number."""
+"""One token of the cumulative softmax in one elementwise Triton kernel."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ WARPS = 2
 
 @triton.jit
 def _log_of_one_and(x):
-    """log(1 + x) for x in [0, 1], to the last bits of a small x: 2 artanh(x / (2 + x)) by its series."""
+    """log(1 + x) for x in [0, 1], precise for small x, too: the series of 2 artanh(x / (2 + x))."""
     s = x / (2.0 + x)
     t = s * s
     series = 1.0 / 11.0 + t * (1.0 / 13.0 + t * (1.0 / 15.0))

@@ -1,11 +1,11 @@
-"""The diagonal scans backward in Triton. States lie as in triton_forward.py.
+"""The diagonal scans backward in Triton. The layout of states is described in triton_forward.py.
 
-A program takes the blocks between checkpoints from the last to the first. It walks through a block once, and leaves
-the state before every few tokens, a piece, in scratch memory, which stays in the GPU's cache. Then it takes the pieces
-from the last to the first: it computes a piece's states again, keeps in registers what the way back asks of them, and
-runs the adjoint recurrence. A piece's loads all come first, and its stores last. Sums over all channels (the gradients
-of keys and queries) are written once a program, and `gather` adds them in a fixed order: the result is the same in
-every run.
+A program takes the blocks of tokens between checkpoints from the last to the first. A piece is TOKENS tokens of a
+block. The program first runs through the block forward and stores the state before each piece in scratch memory, which
+stays in the GPU's cache. Then it takes the pieces from the last to the first: it computes the states of a piece again,
+keeps in registers what their gradients need, and runs the adjoint recurrence. All loads of a piece come first, all its
+stores last. The gradients of keys and queries are sums over all channels: each program writes its part, and `gather`
+adds the parts in a fixed order, so that the result is the same in every run.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _within_threads(x, VECTOR: tl.constexpr):
 
 @triton.jit
 def _stack(parts, TOKENS: tl.constexpr):
-    """A tuple of so many tensors (1, 2 or 4) as one, [..., TOKENS]."""
+    """A tuple of 1, 2 or 4 tensors as one tensor, [..., TOKENS]."""
     stacked = tl.expand_dims(parts[0], 4)
     if TOKENS == 2:
         stacked = tl.join(parts[0], parts[1])
@@ -49,7 +49,7 @@ def _stack(parts, TOKENS: tl.constexpr):
 
 @triton.jit
 def _load_gradients(d_output, output_step, first, wide, limit, EVEN: tl.constexpr, TOKENS: tl.constexpr):
-    """The gradients of the outputs of so many tokens from the first on, as they are stored."""
+    """The gradients of the outputs of TOKENS tokens from `first` on, in their stored type."""
     d_output += first * output_step
     gradients = ()
     for i in tl.static_range(TOKENS):
@@ -61,10 +61,10 @@ def _load_gradients(d_output, output_step, first, wide, limit, EVEN: tl.constexp
 def _step_back(
     g, d_rates, kept, factor, do_t, x_t, rate_t, key, query, rates, LONGHORN: tl.constexpr, VECTOR: tl.constexpr
 ):  # fmt: skip
-    """From the gradient g of the state after one token to that of the state before, and the token's own gradients.
+    """The gradient of the state before one token from g, that of the state after it, and the token's own gradients.
 
-    `kept` is what the token's x is more than its key reads (Longhorn), or the state before. Sums over entries are the
-    gradients of a channel, sums over channels those of an entry; the latter are over those of one thread here.
+    `kept` is x minus what the state holds for the key (Longhorn), or the state before the token. Gradients of a channel
+    are sums over entries. Gradients of an entry are sums over channels, here only over those of one thread.
     """
     keys = key[:, :, None]
     g += do_t[:, None, :] * query[:, :, None]
@@ -75,7 +75,8 @@ def _step_back(
         d_step = tl.sum(tl.sum(pull * keys, 1), 0)[None, :]
         d_x_t = step * along
         d_rate_t = d_step * (factor * factor)
-        # The key acts through the step's norm, too: there alike for all entries but for its own factor.
+        # The key also acts through its squared norm in the step. That gradient is the same for all entries, up to the
+        # factor key.
         turn = (d_step * (step * step))[:, None, :]
         d_key = _within_threads(pull * (2.0 * step)[:, None, :], VECTOR)
         d_key -= _within_threads(g * (step * x_t)[:, None, :], VECTOR)
@@ -97,9 +98,9 @@ def _walk_back(
     h, g, d_rates, values, entries, d_outputs, d_x, d_rate, d_prepared, output_step, rates, wide, e, D, STEP,
     LONGHORN: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient g of the state after so many tokens to that of the state before them, h.
+    """From g, the gradient of the state after TOKENS tokens, to that of the state h before them.
 
-    The pointers are to the gradients of the first of these tokens.
+    The pointers point to the gradients of the first of these tokens.
     """
     STATE: tl.constexpr = e.shape[0] * e.shape[1]
     kept = ()
@@ -143,9 +144,10 @@ def backward(
     SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and rate, of keys and queries for each block of channels, of A for each part, of the state.
+    """The gradients of x and rate, of keys and queries for each block of channels, of A for each part, and of the
+    state.
 
-    The outputs' gradients have so many rows, after which they begin again.
+    d_output has `output_rows` rows: row r of x has the gradient r % output_rows.
     """
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     block = (tl.program_id(0) % tl.cdiv(D, BLOCK_D)).to(tl.int64)
@@ -155,7 +157,7 @@ def backward(
     STATE: tl.constexpr = P * Q
     zero = n * 0  # makes offsets 64 bits wide
 
-    # Without a gradient nothing is read, but a load it must be: all that depends on it is laid out as it is.
+    # Without a given gradient the mask is false, but the zeros are loaded, too: what depends on a load has its layout.
     given = D if HAS_FINAL else tl.where(live < 0, D, 0)
     g = load_state(d_final + n * STATE * D, e, d, D, given, False, VECTOR)
     if SPAN > 0:
@@ -190,7 +192,7 @@ def backward(
         rest = tl.minimum(live - begin, CHECKPOINT) - pieces * TOKENS
         last = zero + (begin + (pieces - 1) * TOKENS)
         d_ahead = _load_gradients(d_output, output_step, last, wide, tl.where(pieces > 0, D, 0), False, TOKENS)
-        # The state before the last piece, or before the rest, stays at hand.
+        # The state before the last piece, or before the rest, stays in registers.
         if CHECKPOINT > TOKENS:
             count = pieces - tl.where(rest > 0, 0, 1)
             ahead = load_values(
@@ -206,7 +208,7 @@ def backward(
                     x_t, rate_t = now[i][0].to(tl.float32), now[i][1].to(tl.float32)
                     h = advance(h, x_t, rate_t, entries[i][0], entries[i][2], rates, LONGHORN)
             tl.debug_barrier()
-        # Of a rest of fewer tokens than a piece the states are computed again for each.
+        # The rest has fewer tokens than a piece: the state before each of its tokens is computed again from its start.
         for left in range(0, rest):
             before = h
             t = zero + (begin + pieces * TOKENS)
@@ -249,7 +251,7 @@ def backward(
 def gather(
     d_prepared, d_key, d_query, blocks, tokens, row, N: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Sums over the blocks of channels, [tokens, N] each with rows so far apart, of gradients of keys and queries."""
+    """Sums over the blocks of channels of the gradients of keys and queries: [tokens, N] each, `row` numbers apart."""
     i = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, 2 * WIDTH)
     live = (i < tokens)[:, None]

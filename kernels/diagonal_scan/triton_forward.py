@@ -1,18 +1,21 @@
-"""The diagonal scans forward in Triton, and what their kernels share.
+"""The diagonal scans forward in Triton, and what all kernels of the scans share.
 
-A warp holds the states of BLOCK_D channels of one sequence as [Q, P, BLOCK_D]: P entries of a channel lie in one
+A warp holds the states of BLOCK_D channels of one sequence as [Q, P, BLOCK_D]. P entries of a channel lie in one
 thread, Q threads share a channel, and entry q P + p of keys and queries is at [q, p]. A thread holds the same entries
-of VECTOR adjacent channels, for which it reads keys and queries once. Numbers for each channel are [Q, BLOCK_D], alike
-in all Q. Triton itself chooses which thread holds what; the shapes, and which loads are contiguous, lead it there.
+of VECTOR adjacent channels, for which it reads keys and queries once. Numbers for each channel are [Q, BLOCK_D], equal
+for all Q. Triton itself chooses which thread holds what; the shapes and the hints about contiguous loads lead to this
+layout.
 
-Where there are too few sequences and channels for the GPU, time is split into parts of SPAN tokens: `summarize` finds
-what each does to a state (h -> product of its decays ⊙ h + end), and a part's program adds up those before it.
+Where sequences and channels are too few for the GPU, time is split into parts of SPAN tokens. `summarize` finds what
+each part does to a state (h -> product of its decays ⊙ h + end), and the program of a part first composes those of the
+parts before it.
 
-Keys and queries are used by all channels: `prepare` converts them once, and leaves float32 rows [tokens, 2 P Q], for
-Longhorn with four numbers more, of which the first is the key's squared norm and the others are not used.
+All channels use the same keys and queries. `prepare` converts them once to rows of float32, [tokens, 2 P Q]. For
+Longhorn, a row has four more numbers: the first is the key's squared norm, the others are padding.
 
-With so few warps a walk waits for memory unless its loads are in flight together, and long before they are used. All
-loads of a block of tokens come first, of x and rate, which come from farthest, those of the block after it.
+There are few warps, so that a loop waits for memory unless many loads are under way long before their use. Therefore
+all loads of a block of tokens come first. Those of x and rate, which come from the GPU's memory, are loaded one block
+ahead.
 """
 
 import os
@@ -22,15 +25,18 @@ import triton.language as tl
 
 from longseq.kernels.triton_tiles import SECOND_HALF, direction, sequence, token_after
 
-# Of these, neither the values nor the alignment is compiled into a kernel.
+# Triton must specialise neither on the values of these arguments nor on their divisibility.
 UNSPECIALISED = ["T", "A_half"]
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr):
-    """Of a program's part of a sequence (the whole if SPAN is 0), in the order of reading: the sequence's number, batch
-    row, tokens and first slot, the part's first token, its tokens, and those before it."""
+    """This program's part of a sequence, in the order of reading; the whole sequence if SPAN is 0.
+
+    Returns the sequence's number, batch row, length and first slot; the first token of the part, its number of tokens,
+    and the number of tokens before it.
+    """
     n = slot
     if SPAN > 0:
         n = tl.load(sequence_of + slot).to(tl.int64) if PACKED else slot // tl.cdiv(T, SPAN)
@@ -46,7 +52,7 @@ def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.c
 
 @triton.jit
 def first_checkpoint(n, T, cu_seqlens, PACKED: tl.constexpr, CHECKPOINT: tl.constexpr):
-    """The number of a sequence's first checkpoint."""
+    """The index of a sequence's first checkpoint."""
     return sequence(n, T, cu_seqlens, PACKED, CHECKPOINT)[3]
 
 
@@ -60,11 +66,12 @@ def find_tile(D, P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def find_state(base, e, d, D, VECTOR: tl.constexpr):
-    """Pointers to a state [Q, P, BLOCK_D] in [P Q, D], VECTOR adjacent channels of which one thread is to hold.
+    """Pointers to a state [Q, P, BLOCK_D] in a matrix [P Q, D], with hints for Triton's choice of a layout.
 
-    The threads beside each other are to hold the next channels, and the next ones to share these, not further entries
-    of theirs: said to Triton as if shares were adjacent, too, but less so than channels. It takes as many channels for
-    one thread as the alignment allows, which is therefore said to be no better than that.
+    One thread is to hold VECTOR adjacent channels, the next threads the next channels, and further threads the other
+    shares q of these channels. Triton orders the dimensions by contiguity, so `max_contiguous` claims long runs of
+    channels and, although it is not true, runs of two along q. Triton gives one thread as many channels as the
+    alignment allows, so `multiple_of` claims an alignment of VECTOR numbers only.
     """
     offsets = e[:, :, None] * D + d[None, None, :]
     offsets = tl.max_contiguous(offsets, [2 if e.shape[0] > 1 else 1, 1, d.shape[0]])
@@ -73,7 +80,9 @@ def find_state(base, e, d, D, VECTOR: tl.constexpr):
 
 @triton.jit
 def load_state(base, e, d, D, limit, EVEN: tl.constexpr, VECTOR: tl.constexpr):
-    """A state [Q, P, BLOCK_D] from [P Q, D], channels up to the limit; EVEN: all blocks are full and within it."""
+    """A state [Q, P, BLOCK_D] from [P Q, D]; zero for channels from `limit` on. EVEN: all blocks are full, no mask is
+    needed.
+    """
     place = find_state(base, e, d, D, VECTOR)
     if EVEN:
         return tl.load(place)
@@ -91,7 +100,7 @@ def store_state(base, e, d, D, limit, h, EVEN: tl.constexpr, VECTOR: tl.constexp
 
 @triton.jit
 def load_rates(A, A_half, e, d, D, REVERSE: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr):
-    """Mamba's A as a state; those of the second half of the rows, if that has its own, are A_half numbers on."""
+    """Mamba's A as a state. The second half of the rows has its own A, `A_half` numbers on, if that is not 0."""
     if REVERSE == SECOND_HALF:
         A += tl.where(direction(REVERSE) < 0, A_half, 0)
     return load_state(A, e, d, D, D, EVEN, VECTOR)
@@ -99,7 +108,7 @@ def load_rates(A, A_half, e, d, D, REVERSE: tl.constexpr, EVEN: tl.constexpr, VE
 
 @triton.jit
 def load_channels(base, wide, limit, EVEN: tl.constexpr):
-    """One token's numbers for each channel up to the limit, [Q, BLOCK_D], as they are stored."""
+    """One token's numbers for each channel below `limit`, [Q, BLOCK_D], in their stored type."""
     if EVEN:
         return tl.load(base + wide)
     return tl.load(base + wide, mask=wide < limit, other=0.0)
@@ -107,7 +116,7 @@ def load_channels(base, wide, limit, EVEN: tl.constexpr):
 
 @triton.jit
 def store_channels(base, wide, D, x, EVEN: tl.constexpr):
-    """One token's numbers [1, BLOCK_D] for each channel, by the first of the Q threads that hold them."""
+    """Store one token's numbers [1, BLOCK_D] for each channel; the first of the Q threads of a channel stores."""
     q = tl.arange(0, wide.shape[0])[:, None]
     mask = (q == 0) & (wide >= 0) if EVEN else wide < tl.where(q == 0, D, 0)
     tl.store(base + wide, x + q * 0.0, mask=mask)
@@ -115,7 +124,7 @@ def store_channels(base, wide, D, x, EVEN: tl.constexpr):
 
 @triton.jit
 def load_values(x, rate, x_step, rate_step, first, wide, limit, EVEN: tl.constexpr, TOKENS: tl.constexpr):
-    """x and rate of so many tokens from the first on, as they are stored."""
+    """x and rate of TOKENS tokens from `first` on, in their stored type."""
     x += first * x_step
     rate += first * rate_step
     values = ()
@@ -127,13 +136,13 @@ def load_values(x, rate, x_step, rate_step, first, wide, limit, EVEN: tl.constex
 
 @triton.jit
 def row_of(STATE: tl.constexpr, LONGHORN: tl.constexpr):
-    """Numbers of a prepared token: rows begin at multiples of 16 bytes, so many of which are read at a time."""
+    """The numbers of a prepared token. Rows begin at multiples of 16 bytes, which are loaded at once."""
     return 2 * STATE + 4 if LONGHORN else 2 * STATE
 
 
 @triton.jit
 def load_entries(prepared, first, e, STEP, LONGHORN: tl.constexpr, TOKENS: tl.constexpr):
-    """Key, query, and for Longhorn the key's squared norm, of so many tokens from the first on."""
+    """Key, query, and (Longhorn) the key's squared norm of TOKENS tokens from `first` on."""
     STATE: tl.constexpr = e.shape[0] * e.shape[1]
     NEXT = row_of(STATE, LONGHORN) * STEP
     prepared += first * NEXT
@@ -147,12 +156,12 @@ def load_entries(prepared, first, e, STEP, LONGHORN: tl.constexpr, TOKENS: tl.co
 
 @triton.jit
 def strength(rate, norm, LONGHORN: tl.constexpr):
-    """What a key's squared norm leaves of Longhorn's rate, as a factor."""
+    """Longhorn's factor 1 / (1 + rate norm), for the squared norm of the key. Mamba does not use the result."""
     if not LONGHORN:
         return rate
     if INTERPRETED:
         return 1.0 / (1.0 + rate * norm)
-    # One instruction instead of eight, as accurate: a division is also right where 1 + rate norm is below 1e-38.
+    # One instruction instead of eight. It is as accurate as the division, but flushes results below 1e-38 to zero.
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + rate * norm], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -160,7 +169,7 @@ def strength(rate, norm, LONGHORN: tl.constexpr):
 
 @triton.jit
 def advance(h, x, rate, key, norm, A, LONGHORN: tl.constexpr):
-    """The state after one token; `A` is Mamba's, times log2(e)."""
+    """The state after one token. `A` is Mamba's A times log2(e)."""
     if LONGHORN:
         step = rate * strength(rate, norm, LONGHORN)
         return h + (step[:, None, :] * key[:, :, None]) * (x[:, None, :] - key[:, :, None] * h)
@@ -172,7 +181,7 @@ def prepare(
     key, query, prepared, T, N, key_row, key_token, query_row, query_token,
     LONGHORN: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of keys and queries in float32, zero past N, and for Longhorn the squared norms of keys."""
+    """Rows of keys and queries in float32, zero from entry N on, and (Longhorn) the squared norms of keys."""
     blocks = tl.cdiv(T, TOKENS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     i = (tl.program_id(0) % blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -192,7 +201,7 @@ def _take(
     h, values, entries, rates, output, output_step, wide, D,
     LONGHORN: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The state after so many tokens, whose outputs it writes."""
+    """The state after TOKENS tokens, whose outputs it writes."""
     for i in tl.static_range(TOKENS):
         x_t, rate_t = values[i]
         key, query, norm_t = entries[i]
@@ -210,7 +219,7 @@ def forward(
     SAVE: tl.constexpr, SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, the final state, and the state before every CHECKPOINT-th token if SAVE."""
+    """The outputs and the final state; if SAVE, also the state before every CHECKPOINT-th token."""
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
@@ -218,7 +227,7 @@ def forward(
     STATE: tl.constexpr = P * Q
     zero = n * 0  # makes offsets 64 bits wide
 
-    # Without a state nothing is read, but a load it must be: all that depends on it is laid out as it is.
+    # Without a given state the mask is false, but the zeros are loaded, too: what depends on a load has its layout.
     given = D if HAS_INITIAL else tl.where(live < 0, D, 0)
     h = load_state(initial + n * STATE * D, e, d, D, given, False, VECTOR)
     if SPAN > 0:
@@ -256,7 +265,7 @@ def forward(
         now = load_values(x, rate, x_step, rate_step, zero + i, wide, D, EVEN, 1)
         entries = load_entries(prepared, zero + i, e, STEP, LONGHORN, 1)
         h = _take(h, now, entries, rates, output + i * output_step, output_step, wide, D, LONGHORN, EVEN, 1)
-    # The last part of a sequence holds its last token; an empty sequence has one part, which is empty.
+    # The last part of a sequence contains its last token. An empty sequence has one part, which is empty.
     last = tl.where(done + live < length, 0, tl.where(done + live > 0, tl.where(live > 0, D, 0), D))
     store_state(final + n * STATE * D, e, d, D, last, h, False, VECTOR)
 
@@ -265,7 +274,7 @@ def forward(
 def _compose(
     product, h, values, entries, rates, LONGHORN: tl.constexpr, ADJOINT: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """The product of decays and the state after so many tokens more."""
+    """The product of decays and the state after TOKENS more tokens."""
     for i in tl.static_range(TOKENS):
         value, step = values[i][0].to(tl.float32), values[i][1].to(tl.float32)
         key, query, norm_t = entries[i]
@@ -290,13 +299,14 @@ def summarize(
     EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What a part of a sequence does to a state: the product of its decays, and the state it leaves from zero.
+    """What a part of a sequence does to a state: the product of its decays, and the final state for zero as the first.
 
-    The ADJOINT does it to the state's gradient, from the last token to the first; x is then that of the output.
+    ADJOINT: the same for the gradient of the state, from the last token to the first; x is then the gradient of the
+    output.
     """
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     _, row, length, _, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
-    # No part comes after the last one, nor, on the way back, after the first.
+    # The last part is not needed (ADJOINT: the first), as no part comes after it.
     live = tl.where(done > 0 if ADJOINT else done + live < length, live, 0)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
     STEP = -direction(REVERSE) if ADJOINT else direction(REVERSE)
@@ -304,7 +314,8 @@ def summarize(
     zero = row * 0  # makes offsets 64 bits wide
     if ADJOINT:
         token -= (live - 1) * STEP
-    h = load_state(ends, e, d, D, tl.where(live < 0, D, 0), False, VECTOR)  # zeros, laid out as all loaded states are
+    # Zeros, but loaded: what depends on a load has its layout.
+    h = load_state(ends, e, d, D, tl.where(live < 0, D, 0), False, VECTOR)
     product = h + 1.0
     rates = h
     if not LONGHORN:

@@ -1,14 +1,14 @@
-"""Longhorn's and Mamba's scan in Triton: one walk through time forward, one backward, the state on chip in between.
+"""Longhorn's and Mamba's scans in Triton: one kernel forward, one backward; the state stays in registers.
 
     h_t = a_t ⊙ h_{t-1} + b_t;   o_t = h_t q_t
 
-The kernels are in triton_forward.py and triton_backward.py. Forward they store the state before every CHECKPOINT-th
-token, 4 B T D N / CHECKPOINT bytes that stay until the backward pass (39 MB at (128, 197, 384, 16)); gradient
-checkpointing of the blocks frees them. No [B, T, D, N] tensor exists at any time. Where sequences and channels are too
-few for the GPU, time is split, and every part is walked through twice.
+The kernels are in triton_forward.py and triton_backward.py. The forward kernel stores the state before every
+CHECKPOINT-th token, 4 B T D N / CHECKPOINT bytes that stay until the backward pass (39 MB at (128, 197, 384, 16));
+gradient checkpointing of the blocks frees them. No tensor [B, T, D, N] exists at any time. Where sequences and channels
+are too few for the GPU, time is split into parts, and every part is computed twice.
 
-The operations below hold states as [B or segments, W, D], with N up to the next power of two W, and A as [W, D] times
-log2(e).
+The operations below hold states as [B or segments, W, D], where W is N rounded up to a power of two, and A as [W, D]
+times log2(e).
 """
 
 from typing import Any, NamedTuple
@@ -37,12 +37,12 @@ from longseq.kernels.triton_launch import (
 
 
 class Walk(NamedTuple):
-    """How a kernel walks along time."""
+    """How a kernel loops over time."""
 
-    entries: int  # of a state's row in one thread, at most
+    entries: int  # entries of a channel's state in one thread, at most
     vector: int  # adjacent channels in one thread
-    tokens: int  # taken at a time
-    registers: int | None  # at most, of a thread
+    tokens: int  # the step of the loop
+    registers: int | None  # the limit for one thread
 
     def tile(self, width: int) -> dict[str, int]:
         """The part of a state that one warp holds."""
@@ -51,7 +51,7 @@ class Walk(NamedTuple):
         return {"P": entries, "Q": sharing, "BLOCK_D": max(32 // sharing, 1) * self.vector}
 
     def find_fault(self, kernel: str) -> str | None:
-        """Why no such kernel can walk so."""
+        """Why the kernel cannot be launched with these numbers, or None."""
         whole = STACKED if kernel.startswith("backward") else CHECKPOINT
         if self.tokens < 1 or whole % self.tokens:
             return f"tokens={self.tokens}, of which {whole} is no multiple"
@@ -59,17 +59,17 @@ class Walk(NamedTuple):
 
 
 CHECKPOINT = 16
-STACKED = 4  # tokens whose gradients the walk backward stores at a time, at most
-# Time is split into parts, enough for about so many warps: as many as an H200 runs at once if each has all registers
-# that a thread can have. Of more than that, with fewer registers half as many again run at once: walks are crowded.
-# Counted are the warps of FORWARD and BACKWARD, whatever the table has.
+STACKED = 4  # the most tokens whose gradients the backward kernel stores at a time
+# Time is split into parts until there are about WARPS warps: as many as an H200 runs at once if each thread has 255
+# registers. With 168 registers, half as many again run at once: launches with more than WARPS warps are "crowded" and
+# have this limit. Warps are counted for FORWARD and BACKWARD, whatever the table holds.
 WARPS = 1024
 REGISTERS = 255
 REGISTERS_CROWDED = 168
-FORWARD = Walk(8, 2, 8, REGISTERS)  # of summaries, too
+FORWARD = Walk(8, 2, 8, REGISTERS)  # also of summaries
 BACKWARD = Walk(4, 4, 4, REGISTERS)
-# By the bytes of a state's numbers, float32 whatever the inputs are, and the width, N up to the next power of two. The
-# walks of 16 were compared with others on an H200 (see benchmarks/README.md).
+# By the bytes of a state's numbers (float32 whatever the inputs are) and by W, the state's padded width. The launches
+# for 16 were compared with others on an H200 (see benchmarks/README.md).
 LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
     (4, width): {
         "summarize": FORWARD,
@@ -83,34 +83,34 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
 }
 fit_launches("diagonal_scan", LAUNCHES)
 SHORTEST_PART = 128
-FEWEST_PARTS = 4  # fewer would not win back that all of the work is done twice
+FEWEST_PARTS = 4  # fewer would not make up for computing every part twice
 PREPARED = 64  # tokens of a program that prepares keys and queries
-GATHERED = 16  # tokens of a program that adds up their gradients
+GATHERED = 16  # tokens of a program that adds up the gradients of keys and queries
 LOG2E = 1.4426950408889634
 assert not any(walk.find_fault(kernel) for table in LAUNCHES.values() for kernel, walk in table.items())
 assert SHORTEST_PART % CHECKPOINT == CHECKPOINT % STACKED == 0
 
 
 class _Plan(NamedTuple):
-    """What both passes derive from a call's shapes."""
+    """What both passes derive from the shapes of a call."""
 
     width: int
     sequences: int
-    slots: int  # parts of all sequences, at most
+    slots: int  # an upper bound of the number of parts of all sequences
     sequence_of: Tensor | None
-    constants: dict[str, Any]  # the compile-time arguments that every kernel on parts takes
+    constants: dict[str, Any]  # the compile-time arguments of every kernel that works on parts
 
     def crowded(self, walk: Walk, channels: int) -> bool:
-        """Whether a walk has more warps than run at once with all registers."""
+        """True if a launch has more warps than run at once with 255 registers for each thread."""
         return self.slots * cdiv(channels, walk.tile(self.width)["BLOCK_D"]) > WARPS
 
     def walk(self, kernel: str, channels: int) -> Walk:
-        """The table's walk of a kernel."""
+        """The entry of the table for a kernel."""
         crowded = self.crowded(BACKWARD if kernel == "backward" else FORWARD, channels)
         return LAUNCHES[4, self.width][f"{kernel}_crowded" if crowded else kernel]
 
     def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
-        """The constants of a walk."""
+        """The constants and options of a launch."""
         tile = walk.tile(self.width)
         options = launch_options(1, maxnreg=walk.registers)
         even = channels % tile["BLOCK_D"] == 0
@@ -118,7 +118,6 @@ class _Plan(NamedTuple):
 
 
 def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, reverse: int) -> _Plan:
-    """The plan of a call."""
     batch, tokens, channels = x.shape
     width = next_power_of_2(key.shape[2])
     sequences = count_sequences(batch, cu_seqlens)
@@ -140,7 +139,7 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
 
 
 def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
-    """Keys and queries in float32, as the kernels read them."""
+    """Keys and queries in float32, in the layout that the kernels read."""
     batch, tokens, entries = key.shape
     longhorn = plan.constants["LONGHORN"]
     row = 2 * plan.width + (4 if longhorn else 0)
@@ -163,7 +162,7 @@ def _summarize(
     cu_seqlens: Tensor | None,
     adjoint: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What each part does to a state, if there are parts: products of decays, and states left from zero."""
+    """What each part does to a state: products of decays, and final states from zero. None without parts."""
     if not plan.constants["SPAN"]:
         return None, None
     tokens, channels = x.shape[1:]
@@ -189,11 +188,11 @@ def diagonal_scan(
     reverse: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scan; without `A` the rate is Longhorn's beta, with it Mamba's delta.
+    """The scan: without `A`, `rate` is Longhorn's beta; with it, Mamba's delta.
 
-    x, rate [B, T, D]; key, query [B, T, N]; A [W, D], or [2, W, D] for each half of the rows; states
-    [B or segments, W, D]. Returns o [B, T, D] in x's dtype, the final state, and the checkpoints that the backward pass
-    needs (empty unless `save`).
+    x, rate [B, T, D]; key, query [B, T, N]; A [W, D], or [2, W, D] for each half of the rows; states [B or segments, W,
+    D]. Returns o [B, T, D] in x's type, the final state, and the checkpoints that the backward pass needs (empty
+    without `save`).
     """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     tokens, channels = x.shape[1:]
@@ -236,7 +235,7 @@ def diagonal_scan_backward(
     d_final: Tensor | None,
     reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
+    """The gradients of x, rate, key, query, A (empty without A) and the initial state (in float32)."""
     d_key, d_query = key.new_empty(key.shape), query.new_empty(query.shape)
     d_x, d_rate, d_A, d_initial = differentiate_scan(
         x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, d_key, d_query
@@ -248,9 +247,10 @@ def differentiate_scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None,
     checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int, d_key: Tensor, d_query: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, rate, A and the initial state; those of keys and queries are written, to rows equally far apart.
+    """Writes the gradients of keys and queries; returns those of x, rate, A and the initial state.
 
-    `d_output` of half as many rows as x is that of both halves.
+    Rows of d_key and of d_query have the same stride. A `d_output` with half as many rows as x is the gradient of both
+    halves.
     """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     batch, tokens, channels = x.shape
@@ -324,7 +324,7 @@ diagonal_scan.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the final state and the checkpoints, not yet written."""
+    """Empty tensors for the output, the final state and the checkpoints."""
     batch, tokens, _ = x.shape
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens) if save else 0
@@ -332,12 +332,12 @@ def allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> t
 
 
 def _allocate_states(x: Tensor, key: Tensor, count: int) -> Tensor:
-    """So many states [W, D], not yet written."""
+    """An empty tensor for `count` states [W, D]."""
     return x.new_empty((count, next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
 
 
 def _half(A: Tensor | None) -> int:
-    """How far from A that of the second half of the rows lies."""
+    """The distance from A to the A of the second half of the rows; 0 if both halves share A."""
     return A.stride(0) if A is not None and A.dim() == 3 else 0
 
 
@@ -357,7 +357,7 @@ def longhorn_scan_triton(
     chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`longhorn_scan` in Triton. `chunk_size` has no meaning here: time is walked through token by token."""
+    """`longhorn_scan` in Triton. `chunk_size` is ignored: the kernels take token after token."""
     return _scan(x, beta, k, q, None, initial_state, output_final_state, cu_seqlens, reverse)
 
 
@@ -374,7 +374,7 @@ def selective_scan_triton(
     chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`selective_scan` in Triton. `chunk_size` has no meaning here: time is walked through token by token."""
+    """`selective_scan` in Triton. `chunk_size` is ignored: the kernels take token after token."""
     return _scan(x, delta, B, C, A, initial_state, output_final_state, cu_seqlens, reverse)
 
 
@@ -389,7 +389,7 @@ def _scan(
     cu_seqlens: Tensor | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`diagonal_scan` on A and states as users hold them, [D, N] or [2, D, N] and [B or segments, D, N]."""
+    """`diagonal_scan` for A and states in the user's layout, [D, N] or [2, D, N] and [B or segments, D, N]."""
     tensors = (x, rate, key, query, A, initial_state)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     entries = key.shape[2]

@@ -1,4 +1,4 @@
-"""One token of Longhorn's and Mamba's scans in one Triton kernel: the state is read once and written once.
+"""One token of Longhorn's and Mamba's scans in one Triton kernel, which reads and writes the state once.
 
 A program holds the states of some channels of one sequence.
 """
@@ -14,8 +14,8 @@ from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# By count, not by time. Numbers of a state that a program of one warp holds: 16 registers of a thread, which leave room
-# for many warps, and with them for many loads under way.
+# Chosen by counting, not measured: numbers of a state that a program of one warp holds. 16 registers in each thread
+# leave room for many warps, and with them for many loads under way.
 NUMBERS = 512
 
 

@@ -1,4 +1,4 @@
-"""Features of queries, keys and values and write strengths in one kernel, and their gradients in another."""
+"""Features of queries, keys and values, and write strengths, in one kernel, and their gradients in another."""
 
 from functools import lru_cache
 
@@ -13,7 +13,7 @@ from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E
 
-# Measured on an H200. Numbers of a program's block of one head, and of a warp's.
+# Measured on an H200. BLOCK: numbers of a program's block of one head. WARP: numbers of the block for each warp.
 BLOCK = 1024
 WARP = 256
 
@@ -22,7 +22,7 @@ KINDS = {name: number for number, name in enumerate(FEATURE_MAPS)}
 
 @triton.jit
 def load_rows(x, row, stride, first, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Channels of some rows from `first` on, in float32; zeros outside."""
+    """WIDTH channels from `first` on of the rows where `mask` is true, in float32; zeros elsewhere."""
     column = tl.arange(0, BLOCK)
     inside = mask[:, None] & (column < WIDTH)[None, :]
     return tl.load(x + row[:, None] * stride + first + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -44,7 +44,7 @@ def logistic(x):
 
 @triton.jit
 def map_channels(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """The feature map of a head, zero beyond its width."""
+    """The feature map of a head's channels; zero past WIDTH."""
     if KIND == 0:
         feature = x * logistic(x)
     elif KIND == 1:
@@ -73,7 +73,7 @@ def differentiate_map(x, KIND: tl.constexpr):
 
 @triton.jit
 def squared_norm(feature, L1: tl.constexpr):
-    """The squared norm of each row."""
+    """The squared norm of each row, L1 or L2."""
     if L1:
         norm = tl.sum(tl.abs(feature), 1)
         squares = norm * norm
@@ -90,7 +90,7 @@ def unit_rows(x, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KI
 
 @triton.jit
 def norm_slope(unit, L1: tl.constexpr):
-    """The derivative of sqrt(‖φ‖² + EPS) by the features φ, from φ divided by it."""
+    """The derivative of sqrt(‖φ‖² + EPS) with respect to φ, from `unit`, which is φ divided by that root."""
     slope = unit
     if L1:
         sign = tl.where(unit > 0.0, 1.0, tl.where(unit < 0.0, -1.0, 0.0))
@@ -102,7 +102,7 @@ def norm_slope(unit, L1: tl.constexpr):
 def unit_gradient(
     x, dy, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr
 ):
-    """The gradient of x from that of its unit features."""
+    """The gradient of x from the gradient of `unit_rows(x)`."""
     feature = map_channels(x, WIDTH, BLOCK, KIND)
     norm = tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
     unit = feature / norm
@@ -112,7 +112,7 @@ def unit_gradient(
 
 @triton.jit
 def place_rows(rows, H, BLOCK_R: tl.constexpr):
-    """This program's head and rows, and which of them there are."""
+    """This program's head, its rows, and a mask of the rows that exist."""
     row = (tl.program_id(0) // H).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     return tl.program_id(0) % H, row, row < rows
 
@@ -123,7 +123,11 @@ def unit_features(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
     READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v and beta of one head and some rows; of so many READINGS (0: no beta) each has the same logits."""
+    """q, k, v and beta of one head, for a block of rows.
+
+    The rows of x are READINGS readings of the same tokens, which share the logits. READINGS is 0 if there are no
+    logits.
+    """
     head, row, there = place_rows(rows, H, BLOCK_R)
     query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
     key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
@@ -142,7 +146,7 @@ def differentiate_features(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
     READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x and of the logits, of the channels of one head and some rows."""
+    """The gradients of x and of the logits, for one head and a block of rows."""
     head, row, there = place_rows(rows, H, BLOCK_R)
     width: tl.constexpr = 2 * H * K + H * V
     query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
@@ -172,7 +176,7 @@ def _prepare(
     backward: bool, device: torch.device, rows: int, row: int, logits_row: int, readings: int, heads: int, key_dim: int,
     value_dim: int, kind: int, l1: bool,
 ) -> Prepared:  # fmt: skip
-    """The launch of a kernel for so many rows of x that are `row` apart."""
+    """The launch of one of the kernels for `rows` rows of x with stride `row`."""
     block_k, block_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
     widest = max(block_k, block_v)
     block = max(1, BLOCK // widest)
@@ -203,7 +207,7 @@ def _launch(
 def head_features(
     x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, l1: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's dtype; beta [..., H], empty without logits."""
+    """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's type; beta [..., H], empty without logits."""
     q, k, v, beta = _allocate(x, logits, num_heads, key_dim)
     _launch(False, x, logits, num_heads, key_dim, feature_map, l1, q, k, v, beta)
     return q, k, v, beta
@@ -225,7 +229,7 @@ def _allocate(x: Tensor, logits: Tensor | None, heads: int, key_dim: int) -> tup
 def head_features_backward(
     x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, feature_map: str, l1: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the logits, empty without them."""
+    """The gradients of x and of the logits (empty without logits)."""
     dx, d_logits = _allocate_gradients(x, logits)
     heads, key_dim = dq.shape[-2:]
     _launch(

@@ -1,19 +1,19 @@
-"""What the kernels of linear attention share: matrices with strides, sums of gates over ranges of tokens.
+"""What the kernels of linear attention share: matrices with strides, and sums of gates over ranges of tokens.
 
-A decay is the exponential of a sum of gates over its own range of tokens. The sums of all tokens of a chunk are one
-product of matrices: that of a matrix of zeros and ones, which says the ranges, with the gates.
+A decay is the exponential of the sum of gates over a range of tokens. The sums for all tokens of a chunk are one matrix
+product: a matrix of zeros and ones, whose rows mark the ranges, times the gates. `ranges` is such a matrix.
 """
 
 import triton
 import triton.language as tl
 
-# exp of this is 0 in float32, so that stronger gates need not be told apart. Infinity times 0 would be NaN.
+# exp(STRONGEST) is 0 in float32, so that gates are clamped to it: infinite gates times 0 would be NaN.
 STRONGEST = tl.constexpr(-128.0)
 
 
 @triton.jit
 def decay(tile, part):
-    """A tile of which `part` is left."""
+    """A tile times `part`, the decay of its numbers, in the tile's type."""
     return (tile.to(tl.float32) * part).to(tile.dtype)
 
 
@@ -22,7 +22,7 @@ def load_matrix(
     base, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS] of a matrix [HEIGHT, WIDTH] with strides ROW and COLUMN, zero outside."""
+    """A block [ROWS, COLUMNS] of a matrix [HEIGHT, WIDTH] with strides ROW and COLUMN, zero outside."""
     i = row + tl.arange(0, ROWS)
     e = column + tl.arange(0, COLUMNS)
     place = base + i[:, None] * ROW + e[None, :] * COLUMN
@@ -44,7 +44,7 @@ def store_matrix(
 
 @triton.jit
 def load_channels(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of a chunk as columns, [COLUMNS, CHUNK]."""
+    """Tokens of a chunk as columns, [COLUMNS, CHUNK]."""
     i = tl.arange(0, CHUNK)
     e = column + tl.arange(0, COLUMNS)
     mask = (e < WIDTH)[:, None] & (i < live)[None, :]
@@ -53,14 +53,14 @@ def load_channels(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _halve(x):
-    """x as a sum of its leading bits, those that TF32 has room for, and the rest, of which TF32 keeps as many."""
+    """x as the sum of two parts that TF32 holds: its leading 11 bits, and the rest."""
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, x - high
 
 
 @triton.jit
 def add_ranges(ranges, x):
-    """Sums of rows of x, [CHUNK, N], over ranges [CHUNK, CHUNK]."""
+    """Sums of rows of x [CHUNK, N] over `ranges` [CHUNK, CHUNK]."""
     high, low = _halve(x)
     ranges = ranges.to(tl.float32)
     return tl.dot(ranges, high, tl.dot(ranges, low, input_precision="tf32"), input_precision="tf32")
@@ -68,13 +68,13 @@ def add_ranges(ranges, x):
 
 @triton.jit
 def add_gates(ranges, gate, DTYPE: tl.constexpr):
-    """`add_ranges` of gates that came in DTYPE: those of 16 bits are operands of matrix products as they are."""
+    """`add_ranges` of gates that were loaded as DTYPE. Gates of 16 bits are operands of matrix products as they are."""
     return add_ranges(ranges, gate) if DTYPE.primitive_bitwidth == 32 else tl.dot(ranges.to(DTYPE), gate.to(DTYPE))
 
 
 @triton.jit
 def add_ranges_across(x, ranges):
-    """`add_ranges` of columns of x, [N, CHUNK], over ranges that stand in columns."""
+    """Sums of columns of x [N, CHUNK] over `ranges` [CHUNK, CHUNK], whose columns mark the ranges."""
     high, low = _halve(x)
     ranges = ranges.to(tl.float32)
     return tl.dot(high, ranges, tl.dot(low, ranges, input_precision="tf32"), input_precision="tf32")
@@ -82,28 +82,32 @@ def add_ranges_across(x, ranges):
 
 @triton.jit
 def pair_ranges(i, t, level):
-    """In pairs of blocks of 2^level tokens: from the second block's start to i, or after i to the first block's end."""
+    """Ranges for pairs of blocks of 2^level tokens.
+
+    For i in the second block of a pair: from the start of that block to i. For i in the first block: from after i to
+    the end of that block.
+    """
     second = (i >> level) % 2 == 1
     return ((i >> level) == (t >> level)) & ((second & (t <= i)) | ((i >> level) % 2 == 0) & (t > i))
 
 
 @triton.jit
 def block_ranges(i, t, level):
-    """From the start of i's block of 2^level tokens to i; none for blocks of one token."""
+    """Ranges from the start of i's block of 2^level tokens to i; empty for blocks of one token."""
     return ((i >> level) == (t >> level)) & (t <= i) & (level > 0)
 
 
 @triton.jit
 def are_paired(i, j, level):
-    """Whether i lies in the second and j in the first block of a pair of blocks of 2^level tokens."""
+    """True where i lies in the second and j in the first block of a pair of blocks of 2^level tokens."""
     return ((i >> level) % 2 == 1) & ((i >> level) == (j >> level) + 1)
 
 
 @triton.jit
 def mild_level(gate, total, LIMIT: tl.constexpr, LEVELS: tl.constexpr):
-    """LEVELS for a chunk over which decays are e^-LIMIT at most, else the largest level with blocks of at most e^-8.
+    """LEVELS if no decay over the chunk is below e^-LIMIT, else the highest level whose blocks keep decays above e^-8.
 
-    `total` are the sums of the gates' columns.
+    `total` holds the sums of the gates' columns.
     """
     level = tl.full((), LEVELS, tl.int32)
     if tl.min(total, 0) < -LIMIT:

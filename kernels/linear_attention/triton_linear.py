@@ -1,16 +1,16 @@
-"""Linear attention in Triton: its two custom operations, their launches and the constants that those use.
+"""Linear attention in Triton: its two custom operations, their launches and the constants of these.
 
-Sums and the state are float32. Matrix products of float32 values are three TF32 products each; those of bfloat16 and
-float16 values are products of numbers of 11 bits: float16 tiles that count in powers of two of their own (see
-triton_gates.py), and TF32 for the few that need float32's range. With the 8 bits of bfloat16, what lies between two
-products (P, decayed queries and keys, states, their gradients) made the error of a result up to 2.4 times that of
-rounding it to bfloat16; with 11 bits it was at most 1.2 times, both emulated on a CPU. For float16 inputs it was up to
-4.2 times the error of rounding to float16.
+Sums and the state are float32. For float32 inputs, each matrix product is three TF32 products. For bfloat16 and float16
+inputs, matrix products have 11 significant bits: their operands are float16 tiles with units (see triton_units.py), or
+TF32 for the few that need float32's range. bfloat16 has 8 bits; with 8 bits for intermediate values (P, decayed queries
+and keys, states, their gradients), the error of a result was up to 2.4 times that of rounding it to bfloat16. With 11
+bits it was at most 1.2 times (both emulated on a CPU). For float16 inputs it was up to 4.2 times the error of rounding
+to float16.
 
-No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps P and the
-states before each chunk for the backward pass, C + K V / C numbers for each token and head with C = 64; decays, decayed
-queries and decayed keys are found again there. Without a backward pass to come, states of half inputs with a gate per
-key channel, of up to WHOLE channels, stay on the chip.
+No sum depends on the order in which programs run: the result is the same in every run. The forward pass saves P and the
+states before each chunk for the backward pass, C + K V / C numbers for each token and head, where C = 64. The backward
+pass computes decays, decayed queries and decayed keys again. If no backward pass follows, half precision inputs have a
+gate per key channel, and K is at most WHOLE, the states stay in registers.
 """
 
 from typing import NamedTuple
@@ -45,8 +45,9 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 
-# By the precision's bytes and the width, max(K, V) rounded up to 64 or 512. Chosen by the registers that the kernels
-# need; what `longseq benchmark tune` found beyond is in benchmarks/README.md. A block of 0 is that of a tile.
+# By the bytes of the products' type and by the width, max(K, V) rounded up to 64 or 512. Chosen by the registers that
+# the kernels need; benchmarks/README.md has what `longseq benchmark tune` found. A block of 0 means that blocks are
+# tiles.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "decay_channels": Launch(0, 0, 4, 1),
@@ -79,38 +80,38 @@ LAUNCHES |= {
     for width in (64, 512)
 }
 fit_launches("linear_attention", LAUNCHES)
-WHOLE = 128  # key channels at most that one program holds states of in registers, so that it reads them as it walks
-CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
-# Decays over a chunk are mild down to e^-64, so that float32 holds the sums over it, or to e^-8, so that the exponents'
-# rounding errors are small.
+WHOLE = 128  # the most key channels whose states one program holds in registers, to read them in the same loop
+CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the bytes of the products' type
+# Decays over a chunk are mild above e^-LIMIT. For e^-64, float32 holds the sums over the chunk; for e^-8, the rounding
+# errors of the exponents are small.
 LIMITS = {2: 64.0, 4: 8.0}
 
 
 class _Plan(NamedTuple):
-    """What both passes derive from a call's shapes."""
+    """What both passes derive from the shapes of a call."""
 
-    dtype: torch.dtype  # of the matrix products
+    dtype: torch.dtype  # the type of matrix products
     chunk: int
-    slots: int  # chunks of all sequences, at most
+    slots: int  # an upper bound of the number of chunks of all sequences
     sequences: int
     key_dim: int
     value_dim: int
-    gate: str  # none, head, key or value
+    gate: str  # "none", "head", "key" or "value"
     launches: dict[str, Launch]
 
     @property
     def scaled(self) -> bool:
-        """Whether tiles have units."""
+        """True if tiles have units."""
         return self.dtype == torch.float16
 
     @property
     def reads_in_walk(self) -> bool:
-        """Whether the walk leaves what is read of the states, and writes them for the backward pass alone."""
+        """True if `walk_and_read` runs in place of `walk` and `read`; it stores states for the backward pass only."""
         return self.scaled and self.gate == "key" and self.key_dim <= WHOLE
 
     @property
     def unit_rows(self) -> int:
-        """The tiles of a state's rows that have units of their own."""
+        """The number of tiles along a state's rows that have units of their own."""
         return 1 if self.reads_in_walk else self.tiles(self.key_dim)
 
     def options(self, kernel: str) -> dict[str, int | None]:
@@ -118,18 +119,18 @@ class _Plan(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Rows and columns of a state's tiles, and columns of decayed queries' and keys'."""
+        """The rows and columns of a state's tiles, and the columns of the tiles of decayed queries and keys."""
         return ROW[self.dtype.itemsize]
 
     def tiles(self, width: int) -> int:
         return cdiv(width, self.tile)
 
     def block(self, kernel: str, width: int) -> int:
-        """The width of a program's block of so many columns."""
+        """The width of a program's block of `width` columns."""
         return min(self.launches[kernel].block, block_width(width, ROW[self.dtype.itemsize]))
 
     def units(self, like: Tensor, *shape: int) -> Tensor:
-        """Room for the units of tiles, by slot and head."""
+        """An empty tensor for units of tiles, by slot and head."""
         heads = like.shape[2]
         return like.new_empty((self.slots, heads, *shape) if self.scaled else (0,), dtype=torch.float32)
 
@@ -149,30 +150,30 @@ def _plan(
 
 
 class _Tiles(NamedTuple):
-    """A tensor of [B, T, H, D] in the type of matrix products, by slot and head, with units."""
+    """A tensor [B, T, H, D] in the type of matrix products, stored by slot and head, with units."""
 
     tiles: Tensor
     units: Tensor
 
 
 class _Decayed(NamedTuple):
-    """Two tensors that share the columns of a gate, decayed since the chunk's start and until its end."""
+    """The two tensors whose columns a gate decays: X since the start of the chunk, Y until its end."""
 
     reads: _Tiles
     writes: _Tiles
-    whole: Tensor  # decays over chunks, by slot and head
-    levels: Tensor  # down to which blocks of tokens are halved before their decays are mild
+    whole: Tensor  # decays over whole chunks, by slot and head
+    levels: Tensor  # the largest level at which blocks of 2^level tokens have mild decays, by slot, head and tile
 
 
 class _States(NamedTuple):
-    """States, or their gradients, by slot and head."""
+    """States or their gradients, by slot and head."""
 
     states: Tensor
     units: Tensor
 
 
 class _Scores(NamedTuple):
-    """Products of tokens with those before them, by slot and head."""
+    """Products of each token with those before it, by slot and head."""
 
     scores: Tensor
     units: Tensor
@@ -191,7 +192,7 @@ class _Passes:
         self.levels = {"LEVELS": plan.chunk.bit_length() - 1}
 
     def decay(self, x: Tensor | None, y: Tensor, g: Tensor, scores: "_Scores | None" = None) -> _Decayed:
-        """Without x the reads are empty; into `scores` those of x with y."""
+        """Decay x and y by g; without x, `reads` is left empty. With `scores`, tril(X Yᵀ) is stored there, decayed."""
         plan, width = self.plan, y.shape[3]
         tiles, reads = plan.tiles(width), x is not None
         decayed = _Decayed(
@@ -218,7 +219,7 @@ class _Passes:
         return decayed
 
     def score(self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Scores:
-        """`g` is the gate of heads, if there is one; into `tiles` x and y."""
+        """tril(X Yᵀ), decayed by the gate per head `g` if given. With `tiles`, x and y are stored there as tiles."""
         plan, width = self.plan, x.shape[3]
         scores = _allocate_scores(plan, x)
         into = (x, x, x, x) if tiles is None else (*tiles[0], *tiles[1])
@@ -243,7 +244,10 @@ class _Passes:
         transposed: bool,
         backward: bool = False,
     ) -> None:
-        """From `first` to `last`. With a gate per channel comes `whole`, and a or b is decayed."""
+        """Write the states before each chunk to `states`, starting from `first`, and the last one to `last`.
+
+        With a gate per channel, `whole` is given, and a or b is decayed.
+        """
         plan = self.plan
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         walk[(plan.sequences * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),)](
@@ -268,7 +272,7 @@ class _Passes:
         transposed: bool,
         backward: bool = False,
     ) -> None:
-        """From `first` to `last`, into `output` and, to `save` them, `states`."""
+        """Loop from `first` to `last`, write `output`, and if `save`, the states before each chunk to `states`."""
         plan = self.plan
         x, y = (decayed.writes, decayed.reads) if backward else (decayed.reads, decayed.writes)
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
@@ -293,7 +297,7 @@ class _Passes:
         by_value: bool = False,
         transposed: bool = False,
     ) -> None:
-        """Into `output`. x has key columns, or with `by_value` value columns, and is tiled if it is decayed."""
+        """Write `output`. x has key columns, or value columns with `by_value`; it is tiled if it is decayed."""
         plan, width = self.plan, output.shape[3]
         block = plan.block("read", width)
         read[(plan.slots * self.heads * cdiv(width, block),)](
@@ -318,7 +322,7 @@ class _Passes:
         d_y: Tensor | None,
         d_g: Tensor | None,
     ) -> None:
-        """Into d_x, d_y and d_g as far as they are given; `decayed` comes with a gate per channel."""
+        """Write those of d_x, d_y and d_g that are given; with a gate per channel, `decayed` is given."""
         plan, width = self.plan, x.shape[3]
         kernels = ["differentiate"]
         if decayed is not None:
@@ -341,7 +345,7 @@ class _Passes:
             )  # fmt: skip
 
     def _state_layout(self, by_value: bool) -> dict[str, int]:
-        """States as matrices whose rows are read by key columns, or with `by_value` transposed."""
+        """The constants for states as matrices with key rows and value columns, or transposed with `by_value`."""
         plan = self.plan
         tiles = plan.tiles(plan.value_dim)
         layout = {"TILES": plan.unit_rows * tiles}
@@ -363,10 +367,10 @@ def _strides(x: Tensor | _Tiles) -> tuple[int, ...]:
 
 
 def _dtype_of_sums(g: Tensor | None, block: int) -> tl.dtype:
-    """The type of operands that hold `block` columns of gates to be added up.
+    """The type of operands that hold `block` columns of gates to be summed.
 
-    16 bits if that is what the gates have, their rows then are 128 bytes wide (see `Launch`), and the emulator, which
-    multiplies bfloat16 as integers, does not run.
+    It is the gates' own type of 16 bits where rows of `block` columns are 128 bytes wide (see `Launch`), else float32.
+    bfloat16 on a CPU is float32, too: Triton's interpreter multiplies bfloat16 as integers.
     """
     if g is None or g.dtype.itemsize * block != 128 or (g.dtype == torch.bfloat16 and g.device.type == "cpu"):
         return tl.float32
@@ -379,7 +383,7 @@ def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
 
 
 def _allocate_tiles(plan: _Plan, x: Tensor, units: int = 1) -> _Tiles:
-    """With so many units for each chunk of a head."""
+    """Empty tiles for x, with `units` units for each chunk of a head."""
     shape = (plan.slots, x.shape[2], plan.chunk, x.shape[3])
     return _Tiles(x.new_empty(shape, dtype=plan.dtype), plan.units(x, units))
 
@@ -391,7 +395,7 @@ def _allocate_states(plan: _Plan, like: Tensor, *, kept: bool = True) -> _States
 
 
 def _allocate_state(plan: _Plan, like: Tensor, transposed: bool) -> Tensor:
-    """One state of each sequence in float32."""
+    """An empty tensor for one float32 state of each sequence."""
     shape = (plan.value_dim, plan.key_dim) if transposed else (plan.key_dim, plan.value_dim)
     return like.new_empty((plan.sequences, like.shape[2], *shape), dtype=torch.float32)
 
@@ -412,10 +416,10 @@ def linear_attention(
     output_dtype: torch.dtype,
     save: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns o [B, T, H, V], the final state [B or segments, H, K, V] in float32, and if `save` what the backward pass
-    needs: P and the states, with their units.
+    """Returns o [B, T, H, V], the final state [B or segments, H, K, V] in float32, and if `save` P, states and units.
 
-    The products are those of float32 inputs if `precise`. States given and returned are `transposed`: [.., V, K].
+    The last is the list of tensors that the backward pass needs. The products have float32's precision if `precise`.
+    With `transposed`, states given and returned are [..., V, K].
     """
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     g, g_value, initial_state, cu_seqlens = _adjacent(g, g_value, initial_state, cu_seqlens)
@@ -457,7 +461,7 @@ def _(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise, t
 def _adjacent(
     g: Tensor | None, g_value: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gates with adjacent channels, the rest contiguous."""
+    """Gates with adjacent channels; the state and the borders contiguous."""
     return (
         channels_adjacent(g) if g is not None and g.dim() == 4 else g,
         None if g_value is None else channels_adjacent(g_value),
@@ -483,10 +487,9 @@ def linear_attention_backward(
     transposed: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g and g_value (empty where they are None) and of the first state (in float32).
+    """The gradients of q, k, v, g and g_value (empty where these are None) and of the first state (in float32).
 
-    Those of q, k and v are also empty where they are not `wanted` and no other comes with them; no kernel runs for
-    these alone.
+    Those of q, k and v are also empty where they are not `wanted` and no needed kernel computes them.
     """
     q, k, v, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(d_output)
     g, g_value, d_final, cu_seqlens = _adjacent(g, g_value, d_final, cu_seqlens)
@@ -546,7 +549,7 @@ def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, 
 
 
 def _find_needed(plan: _Plan, g: Tensor | None, g_value: Tensor | None, wanted: list[bool]) -> list[bool]:
-    """Whether q, k and v get gradients: if they are wanted, or come from a kernel that must run for another one."""
+    """Which of q, k and v get gradients: the wanted ones, and those that a kernel computes that must run anyway."""
     q, k, v = wanted
     return [q, k or g is not None, v or g_value is not None or plan.reads_in_walk]
 
@@ -556,7 +559,7 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor, needed: list[bool]) -> 
 
 
 def _allocate_parts(parts: int, q: Tensor, gate: Tensor | None) -> Tensor:
-    """A gate's gradient in as many parts as programs share it: in float32 until they are added up."""
+    """Room for a gate's gradient, a part for each contributing program; several parts are float32 until summed."""
     if gate is None:
         return q.new_empty((1, 0))
     return gate.new_empty((parts, *gate.shape), dtype=gate.dtype if parts == 1 else torch.float32)
@@ -609,8 +612,11 @@ def linear_attention_triton(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
-    precise = v.dtype.itemsize > 2  # as the output; keys and queries may come in float32 from a feature map
+    """`linear_attention` in Triton kernels.
+
+    `chunk_size` is ignored: the table of launches determines the length of chunks.
+    """
+    precise = v.dtype.itemsize > 2  # v decides, as for the output; a feature map may give float32 keys and queries
     o, final = run_linear_attention(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise=precise)
     return o, final if output_final_state else None
 
@@ -630,7 +636,7 @@ def run_linear_attention(
     transposed: bool = False,
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The operation with gradients; `output_dtype` is v's unless given. See `linear_attention` above."""
+    """`linear_attention` above with gradients saved where needed; `output_dtype` is v's type unless given."""
     tensors = (q, k, v, g, g_value, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)

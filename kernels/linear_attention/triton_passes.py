@@ -1,21 +1,22 @@
-"""The kernels of linear attention. The formulas are those of chunk.py; P, e^b and S are named as there.
+"""The kernels of linear attention. The formulas are those of chunk.py, with its P, e^b and S.
 
-    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} of a gate per channel, and P or its gradients where that is on them
-    score           P or its gradients, tril(X Yᵀ), and copies of X and Y as tiles
-    walk            along time: the states before each chunk, or from the last chunk to the first, their gradients
-    read            (e^b Q) S + P V: the outputs, and gradients of what has no gate on its columns
-    walk_and_read   both at once, of a gate per key channel where one program holds all of these
-    differentiate   the same where the gate is on the columns that are read, with its transpose and the gate's gradient
+    decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} for a gate per channel, and tril(X Yᵀ) if the gate decays it
+    score           tril(X Yᵀ): P or its gradient; also copies of X and Y as tiles
+    walk            a loop over chunks: the states before each, or in reverse order, their gradients
+    read            (e^b Q) S + P V: the outputs, and gradients of tensors whose columns have no gate
+    walk_and_read   both in one kernel, for a gate per key channel where one program holds all key channels
+    differentiate   `read` where its columns have the gate, with its transpose and the gate's gradient
 
-Of a gate per channel, X and Y are the two tensors that share its columns: queries and keys, or, of a gate per value
-channel, gradients of outputs and values. The two cases are each other's transposes, so that what is forward in one is
-backward in the other, by the same kernels.
+With a gate per channel, X and Y are the two tensors that have the gate's columns: queries and keys for a gate per key
+channel, gradients of outputs and values for a gate per value channel. Either case is the transpose of the other: the
+same kernels are forward in one case and backward in the other.
 
-Where the decay over a chunk is mild, both sides of a pair of tokens are decayed from the middle of its exponents, the
-earlier one by an exponent above zero: numbers of the range of float32, of which TF32 keeps as many bits as float16.
-Where it is not, tokens meet by levels (`score_by_level`, BY_LEVEL): blocks of 2^level tokens are paired, and two tokens
-of a pair of blocks are decayed from the one to the border between them and from there to the other, down to blocks
-within which decays are mild. Each of the two forms passes over the chunks of the other.
+Where the decay over a chunk is mild, both tokens of a pair are decayed relative to the middle of the chunk's exponents,
+which gives the earlier one an exponent above zero. The products need float32's range; TF32 has it, with as many bits as
+float16. Where the decay is not mild, pairs of tokens are computed by levels (`score_by_level`, BY_LEVEL). At each
+level, blocks of 2^level tokens are paired. Two tokens of a pair of blocks are decayed from the first token to the
+border between the blocks, and from there to the second token. The lowest level is that of blocks within which decays
+are mild. The kernels of each form skip the chunks of the other form.
 """
 
 import triton
@@ -61,7 +62,7 @@ from longseq.kernels.triton_units import (
     to_tf32,
 )
 
-# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+# Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
 SIZES = ["T", "H", "tokens"]
 
 
@@ -78,9 +79,9 @@ def decay_channels(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild levels of tiles, and if it READS, e^b X.
+    """For one chunk of one head: e^{b_C - b} Y, e^{b_C}, the mild levels of tiles, and if READS, e^b X.
 
-    With SCORES also tril(X Yᵀ), decayed, where that is mild.
+    With SCORES, also the decayed tril(X Yᵀ) of chunks whose decays are mild.
     """
     tiles: tl.constexpr = (W + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -127,7 +128,8 @@ def decay_channels(
             decayed = as_tile(xs * tl.exp(add_gates(i >= j, gate, DTYPE)), SCALED)
             store_block(reads + place * CHUNK * W, 0, column, decayed, CHUNK, W, CHUNK, TILE)
         if SCORES:
-            # Not by the sums above: what a matrix product made must not be turned to be an operand of another.
+            # A separate sum, not the products above: changing the layout of a product's result to that of an operand is
+            # slow.
             exponent = tl.cumsum(gate, 0) - 0.5 * total[None, :]
             xs = to_tf32(xs * tl.exp(exponent), SCALED)
             ys = to_tf32(ys * tl.exp(-exponent), SCALED)
@@ -138,7 +140,7 @@ def decay_channels(
 
 @triton.jit
 def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of all tiles of a chunk: the lowest one down to which blocks of tokens are halved."""
+    """The lowest of the levels of a chunk's tiles."""
     tile = tl.arange(0, BLOCK)
     return tl.min(tl.load(levels + tile, mask=tile < (W + TILE - 1) // TILE, other=LEVELS), 0)
 
@@ -150,7 +152,10 @@ def score(
     W: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(X Yᵀ), decayed by the gate of a head if there is one. LEAVES X and Y as tiles."""
+    """For one chunk of one head: tril(X Yᵀ), decayed by a gate per head if there is one.
+
+    LEAVES also stores X and Y as tiles.
+    """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
@@ -177,7 +182,7 @@ def score(
 
 @triton.jit
 def _store_scores(scores, units, products, factor, place, SCALED: tl.constexpr, CHUNK: tl.constexpr):
-    """The lower triangles of products, which are a power of two, `factor`, too small."""
+    """Store the lower triangle of products · factor, where `factor` is a power of two."""
     i = tl.arange(0, CHUNK)
     products, unit = in_units(tl.where(i[:, None] >= i[None, :], products, 0.0), SCALED)
     store_block(scores + place * CHUNK * CHUNK, 0, 0, products, CHUNK, CHUNK, CHUNK, CHUNK)
@@ -191,7 +196,7 @@ def score_by_level(
     W: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(X Yᵀ), decayed by channel, where decays are not mild."""
+    """For one chunk of one head: tril(X Yᵀ), decayed per channel, where decays are not mild."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
@@ -222,7 +227,7 @@ def score_by_level(
             products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
             sums += tl.where(are_paired(i, j, level), products * unit, 0.0)
         since = tl.exp(add_ranges(block_ranges(i, j, mild), gate))
-        # Up to e^8, for which tiles have no room.
+        # The decay's inverse is up to e^8, too large for tiles.
         until = tl.exp(-add_ranges_across(gate_across, block_ranges(j, i, mild))) * (1 / 4096)
         products = tl.dot(decay(xs, since), decay(ys, until), input_precision=PRECISION)
         sums += tl.where(((i >> mild) == (j >> mild)) & (i >= j), products * (unit * 4096), 0.0)
@@ -237,9 +242,10 @@ def walk(
     ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the state of one head of one sequence, S <- e^{b_C} S + scale Aᵀ B: before every chunk, and the last.
+    """One tile of the states of one head of one sequence, S <- e^{b_C} S + scale Aᵀ B, before each chunk and at the
+    end.
 
-    BACKWARD from the last chunk to the first one. `first` and `last` have the strides ROW and COLUMN.
+    BACKWARD runs from the last chunk to the first. `first` and `last` have the strides ROW and COLUMN.
     """
     tiles_k: tl.constexpr = (K + TILE_K - 1) // TILE_K
     tiles_v: tl.constexpr = (V + TILE_V - 1) // TILE_V
@@ -312,11 +318,11 @@ def walk_and_read(
     SAVE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE value columns of the state of one head of one sequence, and what is read of them.
+    """The states of one head of one sequence in TILE value columns, and the outputs that they give.
 
         O = scale (X S + P V);   S <- e^{b_C} S + Yᵀ V     or BACKWARD     O = X S + scale Pᵀ V;   S <- ... + scale Yᵀ V
 
-    with X and Y decayed by key channel, and V in TILED form or as it came.
+    X and Y are decayed by key channel. V is tiles if TILED, else as the user gave it.
     """
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     tile = tl.program_id(0) % tiles
@@ -352,7 +358,7 @@ def walk_and_read(
         y_unit = load_unit(y_units, place, SCALED)
         score_unit = load_unit(score_units, place, SCALED)
         now = t
-        # A turn early: the compiler prefetches the operands of products alone.
+        # Loaded one step early: the compiler prefetches only operands of products.
         index = tl.maximum(index - 1, 0) if BACKWARD else tl.minimum(index + 1, chunks - 1)
         t = token_after(index * CHUNK, start, end, REVERSE)
         if TILED:
@@ -390,10 +396,10 @@ def read(
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of scale (X S + P Y) of one chunk of one head, or TRANSPOSED, of X S + scale Pᵀ Y.
+    """BLOCK columns of scale (X S + P Y) for one chunk of one head, or TRANSPOSED, of X S + scale Pᵀ Y.
 
-    X [CHUNK, E] is DECAYED, unless the gate is one of the head; the states [E, W] have the strides ROW and COLUMN, and
-    tiles of [STEP, TILE], whose units have the strides UNIT_ROW and UNIT_COLUMN.
+    X [CHUNK, E] is DECAYED unless the gate is one per head. The states [E, W] have the strides ROW and COLUMN and tiles
+    of [STEP, TILE], whose units have the strides UNIT_ROW and UNIT_COLUMN.
     """
     blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
@@ -462,7 +468,7 @@ def _from_earlier(
     scores, y, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p, in which the decays of a gate per head already are."""
+    """Σ_{j<i} p_ij y_jc e^{b_ic - b_jc} for scores p. Scores of a gate per head already contain the decays."""
     among = _load_earlier(scores, SCALED, CHUNK)
     y, unit = scale_down(y, SCALED)
     if GATE != "channel":
@@ -488,7 +494,7 @@ def _from_later(
     scores, x, gate, since, middle, level, GATE: tl.constexpr, BY_LEVEL: tl.constexpr, DTYPE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p, in which the decays of a gate per head already are."""
+    """Σ_{j>i} p_ji x_jc e^{b_jc - b_ic} for scores p. Scores of a gate per head already contain the decays."""
     among = _load_later(scores, SCALED, CHUNK)
     x, unit = scale_down(x, SCALED)
     if GATE != "channel":
@@ -522,13 +528,13 @@ def differentiate(
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one chunk of one head: what each x takes from the tokens before, and each y from those after.
+    """BLOCK columns for one chunk of one head: for each x a sum over earlier tokens, for each y one over later tokens.
 
         d_x = scale (e^b ⊙ A S + (P ⊙ decay) Y);   d_y = e^{b_C - b} ⊙ B dS + scale (P ⊙ decay)ᵀ X
 
-    for states [E, W] that lie and have units as `read` says. These are gradients of x and y where A and B are those of
-    outputs and values. The READS are left in d_x; if WRITES, the rest in d_y and, with a gate, in d_g: a gradient for
-    each channel, or this block's part of the head's.
+    The states [E, W] and their units have the layout that `read` describes. d_x and d_y are the gradients of x and y if
+    A and B are those of outputs and values. READS writes d_x. WRITES writes d_y and, with a gate, d_g: a gradient for
+    each channel, or this block's part of that for the head.
     """
     blocks: tl.constexpr = (W + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % blocks
@@ -627,9 +633,9 @@ def differentiate(
         )
         d_y += token * W
         store_tokens(d_y, H * W * NEXT, live, column, written + later + itself * xs, W, CHUNK, BLOCK)
-        # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie on
-        # one side of it are in both sums, with opposite signs; tokens do not pair with themselves here. The sum over
-        # what is after it is that over the chunk less that over what is before it.
+        # Each gate acts on pairs of an earlier write and a later read. A pair of tokens on the same side of the gate is
+        # in both sums below, with opposite signs; the diagonal is in neither. The sum over the tokens after the gate is
+        # the sum over the chunk minus that over the tokens before it.
         later = xs * read - ys * later
         change = ys * written - later
         if GATE == "channel":

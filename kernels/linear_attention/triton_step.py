@@ -1,6 +1,6 @@
-"""One token of linear attention in one Triton kernel: the state is read once and written once.
+"""One token of linear attention in one Triton kernel, which reads and writes the state once.
 
-A program holds all rows of some columns of one head's state, which no other program needs.
+A program holds all rows of some columns of one head's state; no other program needs these columns.
 """
 
 import torch

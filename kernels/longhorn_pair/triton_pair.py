@@ -1,8 +1,8 @@
-"""A pair of Longhorn layers between their projections, in Triton: the kernels of its parts, and one node for autograd.
+"""A pair of Longhorn layers between their projections, in Triton: one node for autograd, made of its parts' kernels.
 
-Of the gradients that meet at the convolved tokens none is stored to be added: the product with `selection` adds to
-the scan's, and the convolution reads the gated product's, which both ways share, as it comes to it. The gradients of
-the convolution's input and of the gate are written to the two halves of one tensor.
+No gradient of the convolved tokens is stored only to be added. The product with `selection` adds its gradient to the
+scan's. The backward pass of the convolution computes the gradient that the gated product contributes while it reads.
+The gradients of the convolution's input and of the gate are written to the two halves of one tensor.
 """
 
 import torch
@@ -18,15 +18,15 @@ from longseq.kernels.silu_product.triton_product import differentiate, silu_prod
 from longseq.kernels.triton_launch import ROW, Launch, block_width, cdiv, find_launch, launch_options, next_power_of_2
 
 BOTH_WAYS = number_of("second_half")
-ALIGNMENT = 16  # of the rows of selected numbers, which matrix products read many at a time
-# By bytes of a number: rows and channels of a program's block, warps, stages. Those of two bytes were measured on an
-# H200, where four stages of twice the rows are a tenth faster, but want more shared memory than other GPUs have.
+ALIGNMENT = 16  # Rows of selected numbers are padded to a multiple of this: matrix products load many numbers at once
+# By bytes of a number: rows and channels of a program's block, warps, stages. Those for two bytes were measured on an
+# H200. There, four stages of twice the rows are a tenth faster, but need more shared memory than other GPUs have.
 RATES = {
     2: {"find_rates": Launch(128, 128, 4, 1), "differentiate_rates": Launch(32, 128, 8, 3)},
     4: {"find_rates": Launch(64, 64, 4, 1), "differentiate_rates": Launch(32, 64, 8, 1)},
 }
-PROGRAMS = 264  # of the gradient of rates, about
-ADDED = 32  # rows of a program that adds up gradients of ranks
+PROGRAMS = 264  # the approximate grid of the gradient of rates
+ADDED = 32  # rows of a program that sums the gradients of r
 
 
 @custom_op("longhorn_pair")
@@ -40,10 +40,11 @@ def longhorn_pair(
     skip: Tensor,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [B, T, I], and what its gradient needs, of which checkpoints are empty unless `save`.
+    """y [B, T, I], and the tensors that the gradient needs.
 
-    The convolved tokens x, for which there are 2 B rows: [2 B, T, I]; what is selected of them, r, k, q and zeros in
-    rows of aligned width S, and the weight [2, S, I] that selects it; the rates; and what the scan gives.
+    These are: the convolved tokens x [2 B, T, I], one reading in each half of the batch; the weight [2, S, I] that
+    selects from them, padded to a width S that is a multiple of 16; the selected numbers [2 B, T, S], which are r, k, q
+    and zeros; the rates; the result of the scan; its checkpoints, empty without `save`.
     """
     values, gate = projected.chunk(2, dim=-1)
     x = causal_convolution(values, taps, offset, None, None, True, BOTH_WAYS)
@@ -79,7 +80,7 @@ def _aligned(width: int) -> int:
 
 
 def _widen(selection: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [2, S, I] that selects zeros, too, up to an aligned width."""
+    """`selection` [2, R + 2 N, I] padded with rows of zeros to the width S, a multiple of ALIGNMENT: [2, S, I]."""
     width = selection.shape[1]
     wide = selection.new_empty((2, _aligned(width), selection.shape[2]), dtype=dtype)
     wide[:, :width] = selection
@@ -88,7 +89,7 @@ def _widen(selection: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _keys_and_queries(selected: Tensor, selection: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of their columns."""
+    """Keys and queries as views of their columns of `selected`."""
     ranks = rate.shape[2]
     entries = (selection.shape[1] - ranks) // 2
     return selected[..., ranks : ranks + entries], selected[..., ranks + entries : ranks + 2 * entries]
@@ -112,16 +113,16 @@ def _find_rates(selected: Tensor, rate: Tensor, rate_offset: Tensor) -> Tensor:
 def _differentiate_rates(
     selected: Tensor, rate: Tensor, rates: Tensor, d_rates: Tensor, d_selected: Tensor, chosen: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rate and rate_offset; that of r is written to the first columns of d_selected.
+    """Returns the gradients of rate and rate_offset; writes the gradient of r to the first columns of d_selected.
 
-    Zeros are written to those behind the chosen.
+    The columns of d_selected from `chosen` on, which are padding, are filled with zeros.
     """
     inner, ranks = rate.shape[1:]
     size, width = selected.element_size(), selected.shape[-1]
     table = RATES[size]["differentiate_rates"]
     rows = rates.shape[0] * rates.shape[1] // 2
     columns = block_width(ranks + 1, ROW[size])
-    channels = max(table.step * ROW[size] // columns, ROW[size])  # the more ranks, the fewer, for the sums of both
+    channels = max(table.step * ROW[size] // columns, ROW[size])  # fewer for more ranks: both sums must fit
     blocks, slabs = cdiv(rows, table.block), cdiv(inner, channels)
     programs = max(1, min(blocks, PROGRAMS // (2 * slabs)))
     d_ranks = selected.new_empty((slabs, ranks, 2 * rows), dtype=torch.float32)
@@ -155,7 +156,7 @@ def longhorn_pair_backward(
     checkpoints: Tensor,
     dy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of projected and the six parameters."""
+    """The gradients of `projected` and of the six parameters."""
     values, gate = projected.chunk(2, dim=-1)
     chosen = selection.shape[1]
     d_projected = torch.empty_like(projected, memory_format=torch.contiguous_format)

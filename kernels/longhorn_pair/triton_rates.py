@@ -1,6 +1,7 @@
 """Rates of low rank in Triton, sigmoid(r weightᵀ + bias) for both halves of the rows, and their gradients.
 
-Both kernels move little but the rates themselves: a product of 24 columns costs less than reading what it gives.
+The rates dominate the memory traffic of both kernels: it costs less to compute a product of 24 columns again than to
+read its result.
 """
 
 import triton
@@ -11,14 +12,14 @@ from longseq.kernels.diagonal_scan.triton_forward import INTERPRETED
 
 @triton.jit
 def _multiply(x, y):
-    if INTERPRETED:  # which takes bfloat16 numbers for integers
+    if INTERPRETED:  # Triton's interpreter takes bfloat16 for integers
         return tl.dot(x.to(tl.float32), y.to(tl.float32))
     return tl.dot(x, y, input_precision="tf32x3")
 
 
 @triton.jit
 def _load_columns(x, row, live, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first R columns of so many rows, of which some are live, [ROWS, COLUMNS] with zeros past them."""
+    """R columns of the first `live` of ROWS rows with stride `row`, [ROWS, COLUMNS] padded with zeros."""
     i = tl.arange(0, ROWS)
     r = tl.arange(0, COLUMNS)
     return tl.load(x + i[:, None] * row + r[None, :], mask=(i < live)[:, None] & (r < R)[None, :], other=0.0)
@@ -29,7 +30,7 @@ def find_rates(
     selected, weight, bias, rates, rows, D, S,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The rates of some rows and channels; each half has so many rows."""
+    """The rates of a block of rows and channels. Each half has `rows` rows."""
     over_d = tl.cdiv(D, BLOCK_D)
     over_t = tl.cdiv(rows, BLOCK_T)
     block = tl.program_id(0) // over_d
@@ -53,10 +54,11 @@ def differentiate_rates(
     selected, weight, rates, d_rates, d_ranks, d_weights, d_biases, rows, blocks, programs, D, S,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of rates to those of r, one part for each block of channels [blocks of D, R, 2 rows], and of
-    weight and bias, one part for each of so many programs [programs, 2, D, R] and [programs, 2, D].
+    """The gradients of r, weight and bias from the gradients of the rates, in parts that are summed afterwards.
 
-    A program walks through blocks of rows that are as many apart as there are programs.
+    The parts of r are one for each block of channels, [blocks of channels, R, 2 rows]. Those of weight and bias are one
+    for each of the `programs` programs of a half, [programs, 2, D, R] and [programs, 2, D]. Each program takes every
+    `programs`th block of rows.
     """
     over_d = tl.cdiv(D, BLOCK_D)
     slab = (tl.program_id(0) % over_d).to(tl.int64)
@@ -78,9 +80,10 @@ def differentiate_rates(
         d_logits = tl.load(d_rates + row * D + d + place, mask=inside, other=0.0).to(tl.float32)
         d_logits *= share * (1.0 - share)
         ranks = _load_columns(selected + row * S, S, live, R, BLOCK_T, BLOCK_R)
-        ranks = tl.where((r == R)[None, :], 1.0, ranks).to(ranks.dtype)  # in the place of a zero: the bias's column
+        ranks = tl.where((r == R)[None, :], 1.0, ranks).to(ranks.dtype)  # a zero of the padding becomes the bias's 1
         d_logits = d_logits.to(ranks.dtype)
-        # Both products take the gradients of logits as their right side, which Hopper reads where it lies.
+        # Both products take the gradient of the logits as the right operand, which Hopper reads from shared memory
+        # without a copy to registers.
         into = d_ranks + slab * R * 2 * rows + row
         own = (r < R)[:, None] & (i < live)[None, :]
         d_ranks_t = _multiply(tl.trans(factors), tl.trans(d_logits))
@@ -98,7 +101,7 @@ def add_ranks(
     d_ranks, d_selected, rows, slabs, S,
     R: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of r in the first R columns of [rows, S], summed over so many parts, and zeros past CHOSEN."""
+    """The sum of r's parts in the first R columns of d_selected [rows, S]; zeros in its columns from CHOSEN on."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     s = tl.arange(0, BLOCK_S)
     own = (row < rows)[:, None] & (s < R)[None, :]

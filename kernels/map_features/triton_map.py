@@ -1,4 +1,7 @@
-"""A feature map of each head's channels in one kernel, and its gradient in another."""
+"""A feature map of each head's channels in one kernel, and its gradient in another.
+
+NORM is the order of the norm by which features are divided: 0 (no norm), 1 or 2.
+"""
 
 import torch
 import triton
@@ -20,7 +23,8 @@ from longseq.kernels.head_features.triton_features import (
 )
 from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 
-# By count, not by time. Numbers of a program's block of one head, and of a warp's: 16 of a thread.
+# Chosen by counting registers, not measured. BLOCK: numbers of a program's block of one head. WARP: numbers of the
+# block for each warp, 16 for each thread.
 BLOCK = 2048
 WARP = 512
 
@@ -31,7 +35,7 @@ def apply_map(
     H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Features of one head and some rows. NORM is 0 without one, 1 or 2."""
+    """The features of one head, for a block of rows."""
     head, row, there = place_rows(rows, H, BLOCK_R)
     channels = load_rows(x, row, x_row, head * x_head, there, K, BLOCK_K)
     if NORM == 0:
@@ -47,7 +51,7 @@ def differentiate_mapped(
     H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x, of one head and some rows."""
+    """The gradient of x for one head and a block of rows."""
     head, row, there = place_rows(rows, H, BLOCK_R)
     channels = load_rows(x, row, x_row, head * x_head, there, K, BLOCK_K)
     gradient = scale * load_rows(dy, row, H * K, head * K, there, K, BLOCK_K)
@@ -75,7 +79,7 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: in
 
 @custom_op("map_features")
 def map_features(x: Tensor, feature_map: str, norm: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """Features [..., H, K] in `dtype`; `norm` is 0 without one, 1 or 2."""
+    """The features [..., H, K] in `dtype`; `norm` is 0 (no norm), 1 or 2."""
     y = x.new_empty(x.shape, dtype=dtype)
     _launch(apply_map, x, [y], feature_map, norm, scale)
     return y

@@ -1,17 +1,17 @@
 """Chunks of the orthogonal recurrence forward in Triton. Formulas and names are those of chunk.py: H, c, a, x, W, b, N.
 
-`advance_chunks` walks along time for one head of one sequence with the state in registers. It needs no a: what a slot
-loses is its own part of what it is offered, φᵀ U with U = Σ_s W_Cs h_s c_sᵀ. So two products wait for each other in a
-chunk, one for H ("encode": a) and one for U. It leaves the states before the chunks and that H or a. From these
-`read_out` finds the outputs over chunks in parallel. States inside lie by slot, [M, D]: a sum along a slot, of which a
-chunk has two, stays inside a warp.
+`advance_chunks` loops over the chunks of one head of one sequence with the state in registers. It needs no a, because
+the part that is removed from a slot is that of the update along the slot itself, φᵀ U with U = Σ_s W_Cs h_s c_sᵀ. So a
+chunk has two dependent products, one for H ("encode": a) and one for U. The kernel stores the states before the chunks,
+and H or a. From these, `read_out` computes the outputs over chunks in parallel. States are stored as [slots of time, H,
+M, D]: a sum over the D numbers of one of the M memory slots, of which a chunk has two, stays inside a warp.
 
-Along time, products of half precision inputs are in that precision, with float32 sums: one factor is an input, the
-other is split in two halves, so that little more than rounding to float32 is lost. Over chunks they are TF32, which has
-float16's digits and float32's range: what gates and N leave needs both. Products of float32 inputs are three TF32
-products each. A tile that a product leaves is never the transposed operand of another: that gives wrong numbers on
-Hopper in Triton 3.4 to 3.7. So over chunks, tiles have slots as rows and tokens as columns, [M, C], and matrices of
-tokens against tokens are found transposed too where that is wanted.
+In the loop over time, products of half precision inputs are in that precision with float32 sums. One factor is an
+input, and the other is split into two halves, so that the error is little more than that of rounding to float32. In
+kernels over chunks, products are TF32, which has float16's digits and float32's range: gates and N need both. Products
+of float32 inputs are three TF32 products each. The result of a product is never the transposed operand of another: that
+gives wrong numbers on Hopper in Triton 3.4 to 3.7. Therefore tiles over chunks have slots as rows and tokens as
+columns, [M, C], and a matrix of tokens against tokens that is needed transposed is computed twice.
 """
 
 import triton
@@ -44,7 +44,7 @@ def product(x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def precise_product(x, y, RIGHT: tl.constexpr, DTYPE: tl.constexpr):
-    """Of a factor in float32, y if RIGHT and else x, and one of which nothing is lost in DTYPE."""
+    """x y for one float32 factor (y if RIGHT, else x) and one factor that DTYPE holds exactly."""
     if DTYPE.primitive_bitwidth == 32:
         result = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3")
     elif RIGHT:
@@ -60,13 +60,13 @@ def precise_product(x, y, RIGHT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def of_slots(x):
-    """A sum [BLOCK, 1] for each slot."""
+    """The sum over D for each slot, [BLOCK, 1]."""
     return tl.sum(x, 1)[:, None]
 
 
 @triton.jit
 def store_numbers(base, x, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """A number of each slot, [BLOCK, 1]."""
+    """Store one number for each slot, [BLOCK, 1]."""
     i = first + tl.arange(0, BLOCK)
     tl.store(base + i[:, None], x, mask=(i < COUNT)[:, None])
 
@@ -79,7 +79,7 @@ def load_slots(base, first, count, absent, BLOCK: tl.constexpr):
 
 @triton.jit
 def slot_lengths(state, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr):
-    """Reciprocal lengths [BLOCK, 1] of the slots [BLOCK, D] that are not kept at unit length; else 1."""
+    """Reciprocal lengths [BLOCK, 1] of the slots [BLOCK, D]; 1 for slots of unit length and for TTT."""
     if UNIT or OBJECTIVE == "ttt":
         r = 1.0
     else:
@@ -90,7 +90,9 @@ def slot_lengths(state, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def decoded(z, v):
-    """Of what TTT decodes, z [C, D]: the directions, their reciprocal lengths and the values' parts along them."""
+    """For what TTT decodes, z [C, D]: directions, reciprocal lengths, and the components of the values along the
+    directions.
+    """
     r = reciprocal_root(tl.sum(z * z, 1))[:, None]
     direction = z * r
     return direction, r, tl.sum(direction * v, 1)[:, None]
@@ -98,7 +100,7 @@ def decoded(z, v):
 
 @triton.jit
 def log_gates(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Of a chunk, [C]: zeros without gates."""
+    """The log gates of a chunk, [C]; zeros without gates."""
     if GATED:
         return load_numbers(g, g_token, live, BLOCK_C)
     return tl.zeros((BLOCK_C,), tl.float32)
@@ -106,7 +108,7 @@ def log_gates(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def decays_until_end(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """From each token of a chunk to its end, [C]."""
+    """Decays from each token, exclusive, to the end of the chunk, [C]."""
     if GATED:
         return decay_until(g, g_token, live, BLOCK_C)
     return tl.zeros((BLOCK_C,), tl.float32) + 1.0
@@ -114,7 +116,7 @@ def decays_until_end(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexp
 
 @triton.jit
 def place_chunk(done, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
-    """The first token of a chunk before which `done` tokens of its sequence are read, and how many it has."""
+    """The first token of a chunk that follows `done` tokens of its sequence, and its number of tokens."""
     return token_after(done, start, end, REVERSE), tl.minimum(end - (start + done), CHUNK)
 
 
@@ -122,7 +124,7 @@ def place_chunk(done, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
 def numbers_of_chunk(
     gamma, g, gamma_token, g_token, first, live, NEXT, GATED: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """Of each token its strength times its decay until the chunk's end, [C], and the decay of the whole chunk."""
+    """For each token its strength times its decay to the end of the chunk, [C]; and the decay over the whole chunk."""
     weight = load_numbers(gamma + first * gamma_token, gamma_token * NEXT, live, BLOCK_C)
     whole = tl.full((), 1.0, tl.float32)
     if GATED:
@@ -146,7 +148,7 @@ def load_side(
 
 @triton.jit
 def load_outside(base, first, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK slots of the user's state [D, M] as [BLOCK, D] in float32. Inside, states are kept as [M, D]."""
+    """BLOCK slots of the user's state [D, M] as [BLOCK, D] in float32. The kernels store states as [M, D]."""
     return tl.trans(load_block(base, 0, first, D, M, BLOCK_D, BLOCK)).to(tl.float32)
 
 
@@ -158,11 +160,11 @@ def advance_chunks(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK slots of one head of one sequence: of each chunk the state before it and H ("encode": a).
+    """BLOCK slots of one head of one sequence: for each chunk, the state before it and H ("encode": a).
 
-    If SAVE also φᵀ U of each slot and, with N, 1 / norms after it, and behind the states of all chunks the final one.
-    What STAGES - 1 turns need is loaded ahead. All slots of "decode" and "ttt" belong to one program: those of the
-    others do without each other.
+    If SAVE, also φᵀ U of each slot, with N the reciprocal norms after the chunk, and behind the states of all chunks
+    the final one. Loads run STAGES - 1 steps ahead. For "decode" and "ttt", all slots belong to one program; for the
+    other objectives, slots are independent.
     """
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
@@ -181,7 +183,7 @@ def advance_chunks(
     corner = (n * H + head) * D * M
     state = load_outside(initial + corner, column, D, M, BLOCK_D, BLOCK)
     if UNIT:
-        # The state of an empty segment is not looked at, so not normalised either.
+        # The state of an empty segment is returned as it is, not normalised.
         state *= tl.where(chunks > 0, reciprocal_root(of_slots(state * state)), 1.0)
     first, live = place_chunk(0, start, end, REVERSE, CHUNK)
     weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, GATED, BLOCK_C)
@@ -190,7 +192,7 @@ def advance_chunks(
         first, live = place_chunk(m * CHUNK, start, end, REVERSE, CHUNK)
         source = load_side(k, v, k_token, v_token, first, live, NEXT, column, ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
         goal = load_side(k, v, k_token, v_token, first, live, NEXT, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
-        # A turn early: the compiler does not prefetch strided numbers of 16 bits.
+        # Loaded one step early: the compiler does not prefetch strided numbers of 16 bits.
         following, live = place_chunk(tl.minimum(m + 1, chunks - 1) * CHUNK, start, end, REVERSE, CHUNK)
         next_weight, next_whole = numbers_of_chunk(
             gamma, g, gamma_token, g_token, following, live, NEXT, GATED, BLOCK_C
@@ -249,7 +251,7 @@ def weights_of_chunk(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: t
 
 @triton.jit
 def weights_transposed(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W [s, t]."""
+    """W transposed, [s, t]; STRICT without the diagonal."""
     i = tl.arange(0, BLOCK_C)
     REACH: tl.constexpr = 1 if STRICT else 0
     upper = i[None, :] >= i[:, None] + REACH
@@ -261,7 +263,7 @@ def weights_transposed(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C:
 
 @triton.jit
 def weigh(x, gate, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x ⊙ W [t, s], its diagonal times DIAGONAL."""
+    """x ⊙ W [t, s], with its diagonal multiplied by DIAGONAL."""
     i = tl.arange(0, BLOCK_C)
     if GATED:
         x *= weights_of_chunk(gate, False, GATED, BLOCK_C)
@@ -274,7 +276,7 @@ def weigh(x, gate, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.cons
 
 @triton.jit
 def weigh_transposed(x, gate, strength, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x ⊙ W [s, t], its diagonal times DIAGONAL, and all times the strengths of the tokens s."""
+    """x ⊙ W [s, t], with its diagonal multiplied by DIAGONAL and each row by the strength of its token s."""
     i = tl.arange(0, BLOCK_C)
     if GATED:
         x *= weights_transposed(gate, False, GATED, BLOCK_C)
@@ -311,7 +313,7 @@ def load_answers(
     found, place, state, r, h_t, column, M: tl.constexpr, OBJECTIVE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """aᵀ [BLOCK, C] for a state [BLOCK, D] of reciprocal lengths r."""
+    """aᵀ [BLOCK, C] for a state [BLOCK, D] with reciprocal lengths r."""
     if OBJECTIVE == "ttt":
         a = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     elif OBJECTIVE == "encode":
@@ -334,16 +336,16 @@ def load_written(
 
 @triton.jit
 def empty(state):
-    """Which slots [BLOCK, 1] of a state [BLOCK, D] have no direction and so no unit length."""
+    """A mask [BLOCK, 1] of the slots of a normalised state [BLOCK, D] that are zero, and so not of unit length."""
     state = state.to(tl.float32)
     return of_slots(state * state) < 0.5
 
 
 @triton.jit
 def squared_norms(c, a, removed, gone, onto, since, none, squares, PRECISION: tl.constexpr):
-    """Of N [M, C] what each token adds, and what the tokens before it leave; `squares` are W ⊙ W [s, t], strict.
+    """For N [M, C]: what each token adds to the squared norms, and the squared norms before that.
 
-    In `onto`, F, only half of what a token writes counts for itself.
+    `squares` are W ⊙ W [s, t] without the diagonal. In `onto`, F, a token's own write counts half.
     """
     added = c * (2.0 * onto + a * removed)
     own = since[None, :] * tl.where(none, 2.0 * gone, since[None, :])
@@ -359,7 +361,7 @@ def read_out(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: its outputs, from BLOCK slots at a time."""
+    """The outputs of one chunk of one head, summed over BLOCK slots at a time."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head

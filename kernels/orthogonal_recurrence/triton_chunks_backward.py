@@ -1,10 +1,10 @@
 """Chunks of the orthogonal recurrence backward in Triton. Formulas and names are those of chunk.py, `_chunk_backward`.
 
-`differentiate_outputs` finds over chunks in parallel what the gradients of the outputs leave for q, c, H ("encode",
-"similarity": v), the gates and the state before each chunk. `retreat_chunks` walks from the last chunk to the first
-with the gradient of the state in registers: as forward, two products wait for each other in a chunk. It leaves the
-gradients of the states after the chunks, before N, and of H ("encode": what they leave for a). From these
-`differentiate_inputs` finds the rest over chunks in parallel.
+`differentiate_outputs` computes over chunks in parallel what the gradients of the outputs contribute to those of q, c,
+H ("encode", "similarity": v), the gates and the state before each chunk. `retreat_chunks` loops from the last chunk to
+the first with the gradient of the state in registers; as in the forward pass, a chunk has two dependent products. It
+stores the gradients of the states after the chunks, before N, and of H ("encode": their contribution to that of a).
+From these, `differentiate_inputs` computes the rest over chunks in parallel.
 """
 
 import triton
@@ -53,7 +53,7 @@ from longseq.kernels.triton_tiles import (
 def gates_of_decays(d_decay, BLOCK_C: tl.constexpr):
     """Gradients of the log gates [C] from those of W's logarithms [s, t].
 
-    A gate acts on what is read after it of what was written before it.
+    A gate acts on each pair of an earlier write s and a later read t around it.
     """
     i = tl.arange(0, BLOCK_C)
     later = tl.cumsum(tl.where(i[:, None] < i[None, :], d_decay, 0.0), 1, reverse=True)
@@ -70,11 +70,12 @@ def differentiate_outputs(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradient of q, and what outputs leave for c, H, the log gates and the state.
+    """One chunk of one head: the gradient of q, and the outputs' contribution to those of c, H, log gates and state.
 
-    READS: through the products that they are made of, and `d_gone` and `d_squared`, the gradients of W x and N. WRITES:
-    through these two, which a launch without READS loads, adding to what the one before it left. Both at once need too
-    many registers for chunks of 64 tokens: what they spill took longer than all else.
+    READS computes the contribution through the products that the outputs are made of, and stores `d_gone` and
+    `d_squared`, the gradients of W x and N. WRITES computes the contribution through these two. A launch without READS
+    loads both, and adds to the results of the launch before it. One launch with both needs too many registers for
+    chunks of 64 tokens: the spilled registers took longer than everything else.
     """
     BOTH: tl.constexpr = READS and WRITES
     head = (tl.program_id(0) % H).to(tl.int64)
@@ -121,7 +122,7 @@ def differentiate_outputs(
             before = product(a * c, strict_t, PRECISION)
             gone = before + a * c
         if UNIT:
-            # Behind a barrier, tiles are loaded again, for which there are not enough registers. The cache has them.
+            # After a barrier, tiles are loaded again, from the cache: there are not enough registers to hold them.
             tl.debug_barrier()
             h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
@@ -281,7 +282,7 @@ def differentiate_outputs(
 
 @triton.jit
 def decoded_backward(z, v, h, d_h):
-    """Gradients of TTT's z and v [C, D] from that of H."""
+    """The gradients of TTT's z and v [C, D] from that of H."""
     direction, r, along = decoded(z, v)
     d_v = d_h * r
     d_along = -tl.sum(d_v * direction, 1)[:, None]
@@ -299,11 +300,11 @@ def retreat_chunks(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK slots of one head of one sequence: the gradients of the states after its chunks, before N (`d_after`).
+    """BLOCK slots of one head of one sequence: `d_after`, the gradients of the states after its chunks, before N.
 
-    And `d_found`, the gradient of H (TTT: of z, negative, and of v in `d_values`) or, for "encode", minus that of a
-    that comes from the state after the chunk. What STAGES - 1 turns need is loaded ahead, or without STAGES what their
-    products take: a turn that waited for `d_states` took half its time for that.
+    Also `d_found`: the gradient of H; for TTT, minus that of z, with that of v in `d_values`; for "encode", minus the
+    part of the gradient of a that comes from the state after the chunk. Loads run STAGES - 1 steps ahead. Without
+    STAGES, only the operands of products are loaded ahead; a step that waited for `d_states` spent half its time so.
     """
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
@@ -323,7 +324,7 @@ def retreat_chunks(
     d_state = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     if HAS_FINAL:
         d_state = load_outside(d_final + corner, column, D, M, BLOCK_D, BLOCK)
-    # Of a sequence without chunks, what is loaded here is not used.
+    # For a sequence without chunks, the loaded numbers are not used.
     first, live = place_chunk(tl.maximum(chunks - 1, 0) * CHUNK, start, end, REVERSE, CHUNK)
     weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, GATED, BLOCK_C)
     for back in tl.range(0, chunks, num_stages=STAGES):
@@ -335,12 +336,12 @@ def retreat_chunks(
         state = load_block(states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
         after = load_block(states + place_after * D * M, column, 0, M, D, BLOCK, BLOCK_D).to(tl.float32)
         d_before = load_block(d_states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D)
-        # A turn early: the compiler does not prefetch strided numbers of 16 bits.
+        # Loaded one step early: the compiler does not prefetch strided numbers of 16 bits.
         earlier, count = place_chunk(tl.maximum(m - 1, 0) * CHUNK, start, end, REVERSE, CHUNK)
         next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, earlier, count, NEXT, GATED, BLOCK_C)
         if UNIT:
             shorter = load_slots(lengths + place * M, column, M, 1.0, BLOCK)
-            # From the gradient of slots that N left to that of the ones before.
+            # From the gradient of the slots after N to that of the slots before N.
             d_state = (d_state - after * of_slots(after * d_state)) * shorter
         store_block(d_after + place * D * M, column, 0, d_state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
@@ -407,7 +408,7 @@ def differentiate_inputs(
     PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradients of k, v, gamma and g."""
+    """The gradients of k, v, gamma and g for one chunk of one head."""
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -472,7 +473,7 @@ def differentiate_inputs(
     i = tl.arange(0, BLOCK_C)
     tl.store(d_gamma + token + i * H * NEXT, d_strength, mask=i < live)
     if GATED:
-        # W's last row and b's last number alone act on the state after the chunk.
+        # Only W's last row and b's last number act on the state after the chunk.
         whole = tl.exp(tl.sum(load_numbers(g, g_token, live, BLOCK_C), 0))
         d_gates = tl.sum(tl.where(i[:, None] < i[None, :], (until * d_until)[:, None], 0.0), 0)
         d_gates += whole * d_whole

@@ -1,13 +1,14 @@
-"""The orthogonal recurrence in Triton: its two custom operations, their launches and the constants that those use.
+"""The orthogonal recurrence in Triton: its two custom operations, their launches and the constants of these.
 
 The state is float32, whatever the inputs, and so is the arithmetic of the exact form. No sum depends on the order in
 which programs run: the result is the same in every run.
 
-For the backward pass the exact form keeps the state before every CHECKPOINT tokens, D M / CHECKPOINT numbers a token
-and head. It finds the others again, in D M CHECKPOINT numbers of scratch memory for each program, of which there are as
-many as SCRATCH has room for. Chunks of C tokens keep the states before them and after the last (of half precision
-inputs with N in float16) and H or a: D M / C + D or M numbers a token and head. Their backward pass needs
-2 D M / C + 2 D + 3 M more while it runs, M of short chunks.
+For the backward pass, the exact form saves the state before every CHECKPOINT tokens, D M / CHECKPOINT numbers for each
+token and head. The backward pass computes the other states again, in D M CHECKPOINT numbers of scratch memory for each
+program; there are as many programs as SCRATCH has room for. Chunks of C tokens save the states before each chunk and
+after the last one (float16 for half precision inputs with N), and H or a: D M / C + D or M numbers for each token and
+head. Their backward pass needs 2 D M / C + 2 D + 3 M more while it runs, or one M less for each token if chunks are
+short.
 """
 
 from typing import Any, NamedTuple
@@ -39,10 +40,10 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 
-# By the bytes of the precision and the side of a square that holds as many numbers as the state's block, rounded up.
-# A thread of the exact form, which is in float32 whatever the inputs, holds 16 to 64 numbers of it. "short" are chunks
-# of up to SHORT tokens. Those of chunks of half precision were measured on an H200 for a side of 64; of the others that
-# were compiled, they spill the fewest numbers from registers.
+# By the bytes of the products' type and by the side of a square with as many numbers as the block of the state, rounded
+# up. In the exact form, which is float32 whatever the inputs, a thread holds 16 to 64 numbers of the state. "short"
+# chunks have up to SHORT tokens. The launches of chunks in half precision were measured on an H200 for a side of 64;
+# the others are those that spill the fewest registers among the launches that were compiled.
 _EXACT = {
     side: {
         "advance_tokens": Launch(0, 0, {16: 1, 32: 1, 64: 4, 128: 8}[side], 1),
@@ -74,7 +75,7 @@ _SINGLES = {
     | {"read_out_short": Launch(64, 0, 4, 1), "differentiate_outputs_short": Launch(64, 0, 4, 1)}
     for side, launches in _CHUNKS.items()
 }
-TWO_STAGES = 177 * 1024  # bytes of shared memory that `retreat_chunks` takes of a side of 128; capability 8.0 has 163
+TWO_STAGES = 177 * 1024  # the shared memory of `retreat_chunks` for a side of 128, in bytes; capability 8.0 has 163 KiB
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (size, side): launches if size == 2 else _EXACT[side] | launches
     for size, table in ((2, _CHUNKS), (4, _SINGLES))
@@ -85,19 +86,19 @@ if longseq_shared_memory("cuda", None) < TWO_STAGES:
 fit_launches("orthogonal_recurrence", LAUNCHES)
 CHECKPOINT = 32  # tokens
 SHORT = 16  # tokens of a chunk
-WIDTH = 64  # of a block of tokens, channels or slots at least: rows of operands as wide as the tensor cores load
-SCRATCH = 1 << 26  # numbers, of all programs of the exact form's backward pass
+WIDTH = 64  # the least block of tokens, channels or slots: rows of operands as wide as tensor cores load
+SCRATCH = 1 << 26  # the numbers of all programs of the exact form's backward pass together
 
 
 class _Form(NamedTuple):
-    """What both passes derive from a call."""
+    """What both passes derive from the arguments of a call."""
 
-    constants: dict[str, Any]  # compile-time arguments of every kernel
+    constants: dict[str, Any]  # the compile-time arguments of every kernel
     launches: dict[str, Launch]
     chunk: int
     sequences: int
-    slots: int  # chunks, or stretches of CHECKPOINT tokens, of all sequences, at most
-    sequence_of: Tensor | None  # that packed chunks belong to
+    slots: int  # an upper bound of the number of chunks, or of stretches of CHECKPOINT tokens, of all sequences
+    sequence_of: Tensor | None  # the sequence of each packed chunk
 
     @property
     def is_exact(self) -> bool:
@@ -105,11 +106,11 @@ class _Form(NamedTuple):
 
     @property
     def is_by_slot(self) -> bool:
-        """Whether slots do without each other."""
+        """True if slots are independent of each other."""
         return self.constants["OBJECTIVE"] in ("encode", "similarity")
 
     def block(self, kernel: str) -> int:
-        """So many slots the kernel works on at a time."""
+        """The number of slots that the kernel takes at a time."""
         return min(self.launch(kernel).block, block_width(self.constants["M"], WIDTH))
 
     def arguments(self, kernel: str, **more: Any) -> dict[str, Any]:
@@ -153,9 +154,12 @@ def _form(
 
 
 def _precision(q: Tensor, k: Tensor, v: Tensor, unit: bool) -> torch.dtype:
-    """Of the products along time: that of the inputs if they agree, but float16 has no room for slots that grow."""
+    """The type of the products in loops over time: that of q, k and v if they agree, else float32.
+
+    Float16 is used with unit slots only: it has too little range for slots that grow.
+    """
     same = q.dtype == k.dtype == v.dtype
-    # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
+    # Triton's interpreter, which runs on a CPU, multiplies matrices of bfloat16 as integers.
     roomy = unit if v.dtype == torch.float16 else v.dtype == torch.bfloat16 and v.device.type != "cpu"
     return v.dtype if same and roomy else torch.float32
 
@@ -177,8 +181,10 @@ def orthogonal_recurrence(
     reverse: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns o [B, T, H, D] in v's dtype, the final state [B or segments, H, D, M] in float32, and if `save` what the
-    backward pass needs, in the order of `_allocate`."""
+    """Returns o [B, T, H, D] in v's type, the final state, and if `save` what the backward pass needs.
+
+    The final state is [B or segments, H, D, M] in float32; the list has the order of `_allocate`.
+    """
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     initial_state = initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -205,10 +211,10 @@ def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, 
 
 
 def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The output, the final state and what is kept, not yet written.
+    """Empty tensors for the output, the final state and what is saved.
 
-    Kept are states. Of chunks also H or a (not for "similarity"), the reciprocal norms at the ends (with N) and φᵀ U of
-    each slot (not for TTT).
+    Saved are states. Chunks also save H or a (not for "similarity"), the reciprocal norms after each chunk (with N),
+    and φᵀ U of each slot (not for TTT).
     """
     heads, width, columns = v.shape[2], v.shape[3], k.shape[3]
 
@@ -219,7 +225,7 @@ def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Te
     if form.is_exact:
         return v.new_empty(v.shape), final, [numbers(form.slots if save else 0, width, columns)]
     objective, saved = form.constants["OBJECTIVE"], form.slots * save
-    # Float16 has room for slots of unit length and the digits that what is orthogonal to them needs.
+    # Float16 has range enough for slots of unit length, and bits enough for the part orthogonal to them.
     unit = form.constants["UNIT"] and form.constants["PRECISION"] == "tf32"
     kept = [numbers(form.slots + form.sequences * save, columns, width, dtype=torch.float16 if unit else torch.float32)]
     found = 0 if objective == "similarity" else form.slots
@@ -248,7 +254,7 @@ def _run_chunks(
 
 
 def _slot_blocks(form: _Form, kernel: str) -> tuple[int, int]:
-    """Programs of a head that walk along time, and how many slots each has: all of them where they need each other."""
+    """The programs of a head in a loop over time, and the slots of each: all slots if they depend on each other."""
     columns = form.constants["M"]
     block = form.block(kernel) if form.is_by_slot else block_width(columns, WIDTH)
     return cdiv(columns, block), block
@@ -277,7 +283,7 @@ def orthogonal_recurrence_backward(
     chunk_size: int,
     reverse: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, gamma, g, threshold (empty if there is none) and of the initial state."""
+    """The gradients of q, k, v, gamma, g, threshold (empty if absent) and of the initial state."""
     q, k, v, d_output = (channels_adjacent(x) for x in (q, k, v, d_output))
     initial_state = initial_state.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
@@ -335,7 +341,7 @@ def _differentiate_chunks(
     stages: int | None = form.launch("retreat_chunks").stages
     is_wide = block * form.constants["BLOCK_D"] > WIDTH * WIDTH
     if form.constants["OBJECTIVE"] == "ttt":
-        stages = 1 if is_wide else None  # shared memory has no room for turns ahead, or only for what products take
+        stages = 1 if is_wide else None  # what shared memory has room for: no loads ahead, or only those of products
     elif is_wide:
         stages = None
     retreat_chunks[(form.sequences * heads * blocks,)](
@@ -363,7 +369,7 @@ def _(
 def _gradients_like(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients not yet written: contiguous, that of the state in float32, those of absent inputs empty."""
+    """Empty gradients: contiguous; that of the state in float32, those of absent inputs empty."""
 
     def like(x: Tensor | None) -> Tensor:
         return q.new_empty((0,)) if x is None else x.new_empty(x.shape)
@@ -379,7 +385,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, d_output, d_final, *_):
-    saved = ctx.saved_tensors  # once: a part of a layer that runs again gives them out once
+    saved = ctx.saved_tensors  # read once: under activation checkpointing, saved tensors can be read only once
     tensors, kept = saved[:8], saved[8:]
     _, _, v, _, g, threshold, initial_state, _ = tensors
     assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"

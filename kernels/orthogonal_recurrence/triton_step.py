@@ -1,7 +1,7 @@
-"""One token of the exact orthogonal recurrence in one Triton kernel: the state is written once.
+"""One token of the exact orthogonal recurrence in one Triton kernel, which writes the state once.
 
-A program holds one head's state. One too large for it is taken in blocks of whole columns, and for the objectives that
-decode, whose sum over all columns comes before the first update, read twice.
+A program holds one head's state. A larger state is taken in blocks of whole columns. For "decode" and "ttt", it is then
+read twice, because their sum over all columns comes before the first update.
 """
 
 import torch
@@ -24,7 +24,8 @@ from longseq.kernels.triton_steps import (
 )
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# By count, not by time. Numbers of a state that a program holds at a time: 64 registers of a thread of eight warps.
+# Chosen by counting registers, not measured: numbers of a state that a program holds at a time, 64 registers in each
+# thread of eight warps.
 STATE = 16384
 
 
@@ -32,7 +33,9 @@ STATE = 16384
 def _decode(
     state, k, M: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """What the key decodes, [BLOCK_D]: from columns of unit length with UNIT, else from the columns as they are."""
+    """What the key decodes, [BLOCK_D]: from columns divided by their length with UNIT, else from the columns as they
+    are.
+    """
     decoded = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, M, BLOCK_M):
         slots = load_block(state, 0, first, D, M, BLOCK_D, BLOCK_M)
@@ -45,7 +48,7 @@ def _decode(
 
 @triton.jit
 def _advance(slots, h, key, strength, decay, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr):
-    """Columns of the state after a token, before the threshold and N."""
+    """The columns of the state after a token, before the threshold and N."""
     if OBJECTIVE == "ttt":
         after = decay * slots + h[:, None] * (strength * key)[None, :]
     else:
@@ -64,7 +67,7 @@ def _advance(slots, h, key, strength, decay, OBJECTIVE: tl.constexpr, UNIT: tl.c
 
 @triton.jit
 def _shrink(slots, limit):
-    """Each number nearer to zero by `limit`, down to zero."""
+    """Soft threshold: move each number towards zero by `limit`, at most to zero."""
     kept = tl.abs(slots) - limit
     kept = tl.where(kept < 0.0, 0.0, kept)
     return tl.where(slots < 0.0, -kept, tl.where(slots == 0.0, 0.0, kept))
@@ -124,7 +127,7 @@ def orthogonal_recurrence_step(
     unit: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns o [B, H, D] in v's dtype and the next state [B, H, D, M] in float32; `unit` keeps columns at length 1."""
+    """Returns o [B, H, D] in v's type and the next state [B, H, D, M] in float32; `unit` normalises columns."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
     batch, heads, width, slots = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)

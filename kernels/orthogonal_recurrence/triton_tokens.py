@@ -1,20 +1,22 @@
 """The exact orthogonal recurrence in Triton, one token at a time. The formulas are those of chunk.py, `_token`.
 
-One program holds the state of one head of one sequence in registers and walks along time. What a token costs is the
-chain of sums that wait for each other: forward, of "decode", φ k (along rows), φᵀ h and the squared norms (along
-columns); one less of the other objectives. The output hangs off the chain. Columns lie adjacent in memory, so Triton
-gives a thread four of them in every eighth row, and a row lies inside one warp: a sum along it takes four shuffles, one
-along columns a shuffle and a trip through shared memory. At 64 x 64 with four warps the compiled loop has 570
-instructions and 8 barriers a token; with a warp on each scheduler that is about 600 cycles of issue and 400 of waiting
-for sums, 0.6 µs as long as each head has a multiprocessor to itself. Backward there are 350 instructions for finding
-the state again and 700 for walking back, with eight warps: 1.7 µs by the same count. An H200 takes longer than that:
-1.2 µs a token forward and 6.7 µs backward (8 x 16 heads of 2,048 tokens in bfloat16, see benchmarks/kernels.json).
+One program holds the state of one head of one sequence in registers and loops over its tokens. The time for a token is
+that of its chain of dependent sums. In the forward pass for "decode", these are φ k (along rows), φᵀ h and the squared
+norms (along columns); the other objectives have one sum less. The output is not part of the chain. Columns are adjacent
+in memory, so Triton gives each thread four of them in every eighth row, and a row lies inside one warp. A sum along a
+row takes four shuffles; a sum along a column takes one shuffle and a trip through shared memory. At 64 x 64 with four
+warps, the compiled loop has 570 instructions and 8 barriers for each token. With a warp on each scheduler, that is
+about 600 cycles of issue and 400 of waiting for sums: 0.6 µs, as long as each head has a multiprocessor to itself. The
+backward pass has 350 instructions for the state and 700 for the gradients, with eight warps: 1.7 µs by the same count.
+An H200 takes longer: 1.2 µs for a token forward and 6.7 µs backward (8 x 16 heads of 2,048 tokens in bfloat16, see
+benchmarks/kernels.json).
 
-Two things keep the chain short. The state is not divided by its norms but handed on with their reciprocals r (φ = S r),
-which are factors of vectors. What a token reads from memory is loaded while the token before it is computed.
+Two things keep the chain short. The state is not divided by its norms: it is kept with their reciprocals r (φ = S r),
+which multiply vectors only. The inputs of a token are loaded while the token before it is computed.
 
-Backward, the states of EVERY tokens at a time are found again from the one before them, left in memory that is the
-program's own (written and read soon after each other, so mostly in the cache), and walked back.
+The backward pass computes the states of EVERY tokens at a time again from the saved state before them. It stores them
+in memory that no other program uses, which is read soon after and so mostly stays in the cache, and then takes these
+tokens from the last to the first.
 """
 
 import triton
@@ -36,7 +38,7 @@ UNSPECIALISED += ["threshold_row", "threshold_token", "threshold_head"]
 
 @triton.jit
 def _load_vector(base, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A vector of one token in float32; zeros of a token that is not live."""
+    """A vector of one token in float32; zeros if the token is not `live`."""
     i = tl.arange(0, BLOCK)
     return tl.load(base + i, mask=i < tl.where(live, WIDTH, 0), other=0.0).to(tl.float32)
 
@@ -49,7 +51,7 @@ def _store_vector(base, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_numbers(gamma, g, threshold, live, GATED: tl.constexpr, SHRUNK: tl.constexpr):
-    """Of one token: its strength, decay and threshold."""
+    """The strength, the decay and the threshold of one token."""
     strength = tl.load(gamma, mask=live, other=0.0).to(tl.float32)
     decay = tl.full((), 1.0, tl.float32)
     if GATED:
@@ -62,13 +64,13 @@ def _load_numbers(gamma, g, threshold, live, GATED: tl.constexpr, SHRUNK: tl.con
 
 @triton.jit
 def reciprocal_root(squares):
-    """The hardware's reciprocal length for a squared one; 1 for a zero vector's, which has no direction."""
+    """1 / sqrt(squares) by the hardware's approximation, for squared lengths; 1 for a zero vector."""
     return tl.rsqrt(tl.where(squares <= 1e-24, 1.0, squares))
 
 
 @triton.jit
 def _reciprocal_lengths(state, OBJECTIVE: tl.constexpr):
-    """Of the columns; ones for TTT, which reads the state itself."""
+    """The reciprocal lengths of the columns; ones for TTT, which reads the state itself."""
     if OBJECTIVE == "ttt":
         return tl.full((state.shape[1],), 1.0, tl.float32)
     return reciprocal_root(tl.sum(state * state, 0))
@@ -76,7 +78,7 @@ def _reciprocal_lengths(state, OBJECTIVE: tl.constexpr):
 
 @triton.jit
 def _decoded(state, k, v):
-    """The direction of what TTT decodes, its reciprocal length, and how much of the value lies along it."""
+    """The direction of what TTT decodes, its reciprocal length, and the component of the value along the direction."""
     z = tl.sum(state * k[None, :], 1)
     r = reciprocal_root(tl.sum(z * z, 0))
     return z * r, r, tl.sum(z * v, 0) * r
@@ -84,7 +86,7 @@ def _decoded(state, k, v):
 
 @triton.jit
 def _written(state, r, k, v, strength, OBJECTIVE: tl.constexpr):
-    """h, c and a of one token that sees the slots φ = state ⊙ r."""
+    """h, c and a of one token, for the slots φ = state ⊙ r."""
     c = strength * k
     a = tl.zeros_like(k)
     h = v
@@ -102,7 +104,7 @@ def _written(state, r, k, v, strength, OBJECTIVE: tl.constexpr):
 
 @triton.jit
 def _updated(state, r, h, c, a, decay, shrink, UNIT: tl.constexpr, SHRUNK: tl.constexpr):
-    """The state after one token, before N; with N the one before it is state ⊙ r."""
+    """The state after one token, before N; with N, the state before the token is state ⊙ r."""
     if UNIT:
         state = state * (r * (decay - c * a))[None, :] + h[:, None] * c[None, :]
     else:
@@ -123,7 +125,7 @@ def advance_tokens(
     SHRUNK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, EVERY: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: its outputs and final state, and to SAVE them the states before every EVERY tokens."""
+    """Outputs and the final state of one head of one sequence; if SAVE, also the states before every EVERY tokens."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
@@ -190,7 +192,7 @@ def advance_tokens(
         decay = next_decay
         limit = next_limit
     if UNIT:
-        # The state of an empty segment is not looked at, so not normalised either.
+        # The state of an empty segment is returned as it is, not normalised.
         state *= tl.where(length > 0, r, 1.0)[None, :]
     store_block(final + (n * H + head) * D * M, 0, 0, state, D, M, BLOCK_D, BLOCK_M)
 
@@ -202,9 +204,10 @@ def _recompute_segment(
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
     SHRUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """From a checkpoint at `states`: of each token the state before it, h, a and r; returns the state after the last.
+    """Starts from the checkpoint at `states`; stores the state before each token, h, a and r; returns the last state.
 
-    r is what the token's update was divided by: the lengths that N found after it, or without N those before it.
+    r holds the reciprocal lengths by which the token's update is multiplied: with N those after the update, without N
+    those before it.
     """
     state = load_block(states, 0, 0, D, M, BLOCK_D, BLOCK_M)
     r = tl.zeros((BLOCK_M,), tl.float32) + 1.0
@@ -254,7 +257,7 @@ def _differentiate_token(
     before, after, d_state, r, q, k, v, d_output, h, a, strength, decay,
     OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, SHRUNK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the state before a token, of q, k, v, its strength, its decay and its shrinkage."""
+    """The gradients of the state before a token, of q, k and v, and of the strength, decay and soft threshold."""
     d_q = tl.sum(after * d_output[:, None], 0)
     d_state += d_output[:, None] * q[None, :]
     if UNIT:
@@ -329,7 +332,10 @@ def retreat_tokens(
     SHRUNK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_FINAL: tl.constexpr, EVERY: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Heads of sequences, one after the other: gradients of all inputs. `scratch` has EVERY tokens for each program."""
+    """The gradients of all inputs, for one head of one sequence after the other.
+
+    `scratch` has room for EVERY tokens for each program.
+    """
     before = scratch + tl.program_id(0).to(tl.int64) * EVERY * (D * M + D + 2 * M)
     directions = before + EVERY * D * M
     answers = directions + EVERY * D
@@ -361,7 +367,7 @@ def retreat_tokens(
             m = segments - 1 - back
             done = m.to(tl.int64) * EVERY
             count = tl.minimum(end - start - done, EVERY).to(tl.int32)
-            first = done * NEXT  # tokens from the one that is read first
+            first = done * NEXT  # offset from the token that is read first
             after = _recompute_segment(
                 k_0 + first * k_token, v_0 + first * v_token, gamma_0 + first * gamma_token, g_0 + first * g_token,
                 threshold_0 + first * threshold_token, states + ((slot + m) * H + head) * D * M,
@@ -369,7 +375,7 @@ def retreat_tokens(
                 k_token * NEXT, v_token * NEXT, gamma_token * NEXT, g_token * NEXT, threshold_token * NEXT,
                 D, M, OBJECTIVE, UNIT, GATED, SHRUNK, BLOCK_D, BLOCK_M,
             )  # fmt: skip
-            tl.debug_barrier()  # what one thread of the program wrote above, another one reads below
+            tl.debug_barrier()  # threads of the program read below what other threads wrote above
             last = first + count * NEXT - NEXT
             live = count > 0
             query = _load_vector(q_0 + last * q_token, live, M, BLOCK_M)
@@ -407,7 +413,7 @@ def retreat_tokens(
                 after = slots
                 query = next_query
                 d_read = next_d_read
-            tl.debug_barrier()  # and is overwritten next
+            tl.debug_barrier()  # the next turn overwrites what was read
 
         if UNIT:
             state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)

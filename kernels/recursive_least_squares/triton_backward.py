@@ -1,7 +1,7 @@
-"""Recursive least squares backward in Triton. The formulas are those of triton_least_squares.py, with its names.
+"""Recursive least squares backward in Triton. The formulas and names are those of triton_least_squares.py.
 
-`linearize` and `differentiate_directions` run over chunks in parallel; between them `retreat` walks from the last chunk
-to the first.
+`linearize` and `differentiate_directions` run over chunks in parallel; between them, `retreat` loops from the last
+chunk to the first.
 """
 
 import triton
@@ -32,7 +32,7 @@ from longseq.kernels.triton_units import scale_down
 
 @triton.jit
 def _halve(x):
-    """Two float16 numbers that have 22 bits of x together."""
+    """Two float16 numbers whose sum has 22 bits of x."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
@@ -62,7 +62,7 @@ def linearize(
     K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: Φ, x̃, a and Nᵀ from every even program, β̃, b and the gradient of x from every odd one."""
+    """For one chunk of one head: Φ, x̃, a and Nᵀ (even programs); β̃, b and the gradient of x (odd programs)."""
     head = (tl.program_id(0) // 2 % H).to(tl.int64)
     slot = (tl.program_id(0) // 2 // H).to(tl.int64)
     place = slot * H + head
@@ -78,7 +78,7 @@ def linearize(
         among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
         store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
         store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-        tl.debug_barrier()  # loaded again, not held in registers
+        tl.debug_barrier()  # written is loaded again, not held in registers
         columns = load_transposed(written + tokens, CHUNK, K, CHUNK, BLOCK)
         factor = load_block(inverse + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         columns = multiply(columns, factor, PRECISION=PRECISION)
@@ -100,7 +100,7 @@ def linearize(
 
 @triton.jit
 def _pull_back(d_state, transition, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Φᵀ D Φ, with Φ at `transition`. D, of any size, is brought into float16's range, and so is D Φ."""
+    """Φᵀ D Φ, with Φ at `transition`. D and D Φ are divided by units first, which bring them into float16's range."""
     high, low = _load_halves(transition, K, BLOCK)
     d_state, unit = scale_down(d_state, True)
     d_high, d_low = _halve(d_state)
@@ -111,7 +111,7 @@ def _pull_back(d_state, transition, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gain(read, d_read, place, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """What A before a chunk gains by its outputs: β̃ᵀ x̃."""
+    """The contribution of a chunk's outputs to the gradient of A before the chunk: β̃ᵀ x̃."""
     left = load_block(read + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK)
     d_left = load_transposed(d_read + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK)
     return multiply(d_left, left, PRECISION=PRECISION)
@@ -122,9 +122,10 @@ def accumulate(
     transitions, read, d_read, segment_transitions, segment_gains, segments, span, T, H,
     K: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One segment, but the first, of one head of one sequence: D before it from none after it, and its Φ's product.
+    """For one segment (not the first) of one head of one sequence: D before it from none after it, and its product of
+    Φ.
 
-    The former from every even program, the latter from every odd one.
+    Even programs compute the former, odd programs the latter.
     """
     segment = tl.program_id(0) // 2 % (segments - 1) + 1
     head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
@@ -157,9 +158,10 @@ def retreat(
     K: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, SEGMENTED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head of one sequence: D after each chunk, whose symmetric part is A's gradient, and the first.
+    """For one segment of one head of one sequence: D after each chunk, and D before the sequence.
 
-    Each program first finds D after its segment, from what `accumulate` left of the later ones.
+    The symmetric part of D is the gradient of A. Each program first computes D after its segment from the results of
+    `accumulate` for the later segments.
     """
     segment = tl.program_id(0) % segments
     head = (tl.program_id(0) // segments % H).to(tl.int64)
@@ -191,7 +193,7 @@ def differentiate_directions(
     K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradient of u."""
+    """The gradient of u for one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
@@ -204,12 +206,12 @@ def differentiate_directions(
     u += row * u_row + start * u_token + head * u_head
     u_token *= NEXT
 
-    # 2 N D, of D's symmetric part
+    # 2 N D, for the symmetric part of D
     d_state = load_block(d_states + square, 0, 0, K, K, BLOCK, BLOCK)
     d_state += load_transposed(d_states + square, K, K, BLOCK, BLOCK)
     du = load_transposed(solved + tokens, K, CHUNK, BLOCK, CHUNK)
     du = multiply(du, d_state, PRECISION=PRECISION)
-    tl.debug_barrier()  # here and below: loaded again, not held in registers
+    tl.debug_barrier()  # here and below: tensors are loaded again, not held in registers
     pairs = multiply(du, load_block(solved + tokens, 0, 0, K, CHUNK, BLOCK, CHUNK), PRECISION=PRECISION)
     rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
     du -= multiply(pairs, rows, PRECISION=PRECISION)
@@ -224,7 +226,8 @@ def differentiate_directions(
         among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
     du = multiply(seen, load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
-    state = load_transposed(states + square, K, K, BLOCK, BLOCK)  # symmetric, and as products take it
+    # A is symmetric; loaded transposed, it has the layout of an operand.
+    state = load_transposed(states + square, K, K, BLOCK, BLOCK)
     total = multiply(du, state, PRECISION=PRECISION)
     if REFRESHED:
         i = tl.arange(0, CHUNK)

@@ -1,6 +1,6 @@
-"""Recursive least squares forward in Triton. The formulas are those of triton_least_squares.py, with its names.
+"""Recursive least squares forward in Triton. The formulas and names are those of triton_least_squares.py.
 
-What refreshes add, `added`, comes in the order of reading.
+`added`, what refreshes add to the diagonal of A, is in the order of reading.
 """
 
 import triton
@@ -19,22 +19,22 @@ from longseq.kernels.triton_tiles import (
     token_after,
 )
 
-# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+# Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
 WALK = [*SIZES_AND_STRIDES, "span", "segments"]
 MOST_SEGMENTS = tl.constexpr(128)
 
 
 @triton.jit
 def _nearest(x):
-    """x rounded to the 11 bits that TF32 has; tensor cores cut the others off, by which twice as much is lost."""
+    """x rounded to the 11 bits of TF32. Tensor cores would truncate, which loses twice as much."""
     return ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def product(a, b, EXACT_A: tl.constexpr = False, EXACT_B: tl.constexpr = False):
-    """a b to about 23 bits, in TF32 products of leading and trailing bits; an EXACT operand has no trailing bits.
+    """a b to about 23 bits, as TF32 products of leading and trailing bits; an EXACT operand has no trailing bits.
 
-    Fewer registers than "tf32x3", and a product less where an operand is exact.
+    It takes fewer registers than "tf32x3", and one product less if an operand is exact.
     """
     b_leading = _nearest(b)
     if EXACT_A:
@@ -49,13 +49,13 @@ def product(a, b, EXACT_A: tl.constexpr = False, EXACT_B: tl.constexpr = False):
 
 @triton.jit
 def _rounded(x):
-    """x rounded to the 11 bits that TF32 has; what is not a number stays so, whatever its bits."""
+    """x rounded to the 11 bits of TF32; NaN stays NaN, whatever its bits."""
     return tl.where(x == x, _nearest(x), x)
 
 
 @triton.jit
 def load_rows(u, u_token, live, K: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """U of a chunk in float32; EXACT: rounded to the bits that TF32 has, which is nothing to float16 and bfloat16."""
+    """U of a chunk in float32; EXACT rounds it to the bits of TF32, which changes float32 only."""
     rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK)
     if EXACT and rows.dtype == tl.float32:
         return _rounded(rows)
@@ -64,7 +64,7 @@ def load_rows(u, u_token, live, K: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.
 
 @triton.jit
 def multiply(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
-    """a b, added to acc, in one TF32 product of rounded operands or in three ("tf32x3")."""
+    """a b + acc, in one TF32 product of rounded operands, or in three ("tf32x3")."""
     if PRECISION == "tf32":
         a = _rounded(a)
         b = _rounded(b)
@@ -85,36 +85,38 @@ def load_transposed(base, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def refreshed_before(added, live, CHUNK: tl.constexpr):
-    """What refreshes have added to the diagonal from the start of the chunk to before each token: e."""
+    """e: what refreshes have added to the diagonal from the start of the chunk to before each token."""
     i = tl.arange(0, CHUNK)
     return tl.cumsum(tl.load(added + i - 1, mask=(i > 0) & (i < live), other=0.0), 0)
 
 
 @triton.jit
 def refreshed_since(added, live, CHUNK: tl.constexpr):
-    """The same, with what is added after each token: ē."""
+    """ē: what refreshes have added to the diagonal from the start of the chunk to after each token."""
     return tl.cumsum(load_numbers(added, 1, live, CHUNK), 0)
 
 
 @triton.jit
 def inverse_factor(products, live, room, CHUNK: tl.constexpr, ROWS: tl.constexpr = 4):
-    """L^{-1} for I + products = L Lᵀ, of which the upper triangle is read and rows from `live` on must be zero.
+    """L^{-1} for I + products = L Lᵀ, computed by elimination of ROWS rows at a time.
 
-    Elimination of ROWS rows at a time. They go to all threads through `room`, CHUNK * CHUNK numbers of memory that no
-    other program uses, and leave there their rows of the result: what is behind them is still to be factored, and what
-    is before them, in the place of what has been, the inverse of the unit factor. No pivot is below 1 but by rounding.
+    Only the upper triangle of `products` is read; its rows from `live` on must be zero. The rows of a step reach all
+    threads through `room`, CHUNK * CHUNK numbers of memory that no other program uses, where they are replaced by rows
+    of the result. In registers, the part of the matrix after these rows is still to be factored, and the part before
+    them holds the inverse of the unit factor. Without rounding, every pivot is at least 1.
     """
     i = tl.arange(0, CHUNK)
     tile = room + i[:, None] * CHUNK + i[None, :]
     matrix = products + identity(CHUNK)
     tl.store(tile, identity(CHUNK), mask=(i >= live)[:, None])
-    for j in tl.range(0, tl.minimum(live, CHUNK).to(tl.int32), ROWS, num_stages=1):  # no load before the storing
+    for j in tl.range(0, tl.minimum(live, CHUNK).to(tl.int32), ROWS, num_stages=1):  # no load may move before a store
         among = (i >= j) & (i < j + ROWS)
         tl.store(tile, matrix, mask=among[:, None])
         matrix = tl.where(among[None, :], 0.0, matrix)
         tl.debug_barrier()
-        # Of the rows before in this block: numbers above their diagonal, those by their pivots, one by these and by
-        # their roots, and all as columns and as rows (with the identity where the inverse begins).
+        # Values of the earlier rows of this step: the numbers above their diagonal (`above`), these divided by the
+        # pivots (`factors`), 1 / pivot, 1 / sqrt(pivot), and the rows as columns and as rows (with the identity where
+        # the inverse begins).
         above, factors, reciprocals, roots, columns, rows = (), (), (), (), (), ()
         for a in tl.static_range(ROWS):
             place = room + (j + a) * CHUNK
@@ -135,7 +137,7 @@ def inverse_factor(products, live, room, CHUNK: tl.constexpr, ROWS: tl.constexpr
             roots = roots + (tl.rsqrt(tl.maximum(pivot, 1.0)),)
             columns = columns + (column,)
             rows = rows + (row,)
-        tl.debug_barrier()  # until all have read what is to be overwritten
+        tl.debug_barrier()  # all threads have read what the next lines overwrite
         for a in tl.static_range(ROWS):
             column = tl.where(i >= j + ROWS, columns[a] * reciprocals[a], 0.0)
             matrix -= column[:, None] * rows[a][None, :]
@@ -146,7 +148,10 @@ def inverse_factor(products, live, room, CHUNK: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
-    """A before the first token: the symmetric part of the given one, but as it is if there is not `some` token."""
+    """A before the first token: the symmetric part of `initial`, or `initial` itself for a sequence without tokens.
+
+    Without `initial` it is `first` times the identity. `some` is true if the sequence has a token.
+    """
     i = tl.arange(0, BLOCK)
     state = tl.where((i[:, None] == i[None, :]) & (i < K)[None, :], first, 0.0)
     if HAS_INITIAL:
@@ -161,7 +166,7 @@ def _absorb(
     state, rows, added, done, room, written, live,
     REFRESHED: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Y and Yᵀ of a chunk; L^{-1} is left in `room`, which is this program's own like the rows of `written`."""
+    """Y and Yᵀ of a chunk; L^{-1} is stored in `room`. No other program uses `room` or `written`."""
     offered = product(rows, state, EXACT_A=EXACT)
     if REFRESHED:
         offered += refreshed_before(added + done, live, CHUNK)[:, None] * rows
@@ -174,8 +179,8 @@ def _absorb(
 def transpose(
     x, scratch, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """xᵀ, through memory that is this program's own."""
-    tl.debug_barrier()  # until nothing that was there is still to be read
+    """xᵀ, through `scratch`, memory that no other program uses."""
+    tl.debug_barrier()  # all threads have read what `scratch` held
     store_block(scratch, 0, 0, x, HEIGHT, WIDTH, ROWS, COLUMNS)
     tl.debug_barrier()
     return load_transposed(scratch, HEIGHT, WIDTH, ROWS, COLUMNS)
@@ -196,7 +201,7 @@ def advance(
     K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr, HAS_INITIAL: tl.constexpr,
     SEGMENTED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head of one sequence: A before each chunk, L^{-1} and Y of each, and the final A."""
+    """For one segment of one head of one sequence: A before each chunk, L^{-1} and Y of each chunk, and the final A."""
     segment = tl.program_id(0) % segments
     head = (tl.program_id(0) // segments % H).to(tl.int64)
     n = (tl.program_id(0) // segments // H).to(tl.int64)
@@ -214,15 +219,15 @@ def advance(
         others = tl.arange(0, MOST_SEGMENTS)
         mask = (others > 0) & (others < segments)
         if tl.max(tl.load(refused + (n * H + head) * segments + others, mask=mask, other=0), 0) > 0:
-            # `solve` refused: the first program walks alone
+            # `solve` refused a segment: the first program takes all chunks.
             begin = tl.where(segment == 0, 0, chunks)
             stop = tl.where(segment == 0, chunks, 0)
         elif segment > 0:
             place = (n * H + head) * segments + segment
             state = load_block(segment_starts + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
-    done = n * 0 + begin * CHUNK  # of 64 bits, like n
+    done = n * 0 + begin * CHUNK  # 64 bits wide, like n
     later = load_rows(u + done * u_token, u_token, end - start - done, K, EXACT, CHUNK, BLOCK)
-    for m in tl.range(begin, stop, num_stages=1):  # no load may overtake the writing of what it reads back
+    for m in tl.range(begin, stop, num_stages=1):  # no load may move before the store that it reads
         done = n * 0 + m * CHUNK
         live = (end - start - done).to(tl.int32)
         place = (slot + m) * H + head
@@ -259,11 +264,12 @@ def finish(
     x, weights, left, u, u_token, states, added, place, live,
     REFRESHED: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = A_t x_t of a chunk, for what `respond` found."""
-    state = load_transposed(states + place * K * K, K, K, BLOCK, BLOCK)  # symmetric, and as products take it
+    """y = A_t x_t of a chunk, from the results of `respond`."""
+    # A is symmetric; loaded transposed, it has the layout of an operand.
+    state = load_transposed(states + place * K * K, K, K, BLOCK, BLOCK)
     y = multiply(left, state, PRECISION=PRECISION)
     if REFRESHED:
-        tl.debug_barrier()  # loaded again, not held in registers
+        tl.debug_barrier()  # u is loaded again, not held in registers
         rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         rows *= refreshed_before(added, live, CHUNK)[:, None]
         y += refreshed_since(added, live, CHUNK)[:, None] * x - multiply(weights, rows, PRECISION=PRECISION)
@@ -277,7 +283,7 @@ def read_out(
     K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the output."""
+    """The output for one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head

@@ -1,14 +1,14 @@
-"""Recursive least squares in Triton: its two custom operations, their launches and the constants that those use.
+"""Recursive least squares in Triton: its two custom operations, their launches and the constants of these.
 
-A refresh need not end a chunk. With e_t what refreshes have added to the diagonal since the chunk began, before token t
-(ē_t: with what is added after it), A the matrix before the chunk and min(e_i, e_j) = e_j for j <= i,
+A refresh may fall inside a chunk. Let e_t be what refreshes have added to the diagonal from the start of the chunk to
+before token t (ē_t: to after it), A the matrix before the chunk, and min(e_i, e_j) = e_j for j <= i:
 
     P = U A + e ⊙ U        B = I + U A Uᵀ + min(e_i, e_j) ⊙ U Uᵀ = L Lᵀ        Y = L^{-1} P
     A_t = A + ē_t I - Σ_{s<=t} Y_s Y_sᵀ
 
-as the conditional covariance of a random walk that moves at each refresh and is observed along u_t at each token. So
-chunks are plain runs of tokens, and a token that does not count is one with u = 0. With G the gradient of y, D that of
-A after the chunk, and
+This is the conditional covariance of a random walk that moves at each refresh and is observed along u_t at each token.
+So chunks need not end at refreshes, and a token that does not count has u = 0. Let G be the gradient of y, D that of A
+after the chunk, and
 
     a = tril(X Yᵀ) L^{-1}   x̃ = X - a U   (likewise b and β̃ for G)      N = L^{-T} Y      Φ = I - Nᵀ U
 
@@ -16,18 +16,19 @@ A after the chunk, and
     V = aᵀ β̃ + bᵀ x̃ + 2 N D Φ                          S = aᵀ b + bᵀ a + 2 N D Nᵀ
     dU = -(V A + e ⊙ V + (tril(S) ⊙ (e_i - e_j)) U)     dA = sym(β̃ᵀ x̃ + Φᵀ D Φ)
 
-Only A and L (forward) and D (backward) walk along time; the rest runs over chunks in parallel. A walk takes as long as
-its chain of dependent steps: of the factor of a chunk, four rows at a time, and of four products (of D two), whatever
-their size. Chunks are as long as registers allow, and a long sequence of few heads is cut into segments that walk side
-by side. A before each of them is found by triton_segments.py; the map of D is linear, the product of the Φ and what D
-gains. Packed sequences are not cut, and neither are float32 ones, of which more is expected than those products allow.
+Only A and L (forward) and D (backward) are computed in a loop over time; everything else runs over chunks in parallel.
+The time of such a loop is that of its chain of dependent steps, whatever their size: the factorisation of a chunk, four
+rows at a time, and four products (for D: two). Therefore chunks are as long as registers allow, and long sequences with
+few heads are cut into segments that run in parallel. triton_segments.py computes A before each segment. For D, a
+segment is a linear map: the product of its Φ, and what its outputs add to D. Packed sequences are not cut. Neither are
+float32 ones, which need more precision than these products have.
 
-A is the inverse of a growing sum, so that its walk multiplies in three TF32 products for each of float32, and that of D
-in three of float16 halves, into whose range D is brought at each step. Of what does not add up from chunk to chunk one
-TF32 product is as good for bfloat16. Matrices that are needed transposed go through memory (see
+A is the inverse of a growing sum. Therefore the loop of A multiplies in three TF32 products, and that of D in three
+products of float16 halves, after division of D by a unit in each step. Where rounding does not accumulate from chunk to
+chunk, one TF32 product is enough for bfloat16. Matrices that are needed transposed go through memory (see
 delta_rule/triton_backward.py).
 
-No sum depends on the order in which programs run. The forward pass keeps A before each chunk, L^{-1} and Y: K K / C + C
+No sum depends on the order in which programs run. The forward pass saves A before each chunk, L^{-1} and Y: K K / C + C
 + K numbers for each token and head. The backward pass takes 2 K K / C + 2 C + 3 K more while it runs.
 """
 
@@ -62,8 +63,8 @@ from longseq.kernels.triton_launch import (
     strides,
 )
 
-# By the bytes of u's numbers (2 also if they are rounded to 11 bits) and the width, K rounded up to 64. Those of 2
-# bytes were measured on an H200 with bfloat16: over chunks, more programs at a time make up for spilled registers.
+# By the bytes of u's numbers (2 also if u is rounded to 11 bits) and the width, K rounded up to 64. Those for 2 bytes
+# were measured on an H200 with bfloat16: in kernels over chunks, more programs at a time make up for spilled registers.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "transfer": Launch(64, 0, 4, 1),
@@ -87,28 +88,27 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 }
 fit_launches("recursive_least_squares", LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
-PROGRAMS = 256  # of half precision sequences, that walk along time side by side at most
-FEWEST_SEGMENTS = 4  # fewer would not win back that two thirds of the work is done twice
-GROWTH = 64.0  # of Z, in size, beyond which segments are connected from one near I again
-LIMIT = 2000.0  # of Z's condition, by which float32's rounding of X and Z is multiplied
+PROGRAMS = 256  # the most programs that half precision sequences are cut into for the loops over time
+FEWEST_SEGMENTS = 4  # fewer would not make up for two thirds of the work being done twice
+GROWTH = 64.0  # the size of Z beyond which `connect` continues from a Z near I
+LIMIT = 2000.0  # the largest condition of Z, the factor by which float32's rounding of X and Z grows
 
 
 class _Plan(NamedTuple):
-    """What both passes derive from a call's shapes."""
+    """What both passes derive from the shapes of a call."""
 
-    half: bool  # u has no more bits than TF32, or is rounded to them
+    half: bool  # True if u has no more bits than TF32, or is rounded to them
     chunk: int
-    slots: int  # chunks of all sequences, at most
+    slots: int  # an upper bound of the number of chunks of all sequences
     sequences: int
     launches: dict[str, Launch]
-    constants: dict[str, object]  # the compile-time arguments that every kernel takes
+    constants: dict[str, object]  # the compile-time arguments of every kernel
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
 
 
 def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
-    """The plan of a call."""
     batch, tokens, _, width = u.shape
     size = 2 if u.dtype.itemsize == 2 or precision == "tf32" else 4
     chunk = CHUNKS[size]
@@ -120,12 +120,12 @@ def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
 
 
 def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """Into how many segments the walks along time are cut, and the chunks of each."""
+    """The number of segments into which the loops over time are cut, and the chunks of each."""
     chunks = cdiv(u.shape[1], plan.chunk)
     if not plan.half or cu_seqlens is not None:
         return 1, chunks
     walkers = plan.sequences * u.shape[2]
-    # `connect` walks through segments as the others do through chunks.
+    # `connect` loops over segments as the other kernels loop over chunks.
     shortest = cdiv(chunks, min(math.isqrt(chunks), MOST_SEGMENTS.value))
     span = find_span(chunks, walkers, PROGRAMS, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_SEGMENTS**2)
     return (cdiv(chunks, span), span) if span else (1, chunks)
@@ -143,9 +143,11 @@ def recursive_least_squares(
     precision: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns y in `dtype`, the final A [B or segments, H, K, K] in float32, and for the backward pass A before each
-    chunk, L^{-1} and Y. `added` [B, T] in float32 is what a refresh adds to the diagonal after each token, in the order
-    of reading."""
+    """Returns y in `dtype`, the final A, and for the backward pass A before each chunk, L^{-1} and Y.
+
+    The final A is [B or segments, H, K, K] in float32. `added` [B, T] in float32 is what a refresh adds to the diagonal
+    after each token, in the order of reading.
+    """
     x, u = channels_adjacent(x), channels_adjacent(u)
     added = None if added is None else added.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
@@ -203,7 +205,7 @@ def _(x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype
 
 
 def _allocate(plan: _Plan, x: Tensor, u: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The results of the forward pass, not yet written."""
+    """Empty tensors for the results of the forward pass."""
     heads, width = u.shape[2:]
     final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
     states = u.new_empty((plan.slots, heads, width, width), dtype=torch.float32)
@@ -226,7 +228,7 @@ def recursive_least_squares_backward(
     reverse: int,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (of the wider of its and the output's types), of u and of the first A (in float32)."""
+    """The gradients of x (in the wider of its and the output's types), of u and of the first A (in float32)."""
     x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
     added = None if added is None else added.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
@@ -271,7 +273,8 @@ def recursive_least_squares_backward(
         )  # fmt: skip
     if cu_seqlens is None:
         return d_x, d_u, symmetric(d_initial)
-    empty = (cu_seqlens.diff() == 0)[:, None, None, None]  # of no token the state is what was given
+    # The final state of an empty sequence is its first one, not symmetrised.
+    empty = (cu_seqlens.diff() == 0)[:, None, None, None]
     return d_x, d_u, torch.where(empty, d_initial, symmetric(d_initial))
 
 
@@ -282,7 +285,7 @@ def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, reve
 
 
 def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
-    """Room for a gradient, not yet rounded where the output's is not."""
+    """An empty tensor for the gradient of x, in the wider of the types of x and of the output."""
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
 
 
@@ -321,10 +324,11 @@ def recursive_least_squares_triton(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, InverseState | None]:
-    """`recursive_least_squares` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
+    """`recursive_least_squares` in Triton kernels.
 
-    Products by which nothing is handed from chunk to chunk are of TF32 numbers for bfloat16, of which 11 bits are
-    enough, also of u, and else of three for each.
+    `chunk_size` is ignored: the table of launches determines the length of chunks. Where rounding does not accumulate
+    from chunk to chunk, matrix products are one TF32 product for bfloat16 inputs, whose 11 bits are enough, and
+    otherwise three.
     """
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(u.device)
     precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
@@ -340,9 +344,10 @@ def recursive_least_squares_triton(
 def count_steps(
     count: Tensor, steps: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many tokens count up to each one, and which do, [B, T] in the order of reading; and in all [B or segments].
+    """The number of counted tokens up to each token, a mask of the counted tokens, and the number in each sequence.
 
-    With the `steps` before them.
+    The first two are [B, T] in the order of reading, the last is [B or segments]. The first and the last include
+    `steps`.
     """
     if reverse:
         count = turn(count, reverse)

@@ -1,20 +1,20 @@
-"""Segments of time for recursive least squares in Triton: few heads of a long sequence are walked through side by side.
+"""Segments of time for recursive least squares in Triton: a long sequence with few heads is computed in parallel.
 
-A = X Z^{-1} turns both steps of the recurrence into linear ones, from X = A and Z = I,
+A = X Z^{-1} makes both steps of the recurrence linear, starting from X = A and Z = I:
 
     a token: Z <- Z + u uᵀ X        a refresh: X <- X + refresh Z
 
-With e_i what refreshes have added to the diagonal since the chunk began, before token i, and e after the last one, a
-chunk's tokens meet V_i = u_iᵀ X, which is
+Let e_i be what refreshes have added to the diagonal from the start of the chunk to before token i, and e what they have
+added at its end. The tokens of a chunk see V_i = u_iᵀ X, which is
 
     V = M (U X + (e ⊙ U) Z)     M = (I - tril((e_i - e_j) ⊙ U Uᵀ, -1))^{-1}
     X <- X + e Z + ((e - e_i) ⊙ U)ᵀ V        Z <- Z + Uᵀ V
 
-`transfer` finds M U and M (e ⊙ U) of all chunks, `summarize` walks each segment from (I, 0) and from (0, I), `connect`
-follows (A, I) through what those became, and `solve` divides. What grows along time is Z, by which A shrinks: `connect`
-goes on from a Z near I where it has grown. If it has grown so within a segment that X Z^{-1} could lose too much of
-what float32 holds, `solve` says so, and the first segment's program walks alone. X and Z are handed on transposed: so
-the walks multiply from the left what they hold.
+`transfer` computes M U and M (e ⊙ U) of all chunks. `summarize` applies each segment to (I, 0) and to (0, I). `connect`
+composes these maps, starting from (A, I). `solve` divides. Z grows along time, by which A shrinks: `connect` multiplies
+X and Z by an approximate inverse of Z where Z has become large. If Z has grown so much within one segment that X Z^{-1}
+could lose too many bits, `solve` refuses the segment, and the program of the first segment computes the whole sequence.
+X and Z are stored transposed, so that a kernel multiplies them from the left.
 """
 
 import triton
@@ -46,7 +46,7 @@ def transfer(
     u, added, meeting, entering, T, H, u_row, u_token, u_head,
     K: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: M U and M (e ⊙ U); not a number where M could be large."""
+    """M U and M (e ⊙ U) for one chunk of one head; NaN where M could be large."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = (slot * H + head) * CHUNK * K
@@ -73,7 +73,7 @@ def summarize(
     K: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One segment, but the last, of one head of one sequence: what (I, 0), or of odd programs (0, I), becomes."""
+    """For one segment (not the last) of one head of one sequence: what (I, 0) becomes, or for odd programs (0, I)."""
     from_z = tl.program_id(0) % 2
     segment = tl.program_id(0) // 2 % (segments - 1)
     head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
@@ -104,7 +104,7 @@ def summarize(
 
 @triton.jit
 def _beyond(K: tl.constexpr, BLOCK: tl.constexpr):
-    """The identity past K, where a matrix read from memory is zero."""
+    """The identity from row K on, where a matrix that was loaded is zero."""
     i = tl.arange(0, BLOCK)
     return tl.where((i[:, None] == i[None, :]) & (i >= K)[None, :], 1.0, 0.0)
 
@@ -117,7 +117,7 @@ def _size(matrix):
 
 @triton.jit
 def _invert(z, transposed):
-    """z^{-1} to three digits or more, and what is missing of it: Newton's method, from where it always converges."""
+    """z^{-1} to three digits or more, and the size of its residual, by Newton's method from a start that converges."""
     inverse = transposed / (_size(z) * _size(transposed))
     rest = 1.0
     steps = 0
@@ -134,7 +134,7 @@ def connect(
     initial, passed, starts, first, segments,
     K: tl.constexpr, HAS_INITIAL: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: X and Z before each segment but the first, with a Z near I again where it has grown."""
+    """For one head of one sequence: X and Z before each segment but the first; a large Z is replaced by one near I."""
     place = tl.program_id(0).to(tl.int64)
     x = first_state(initial, first, place, True, K, HAS_INITIAL, BLOCK)
     z = identity(BLOCK)
@@ -160,7 +160,7 @@ def connect(
 def solve(
     starts, segment_starts, refused, segments, K: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A before one segment, but the first, of one head of one sequence, and whether it could be off."""
+    """A before one segment (not the first) of one head of one sequence, and whether it is refused as imprecise."""
     sequence_head = (tl.program_id(0) // (segments - 1)).to(tl.int64)
     place = sequence_head * segments + tl.program_id(0) % (segments - 1) + 1
     square = place * 2 * K * K
@@ -173,5 +173,5 @@ def solve(
     state = 0.5 * (state + transpose(state, segment_starts + place * K * K, K, K, BLOCK, BLOCK))
     tl.debug_barrier()
     store_block(segment_starts + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
-    # what is not a number fails both
+    # NaN fails both conditions
     tl.store(refused + place, tl.where((rest <= 1e-3) & (condition <= LIMIT), 0, 1))

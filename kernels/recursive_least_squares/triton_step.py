@@ -1,7 +1,7 @@
-"""One token of recursive least squares in Triton: one kernel where a program holds all of A, else two.
+"""One token of recursive least squares in Triton: one kernel if a program can hold all of A, else two.
 
-The update needs A u before any of A changes. A program of one that goes beyond MATRIX numbers holds some rows of it,
-and a kernel before the update leaves A u in memory.
+The update needs A u before any of A changes. If A has more than MATRIX numbers, each program holds some rows of it, and
+a kernel before the update stores A u.
 """
 
 import torch
@@ -15,15 +15,16 @@ from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# By count, not by time. Numbers of A that a program holds where it holds all of them, up to 128 x 128, which are 64
-# registers of a thread of eight warps; and else, where it reads rows and columns of A for its symmetric part.
+# Chosen by counting registers, not measured. MATRIX: the most numbers of A that one program holds, 128 x 128, which are
+# 64 registers in each thread of eight warps. ROWS: the numbers of A in a program that holds rows only and loads them as
+# columns, too, for the symmetric part.
 MATRIX = 16384
 ROWS = 8192
 
 
 @triton.jit
 def _symmetric_rows(A, first, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows of the symmetric part of A [K, K], [BLOCK, BLOCK_K] from `first` on."""
+    """BLOCK rows from `first` on of the symmetric part of A [K, K]: [BLOCK, BLOCK_K]."""
     rows = load_block(A, first, 0, K, K, BLOCK, BLOCK_K)
     if BLOCK == BLOCK_K:
         return (rows + tl.trans(rows)) * 0.5
@@ -62,7 +63,7 @@ def _update(
         else:
             own = load_vector(projected + n * K, first, K, BLOCK)
             column = load_vector(projected + n * K, 0, K, BLOCK_K)
-        # the outer product before the division, which keeps A symmetric to the last bit
+        # the outer product comes before the division, so that A stays symmetric to the last bit
         rows -= own[:, None] * column[None, :] / (1.0 + tl.sum(column * direction, 0))
     if REFRESHED:
         added = tl.where(seen % refresh_period == 0, refresh, 0.0)
@@ -90,7 +91,7 @@ def update_inverse(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, H, K] in `dtype`, the next A in float32 and the next steps.
 
-    Without `u` A stays as it is; a `refresh_period` of 0 is none; `unit` takes x at unit length.
+    Without `u`, A stays unchanged. A `refresh_period` of 0 means no refresh. With `unit`, x is divided by its length.
     """
     x, A, steps = channels_adjacent(x), A.contiguous(), steps.contiguous()
     u = None if u is None else channels_adjacent(u)

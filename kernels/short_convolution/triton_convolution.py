@@ -1,13 +1,14 @@
-"""The causal depthwise convolution in Triton, its activation fused: one launch forward, one or two backward.
+"""The causal depthwise convolution in Triton, fused with its activation: one launch forward, one or two backward.
 
     z_t = bias + Σ_j w_j ⊙ x_{t-j};   y_t = z_t or SiLU(z_t);   j = 0 ... W-1, x before the first token from the state
 
-A program walks along a stretch of tokens for BLOCK_D adjacent channels, and holds the last W inputs in registers: each
-input is read once, in vectors, but for the W - 1 in front of a stretch. Backward walks the same way, computes z again
-instead of storing it, and holds the gradients of the last W inputs, to which each token adds its share; the W - 1
-tokens behind its stretch it computes, too. Read in reverse, the walk begins at the last token. A packed segment is
-known by the number of the segment of each token, found without waiting for the device. Each program writes its sum
-for the weights and the bias, and torch adds them in a fixed order: the result is the same in every run.
+A program takes a stretch of tokens for BLOCK_D adjacent channels. It loops over the tokens and holds the last W inputs
+in registers: each input is read once, in vectors, except for the W - 1 inputs before a stretch. The backward pass loops
+in the same order and computes z again instead of storing it. It holds the gradients of the last W inputs, to which each
+token contributes, and continues for W - 1 tokens after its stretch. In reverse, the loop begins at the last token.
+Borders of packed segments come from a tensor with the segment of each token, which is found without waiting for the
+device. Each program writes its own sums for the weights and the bias, and torch adds them in a fixed order, so that the
+result is the same in every run.
 """
 
 from functools import lru_cache
@@ -27,22 +28,23 @@ from longseq.kernels.short_convolution.reference import convolve_each_way
 from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, token_after
 
-# By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those of two bytes were
+# By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those for two bytes were
 # measured on an H200.
 WALKS = {
     2: {"forward": Launch(128, 4, 1, 1), "backward": Launch(128, 4, 1, 1)},
     4: {"forward": Launch(128, 8, 1, 1), "backward": Launch(128, 4, 1, 1)},
 }
-# Rows are cut into stretches for about so many programs; backward writes and reads partial sums of each.
+# The approximate number of programs for which rows are cut into stretches; smaller for the backward pass, which writes
+# and reads a partial sum for each.
 PROGRAMS = {"forward": 16384, "backward": 4096}
 
-# Arguments of which no kernel gets faster by being compiled for their values: fewer kernels to compile.
+# Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
 UNSPECIALISED = ["B", "T", "stretch"]
 
 
 @triton.jit
 def _place(T, D, stretch, BLOCK_D: tl.constexpr):
-    """This program's stretch of tokens, numbered over all rows, its row, first token and end, and its channels."""
+    """This program's stretch of tokens (its number over all rows), row, first token, end (exclusive) and channels."""
     over_d = tl.cdiv(D, BLOCK_D)
     tile = tl.program_id(0) // over_d
     over_t = tl.cdiv(T, stretch)
@@ -53,20 +55,20 @@ def _place(T, D, stretch, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _channels(condition, d, D):
-    """Which of the channels d exist; none if the condition does not hold."""
+    """A mask of the channels d that exist; false everywhere if the condition does not hold."""
     return d < tl.where(condition, D, 0)
 
 
 @triton.jit
 def _token(base, row, t, row_stride, token_stride, T, REVERSE: tl.constexpr):
-    """Where the t-th token to be read lies, and how far the next one is from it."""
+    """A pointer to the token that is read as number t, and the step from there to the next one."""
     step = tl.cast(token_stride, tl.int64)
     return base + row * row_stride + token_after(t, 0, T, REVERSE) * step, step * direction(REVERSE)
 
 
 @triton.jit
 def _load_rows(at, step, t, T, d, D, UNROLL: tl.constexpr):
-    """The rows of UNROLL tokens from the t-th on, zero behind the last."""
+    """UNROLL tokens, read as numbers t, t + 1, ...; zero past the last token."""
     rows = (tl.load(at + d, mask=_channels(t < T, d, D), other=0.0),)
     for i in tl.static_range(1, UNROLL):
         rows = rows + (tl.load(at + i * step + d, mask=_channels(t + i < T, d, D), other=0.0),)
@@ -75,7 +77,7 @@ def _load_rows(at, step, t, T, d, D, UNROLL: tl.constexpr):
 
 @triton.jit
 def _load_taps(weight, bias, d, D, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The weights of the current token, the one before it, ..., and the bias, in float32."""
+    """The taps for the current token, the one before it, ..., and the bias, in float32."""
     taps = (tl.load(weight + d * WIDTH + (WIDTH - 1), mask=d < D, other=0.0).to(tl.float32),)
     for k in tl.static_range(1, WIDTH):
         taps = taps + (tl.load(weight + d * WIDTH + (WIDTH - 1 - k), mask=d < D, other=0.0).to(tl.float32),)
@@ -94,9 +96,9 @@ def _load_state(state, n, place, mask, d, D, WIDTH: tl.constexpr):
 def _load_window(
     at, step, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
 ):  # fmt: skip
-    """The W inputs before a token, the last one first; those before its sequence from the state, or zero.
+    """The W inputs before a token, the latest first; those before its sequence come from the state or are zero.
 
-    The W-th is never used.
+    The oldest of them is never used.
     """
     zeros = tl.zeros((d.shape[0],), tl.float32)
     window = (zeros,)
@@ -112,7 +114,7 @@ def _load_window(
 def _load_before(
     at, step, state, n, age, k: tl.constexpr, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
 ):  # fmt: skip
-    """The k-th input before a token that is the age-th of its sequence."""
+    """The k-th input before a token, which is number `age` of its sequence."""
     seen = tl.load(at - k * step + d, mask=_channels(age >= k, d, D), other=0.0).to(tl.float32)
     if HAS_STATE:
         seen += _load_state(state, n, WIDTH - 1 - k + age, _channels(age < k, d, D), d, D, WIDTH)
@@ -121,16 +123,16 @@ def _load_before(
 
 @triton.jit
 def _borders(n, T, cu_seqlens):
-    """First token and end of segment n."""
-    # Reading the borders on the host to check them would wait for the device; held inside the tokens they can at least
-    # touch no foreign memory.
+    """The first token and the end (exclusive) of segment n."""
+    # Checking the borders on the host would wait for the device. Clamped to the tokens, wrong borders at least touch no
+    # foreign memory.
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
     return start, tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
 
 
 @triton.jit
 def _segment(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr):
-    """Of the t-th token to be read: the number of its packed segment, and its own number in that."""
+    """The packed segment of the token that is read as number t, and the token's number in the segment."""
     place = token_after(t, 0, T, REVERSE)
     n = tl.load(segment_of + place, mask=t < T, other=0).to(tl.int64)
     start, end = _borders(n, T, cu_seqlens)
@@ -139,7 +141,7 @@ def _segment(cu_seqlens, segment_of, t, T, REVERSE: tl.constexpr):
 
 @triton.jit
 def _enter_segment(window, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr):
-    """At the first token of a packed segment, its state takes the place of the segment before it."""
+    """At the first token of a packed segment, its state replaces the inputs of the segment before it."""
     entered = (_first_input(window[0], state, n, age, 1, d, D, WIDTH, HAS_STATE),)
     for k in tl.static_range(2, WIDTH + 1):
         entered = entered + (_first_input(window[k - 1], state, n, age, k, d, D, WIDTH, HAS_STATE),)
@@ -174,7 +176,7 @@ def convolve(window, taps, bias, WIDTH: tl.constexpr):
 
 @triton.jit
 def _gradient(window, taps, bias, dy, WIDTH: tl.constexpr, SILU: tl.constexpr):
-    """The gradient of z."""
+    """The gradient of z from the gradient of y."""
     dz = dy.to(tl.float32)
     if SILU:
         z = convolve(window, taps, bias, WIDTH)
@@ -185,7 +187,7 @@ def _gradient(window, taps, bias, dy, WIDTH: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def _spread(behind, taps, dz, age, WIDTH: tl.constexpr, PACKED: tl.constexpr):
-    """Add a token's share to the gradients of the W inputs that it saw, of which the oldest is complete with it."""
+    """Add a token's contribution to the gradients of the W inputs that it saw; the oldest of them is then complete."""
     spread = (taps[0] * dz,)
     for k in tl.static_range(1, WIDTH):
         share = dz
@@ -217,7 +219,9 @@ def _convolve_stretch(
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """From the first token to be read to the end, of a row of x and of the n-th row of y and of the state."""
+    """The outputs from token `first` to `end` - 1, in the order of reading, of row `row` of x and row n of y and the
+    state.
+    """
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
     y_at, y_step = _token(y, n * T, first, D, D, T, REVERSE)
@@ -253,7 +257,7 @@ def _forward(
         WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL,
     )  # fmt: skip
     if SHARED:
-        weight += D * WIDTH  # those of the second direction
+        weight += D * WIDTH  # the taps of the second direction
         if HAS_BIAS:
             bias += D
         _convolve_stretch(
@@ -270,10 +274,11 @@ def _differentiate_stretch(
     HAS_SKIP: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, WEIGHS: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """From the first token to be read to the end, of a row of x and dx and of the n-th row of dy and of the state.
+    """The gradients from token `first` to `end` - 1, in the order of reading.
 
-    ADD to what dx holds; without it, write dx. If WEIGHS, sums for weight and bias are written, too. With HAS_SKIP the
-    gradient of y is dy + skip_weight ⊙ skipped, of the row of x.
+    `row` is the row of x and dx, n that of dy and the state. With ADD, the gradient is added to what dx holds. If
+    WEIGHS, sums for weight and bias are written. With HAS_SKIP, the gradient of y is dy + skip_weight ⊙ skipped, where
+    `skipped` has the rows of x.
     """
     taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
@@ -346,8 +351,8 @@ def _backward(
         WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 0 if SHARED else REVERSE, SILU, UNROLL, WEIGHS, False,
     )  # fmt: skip
     if SHARED:
-        tl.debug_barrier()  # the other threads' part of dx is read next
-        weight += D * WIDTH  # those of the second direction
+        tl.debug_barrier()  # the next call reads what other threads wrote to dx
+        weight += D * WIDTH  # the taps of the second direction
         if HAS_BIAS:
             bias += D
         if HAS_SKIP:
@@ -408,8 +413,8 @@ def causal_convolution(
 ) -> Tensor:
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last), bias [D] and state [B or N, D, W-1].
 
-    Weight [2, D, W] and bias [2, D] convolve x once forward and once backward: y and the state then have 2 B rows.
-    y is in x's dtype.
+    Weight [2, D, W] and bias [2, D] convolve x once forward and once backward: y and the state then have 2 B rows. y is
+    in x's type.
     """
     x, weight, bias = channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
     state = None if initial_state is None else initial_state.contiguous()
@@ -445,10 +450,10 @@ def causal_convolution_backward(
     weighs: bool,
     enters: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and state (empty without them).
+    """The gradients of x, weight, bias and state (empty without them).
 
-    Those of weight and bias are empty unless it `weighs`, that of the state unless that `enters`. Without x, which is
-    then not needed, there is dy in its place.
+    Those of weight and bias are empty without `weighs`, that of the state without `enters`. Where no gradient needs the
+    values of x, the caller may pass dy in its place.
     """
     dx = x.new_empty(x.shape)
     found = differentiate_convolution(
@@ -473,12 +478,13 @@ def differentiate_convolution(
     weighs: bool = True,
     enters: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of weight, bias and state (empty without them); that of x is written to dx, of adjacent channels.
+    """Writes the gradient of x to dx, whose channels are adjacent; returns those of weight, bias and state.
 
-    Those of weight and bias are left out unless it `weighs`, that of the state unless that `enters`.
+    They are empty without these tensors; those of weight and bias also without `weighs`, that of the state without
+    `enters`.
 
-    To dy is added skip_weight ⊙ skipped, if that is given: `skipped` [B, T, D], without a state and contiguous, is what
-    both readings share, and `skip_weight` [2, D] weighs it for each.
+    If given, skip_weight ⊙ skipped is added to dy: `skipped` [B, T, D], contiguous and without a state, is shared by
+    both readings, and `skip_weight` [2, D] has a row for each of them.
     """
     x, dy, weight = channels_adjacent(x), channels_adjacent(dy), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -522,7 +528,7 @@ def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, weighs, ent
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.silu, ctx.reverse = inputs
     ctx.weighs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    # Of two readings dy has twice the rows, and cannot stand for x.
+    # With two readings, dy has twice as many rows as x and cannot take its place.
     if not (ctx.weighs or ctx.silu or tensors[1].dim() == 3):
         tensors[0] = None
     ctx.save_for_backward(*tensors)
@@ -554,7 +560,7 @@ def short_convolution_triton(
     mask: Tensor | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_convolution` as one kernel over tokens in their own layout; a mask first moves real tokens together."""
+    """`short_convolution` as one kernel on tokens in place; with a mask, the real tokens are first gathered."""
     if weight.dim() == 3 and mask is not None:
         return convolve_each_way(
             short_convolution_triton, x, weight, bias, initial_state,
@@ -585,7 +591,7 @@ def short_convolution_triton(
 def last_states(
     x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
 ) -> Tensor:
-    """The last inputs of each sequence, or of each reading of it, in float32."""
+    """The last W - 1 inputs of each sequence, or of each reading of it, in float32."""
     taps = weight.shape[-1] - 1
     if cu_seqlens is None:
         return _last_inputs(_ends(x, taps, reverse, weight.dim() == 3), initial_state, taps)
@@ -593,7 +599,7 @@ def last_states(
 
 
 def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
-    """The last inputs [B, D, taps] of each sequence, its own [B, up to taps, D] after its first state or zeros."""
+    """The last inputs [B, D, taps] of each sequence: its own, [B, up to taps, D], after its first state or zeros."""
     last = ends.mT.to(torch.float32)
     missing = taps - last.shape[2]
     if state is None:
@@ -602,7 +608,7 @@ def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
 
 
 def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, taps: int, reverse: Reverse) -> Tensor:
-    """The last inputs [N, D, taps] of each segment, reaching into its first state or into zeros."""
+    """The last inputs [N, D, taps] of each segment; short segments are filled up from their first state or zeros."""
     tokens = x.shape[1]
     key = ("places of last inputs", taps, bool(reverse))
     age, place = find_once(cu_seqlens, key, lambda: _places_of_last(cu_seqlens, tokens, taps, reverse))
@@ -617,7 +623,11 @@ def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, tap
 
 
 def _places_of_last(cu_seqlens: Tensor, tokens: int, taps: int, reverse: Reverse) -> tuple[Tensor, Tensor]:
-    """Which of its tokens the last inputs of each segment are, [N, taps], below 0 those of its state; and where."""
+    """Two tensors [N, taps] for the last inputs of each segment.
+
+    The first holds their numbers in the segment, negative for those from its state; the second holds their indices in
+    x.
+    """
     start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
     age = end - start - taps + torch.arange(taps, device=cu_seqlens.device)
     place = end - 1 - age if reverse else start + age
@@ -634,7 +644,7 @@ def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
 
 
 def segment_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """The packed segment that each token belongs to."""
+    """The packed segment of each token; None if the batch is not packed."""
     return None if cu_seqlens is None else sequence_of_tokens(cu_seqlens, x.shape[1])
 
 
@@ -647,13 +657,15 @@ def _prepare(
     kernel: str, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], table: Launch,
     **constants: int,
 ) -> tuple[Prepared, int, int]:  # fmt: skip
-    """The launch of a kernel for inputs of a shape, the channels of a program, and stretches of tokens over all rows.
+    """The launch of a kernel for inputs of a shape, the channels of a program, and the number of stretches over all
+    rows.
 
-    Strides are those of batch and time, of all sequences that it reads, and of the gradient that it writes.
+    `strides` holds those of batch and time, for all sequences that the kernel reads and for the gradient that it
+    writes.
     """
     batch, tokens, channels = shape
     width = constants["WIDTH"]
-    # A thread holds a few numbers for each tap of each of its channels.
+    # Each thread holds a few numbers for each tap of each of its channels.
     block = min(table.block // next_power_of_2(cdiv(width, 4)), next_power_of_2(channels))
     block = max(block, 32 * table.warps)
     stretches = cdiv(PROGRAMS[kernel], max(batch * cdiv(channels, block), 1))

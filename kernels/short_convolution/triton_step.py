@@ -1,4 +1,4 @@
-"""One token of the short convolution in one Triton kernel: the last inputs are read once and written once."""
+"""One token of the short convolution in one Triton kernel, which reads and writes the last inputs once."""
 
 import torch
 import triton
@@ -10,7 +10,8 @@ from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 
-# By count, not by time. Numbers of last inputs that a program of one warp holds: two loads of 16 bytes of a thread.
+# Chosen by counting, not measured: the last inputs that a program of one warp holds, two loads of 16 bytes in each
+# thread.
 NUMBERS = 256
 
 

@@ -1,4 +1,8 @@
-"""A product gated by SiLU in one kernel, and its gradients in another."""
+"""A product gated by SiLU in one kernel, and its gradients in another.
+
+PAIRED kernels take x and skip [2 rows, D], two readings of the same tokens (row i and row i + rows belong together),
+and skip_weight [2, D].
+"""
 
 import torch
 import triton
@@ -9,9 +13,9 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
-# Measured on an H200, without a skip. Channels and numbers of a program's block, and numbers of a warp's; programs at
-# most of a gradient with a skip, each of which walks through blocks a whole grid apart and adds up the gradient of the
-# skip's weight.
+# Measured on an H200, without a skip. CHANNELS: the most channels of a program's block. BLOCK: numbers of the block.
+# WARP: numbers of the block for each warp. PROGRAMS: the largest number of programs for one block of channels if the
+# gradient of skip_weight is needed. Each of them takes every `PROGRAMS`th block of rows and sums that gradient.
 CHANNELS = 1024
 BLOCK = 2048
 WARP = 512
@@ -25,7 +29,7 @@ def _load(x, row, stride, column, inside):
 
 @triton.jit
 def _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP: tl.constexpr):
-    """What the gate multiplies, and the skip."""
+    """x + scale skip, which the gate multiplies, and the skip."""
     value = _load(x, row, x_row, column, inside)
     skipped = value
     if HAS_SKIP:
@@ -36,7 +40,7 @@ def _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP: tl.co
 
 @triton.jit
 def _scale(skip_weight, column, D, HAS_SKIP: tl.constexpr):
-    """The skip's weights as a row."""
+    """The weights of the skip as a row [1, BLOCK_D]; zeros without a skip."""
     scale = (column * 0).to(tl.float32)[None, :]
     if HAS_SKIP:
         scale = tl.load(skip_weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
@@ -48,7 +52,7 @@ def multiply(
     x, gate, skip, skip_weight, y, rows, D, x_row, gate_row, skip_row,
     HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The product of some rows and channels; if PAIRED, of the sum of them and of the rows behind all others."""
+    """y for a block of rows and channels; if PAIRED, the gate multiplies the sum of both readings."""
     over_d = tl.cdiv(D, BLOCK_D)
     row = (tl.program_id(0) // over_d).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -69,9 +73,10 @@ def differentiate_product(
     HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, APART: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some rows and channels; if WEIGHS, this program's part of that of the skip's weight, or of both.
+    """The gradients of a block of rows and channels; if WEIGHS, also this program's part of that of skip_weight.
 
-    Unless APART, dx is that of both readings of a pair, which are equal, and there is no d_skip.
+    The gradients of both readings of a pair are equal. If APART, dx and d_skip are written for each of them; otherwise
+    dx is written once, and d_skip is not written.
     """
     over_d = tl.cdiv(D, BLOCK_D)
     first = tl.program_id(0) // over_d
@@ -115,7 +120,7 @@ def differentiate_product(
 
 
 def _blocks(channels: int) -> dict[str, int]:
-    """Rows and columns of a program's block, and its warps."""
+    """The rows and columns of a program's block, and its options."""
     columns = min(next_power_of_2(channels), CHANNELS)
     rows = max(1, BLOCK // columns)
     return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(rows * columns // WARP, 1), 8))}
@@ -123,9 +128,10 @@ def _blocks(channels: int) -> dict[str, int]:
 
 @custom_op("silu_product")
 def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
-    """The product [..., D], in the type of x times gate.
+    """The gated product [..., D]; its type is the promotion of those of x and gate.
 
-    With skip_weight [2, D] that of the sum of both halves of x, each with its skip.
+    With skip_weight [2, D], the first dimension of x and skip holds two readings, one half each, and the gate
+    multiplies their sum.
     """
     y = x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
     (values, x_row), (gates, gate_row) = rows_of(x), rows_of(gate)
@@ -154,7 +160,10 @@ def _(x, gate, skip, skip_weight):
 def silu_product_backward(
     x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, weighs: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, gate, skip and its weight: the last two empty without a skip, the last unless it `weighs`."""
+    """The gradients of x, gate, skip and skip_weight.
+
+    The last two are empty without a skip; the last one is also empty without `weighs`.
+    """
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
     return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, weighs)
@@ -164,10 +173,10 @@ def differentiate(
     x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor,
     dx: Tensor, d_gate: Tensor, d_skip: Tensor | None, weighs: bool = True,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the skip's weight (empty without a skip, and unless it `weighs`); the others are written.
+    """Writes dx, d_gate and d_skip, and returns the gradient of skip_weight: empty without a skip or without `weighs`.
 
-    Without `d_skip`, both readings of a pair have the same gradient dx [B, ...], and the skip that times its weight.
-    Rows of `d_gate` may lie apart, if one stride tells how far.
+    If `d_skip` is None, dx [B, ...] is written once for both readings of a pair, which share it; the gradient of the
+    skip is dx times its weight. The rows of `d_gate` may lie apart, at one stride.
     """
     (values, x_row), (gates, gate_row), (gradients, dy_row) = rows_of(x), rows_of(gate), rows_of(dy)
     skips, skip_row = (None, 0) if skip is None else rows_of(skip)

@@ -1,6 +1,6 @@
 """Slot attention as two passes of gated linear attention in Triton, as in chunk.py.
 
-Write strengths, scores and the weights that the activation makes of them are float32 in between, whatever the inputs.
+Write strengths, scores and the weights that the activation makes of the scores are float32, whatever the inputs' type.
 """
 
 import torch
@@ -27,7 +27,10 @@ def slot_attention_triton(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """`slot_attention` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut."""
+    """`slot_attention` in Triton kernels.
+
+    `chunk_size` is ignored: the table of launches determines the length of chunks.
+    """
     keys, values = (None, None) if initial_state is None else initial_state
     precise = v.dtype.itemsize > 2
     with without_autocast(q):

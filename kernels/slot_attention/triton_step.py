@@ -1,7 +1,7 @@
-"""One token of slot attention in one Triton kernel: keys and values of the slots are read and written once.
+"""One token of slot attention in one Triton kernel, which reads and writes the slots' keys and values once.
 
-A program holds some value columns of all slots of one head. The weights of the slots hang on all of their keys, which
-every program of a head reads; each writes its share of them.
+A program holds some value columns of all slots of one head. The weight of a slot depends on its whole key, so every
+program of a head reads all keys; each writes its share of them.
 """
 
 import torch
@@ -15,15 +15,16 @@ from longseq.kernels.triton_launch import cdiv, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
 from longseq.kernels.triton_tiles import load_block, store_block
 
-# By count, not by time. Numbers of a program's values, and of the keys that it reads at a time: 32 registers each of a
-# thread of eight warps. More value columns mean that keys are read by fewer programs.
+# Chosen by counting registers, not measured. VALUES and KEYS: the numbers of values that a program holds and of keys
+# that it reads at a time, each 32 registers of a thread of eight warps. With more value columns in a program, fewer
+# programs read the keys.
 VALUES = 8192
 KEYS = 8192
 
 
 @triton.jit
 def _rest_of_decay(g):
-    """1 - e^g, by its series where e^g is so near to 1 that the difference would be lost in rounding."""
+    """1 - e^g. Its series is used for small g, where the difference would be lost in rounding."""
     series = 1.0 + g * (1.0 / 6.0) * (1.0 + g * (1.0 / 7.0) * (1.0 + g * (1.0 / 8.0)))
     series = 1.0 + g * (1.0 / 3.0) * (1.0 + g * (1.0 / 4.0) * (1.0 + g * (1.0 / 5.0) * series))
     return tl.where(tl.abs(g) < 0.5, -g * (1.0 + g * 0.5 * series), 1.0 - tl.exp(g))
@@ -31,7 +32,7 @@ def _rest_of_decay(g):
 
 @triton.jit
 def _weigh(x, live, ACTIVATION: tl.constexpr):
-    """The weights of the slots by their match with the query; slots that are not live have none in a softmax."""
+    """The weights of the slots from their scores. In a softmax, slots that are not `live` have weight 0."""
     if ACTIVATION == "softmax":
         x = tl.where(live, x, float("-inf"))
         x = tl.exp(x - tl.max(x, 0))

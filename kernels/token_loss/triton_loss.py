@@ -9,7 +9,8 @@ from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
 from longseq.kernels.triton_launch import cdiv, launch_options, next_power_of_2
 
-# By count, not by time. Logits that a program reads at once, 16 of a thread, and warps of a program.
+# Chosen by counting registers, not measured. BLOCK: logits that a program reads at once, 16 for each thread. WARPS: the
+# warps of a program.
 BLOCK = 4096
 WARPS = 8
 
@@ -21,7 +22,7 @@ def _has_loss(target, V, ignored):
 
 @triton.jit(do_not_specialize=["ignored"])
 def measure_loss(logits, targets, losses, sums, V, row_stride, ignored, BLOCK: tl.constexpr):
-    """One token's loss and the logarithm of its sum of exponentials."""
+    """The loss of one token, and the logarithm of the sum of its logits' exponentials."""
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * row_stride
     largest = tl.full((BLOCK,), -1e38, tl.float32)
@@ -30,7 +31,7 @@ def measure_loss(logits, targets, losses, sums, V, row_stride, ignored, BLOCK: t
         column = start + tl.arange(0, BLOCK)
         x = tl.load(first + column, mask=column < V, other=-float("inf")).to(tl.float32)
         before = largest
-        largest = tl.maximum(largest, x)  # finite from the start: the difference of two infinities is no number
+        largest = tl.maximum(largest, x)  # finite from the start: the difference of two infinities is NaN
         total = total * tl.exp(before - largest) + tl.exp(x - largest)
     most = tl.max(largest, 0)
     sum_of_exp = tl.sum(total * tl.exp(largest - most), 0)
@@ -44,7 +45,7 @@ def measure_loss(logits, targets, losses, sums, V, row_stride, ignored, BLOCK: t
 
 @triton.jit(do_not_specialize=["ignored"])
 def differentiate_loss(logits, targets, sums, d_losses, d_logits, V, row_stride, ignored, BLOCK: tl.constexpr):
-    """The gradient of one block of one token's logits."""
+    """The gradient of a block of one token's logits."""
     blocks = tl.cdiv(V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +63,7 @@ def _block(vocabulary: int) -> int:
 
 @custom_op("token_loss")
 def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Loss of each token and the logarithm of its sum of exponentials [...], in float32."""
+    """The loss of each token, and the logarithm of the sum of its logits' exponentials, [...] in float32."""
     rows = as_rows(logits)
     losses = logits.new_empty(target.shape, dtype=torch.float32)
     sums = torch.empty_like(losses)

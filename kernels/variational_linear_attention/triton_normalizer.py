@@ -1,8 +1,8 @@
 """The normaliser of variational linear attention in Triton: o_t / max(n_t, eps), n_t = z_tᵀ q_t, z_t = z_{t-1} + k_t.
 
-All kernels run over chunks in parallel. One leaves the sums of its chunk, and the next one adds up those of the chunks
-before it, always in one order: little to read next to the chunk itself. With G the gradient of the quotient and Z that
-of the last z,
+All kernels run over chunks in parallel. One kernel stores the sum of the keys of each chunk; the next one adds the sums
+of the chunks before its own, always in the same order, which reads little compared with the chunk itself. With G the
+gradient of the quotient and Z the gradient of the last z,
 
     do_t = G_t / max(n_t, eps)        dn_t = -(o_tᵀ G_t) / n_t², 0 where n_t < eps
     dq_t = dn_t z_t                   dk_t = dz_t = Σ_{s>=t} dn_s q_s + Z
@@ -33,12 +33,12 @@ from longseq.kernels.triton_tiles import (
 from longseq.kernels.variational_linear_attention.triton_unit import differentiate_unit
 
 CHUNK = 64  # tokens
-STEP = 64  # sums of chunks that are added up at a time
+STEP = 64  # chunks whose sums are added at a time
 
 
 @triton.jit
 def _place(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
-    """The sequence of a chunk, its batch row, first token, number of tokens, and the first slot of the sequence."""
+    """The sequence of a chunk, its batch row, first token and remaining tokens, and the first slot of the sequence."""
     n = slot // tl.cdiv(T, CHUNK)
     if PACKED:
         n = tl.load(sequence_of + slot).to(tl.int64)
@@ -49,7 +49,7 @@ def _place(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, REVERSE: tl.c
 
 @triton.jit
 def _add_up(sums, begin, end, H, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over the slots from `begin` to before `end` of one head's sums."""
+    """The total of one head's sums over the slots from `begin` to `end` - 1."""
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in range(begin, end, STEP):
         part = load_tokens(sums + slot * H * K, H * K, end - slot, 0, K, STEP, BLOCK)
@@ -79,7 +79,7 @@ def divide(
     K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr,
     CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the quotients and n; of the last chunk of a sequence also the last z."""
+    """The quotients and n for one chunk of one head; the last chunk of a sequence also stores the last z."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
@@ -110,7 +110,7 @@ def differentiate_values(
     K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradients of o and n, and the sum of dn q."""
+    """The gradients of o and n, and the sum of dn q, for one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
@@ -124,7 +124,7 @@ def differentiate_values(
     weight = load_numbers(products + token, H * NEXT, live, CHUNK)
     small = weight < eps
     weight = tl.where(small, eps, weight)
-    # the quotient first: n² could be out of range where it is not
+    # The quotient comes first: n² could overflow or underflow where the quotient does not.
     d_weight = tl.where(small, 0.0, -tl.sum(value / weight[:, None] * gradient, 1) / weight)
     i = tl.arange(0, CHUNK)
     tl.store(d_products + token + i * (H * NEXT), d_weight, mask=i < live)
@@ -143,9 +143,10 @@ def differentiate_keys(
     K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     UNIT: tl.constexpr, OF_KEY: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: the gradients of q and k; of the first chunk of a sequence also that of the first z.
+    """The gradients of q and k for one chunk of one head; a sequence's first chunk also stores that of the first z.
 
-    To them come those by other ways: of q, of k, or if UNIT of k / ‖k‖, which what came by α is too, unless OF_KEY.
+    The other gradients of q and k are added. If UNIT, `d_read` is the gradient of k / ‖k‖, and so is `d_solved` (from
+    α) unless OF_KEY, which makes it a gradient of k.
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -184,7 +185,7 @@ def differentiate_keys(
 
 
 def _constants(k: Tensor, cu_seqlens: Tensor | None, reverse: int, value_dim: int = 0) -> dict[str, object]:
-    """The compile-time arguments and options of a kernel, of values too if it has any."""
+    """The compile-time arguments and options of a kernel; those of values, too, unless `value_dim` is 0."""
     key_dim = k.shape[3]
     constants: dict[str, object] = {"K": key_dim, "PACKED": cu_seqlens is not None, "REVERSE": reverse}
     constants |= {"CHUNK": CHUNK, "BLOCK": block_width(key_dim)}
@@ -203,8 +204,11 @@ def divide_by_keys(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the quotients [B, T, H, V] in `dtype`, the last z [B or segments, H, K] in float32, and for the backward
-    pass n [B, T, H] and the sums of the keys of each chunk. `values` are o [B, T, H, V] in float32."""
+    """The quotients, the last z, and what the backward pass needs: n and the sums of each chunk's keys.
+
+    `values` are o [B, T, H, V] in float32. The quotients are [B, T, H, V] in `dtype`, z is [B or segments, H, K] and n
+    is [B, T, H], both in float32.
+    """
     batch, tokens, heads = k.shape[:3]
     slots = count_slots(batch, tokens, CHUNK, cu_seqlens)
     sequence_of = sequence_of_slots(slots, CHUNK, tokens, cu_seqlens)
@@ -223,7 +227,7 @@ def divide_by_keys(
 
 
 def allocate_sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Room for the sums of the keys of each chunk."""
+    """An empty tensor for the sums of each chunk's keys, [slots, H, K] in float32."""
     slots = count_slots(k.shape[0], k.shape[1], CHUNK, cu_seqlens)
     return k.new_empty((slots, *k.shape[2:]), dtype=torch.float32)
 
@@ -242,7 +246,7 @@ def divide_by_keys_backward(
     d_output: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the values and of n, and the sums of dn q of each chunk."""
+    """The gradients of the values and of n, and the sums of dn q of each chunk."""
     tokens, heads = q.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
     d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, sums))
@@ -270,7 +274,7 @@ def add_gradients_of_keys(
     normalize_key: bool,
     normalize_alpha: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and the first z (in float32): those by n, by queries and by both uses of the keys."""
+    """The complete gradients of q, k and the first z (in float32): from n, the query, and both uses of the keys."""
     tokens, heads = k.shape[1:3]
     sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
     d_q, d_k, d_initial = q.new_empty(q.shape), k.new_empty(k.shape), _state(sums, k, cu_seqlens)

@@ -1,6 +1,7 @@
-"""One token of variational linear attention in Triton: the inverse's step, whose y is the write key, and the memory's.
+"""One token of variational linear attention in Triton: a step of the inverse, which gives α, and a step of the memory.
 
-Two launches, because every column of the memory needs the whole of A k̂, and a column needs no other column.
+The steps are two launches, because every column of the memory needs the whole vector α = A k, while the columns do not
+need each other.
 """
 
 import torch
@@ -72,7 +73,7 @@ def variational_linear_attention_step(
     normalize_alpha: bool,
     normalizer: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns o [B, H, V] in v's dtype and the next S, A, z (in float32) and steps."""
+    """Returns o [B, H, V] in v's dtype, the next S, A and z in float32, and the next steps."""
     q, k, v, S, z = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), S.contiguous(), z.contiguous()
     alpha, A_after, steps_after = update_inverse(
         k, u, A, steps, refresh_period, refresh, unit=normalize_key, dtype=torch.float32

@@ -1,6 +1,6 @@
-"""Vectors divided by their length in Triton: `unit` of reference.py, in one pass over memory for each direction.
+"""Vectors divided by their length in Triton: `unit` of reference.py, in one kernel for each direction.
 
-With y = x / ‖x‖ and G the gradient of y, that of x is (G - y yᵀ G) / ‖x‖; of a vector without a direction it is G.
+With y = x / ‖x‖ and G the gradient of y, the gradient of x is (G - y yᵀ G) / ‖x‖; for a zero vector it is G.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from longseq.kernels.triton_launch import block_width, cdiv, launch_options, strides
 
-ROWS = 64  # of a program
+ROWS = 64  # vectors of a program
 WARPS = 4
 
 
 @triton.jit
 def _places(row_count, T, H, row, token, head, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of a program's vectors in a tensor [B, T, H, WIDTH] of these strides, and which of them are there."""
+    """Offsets of a program's vectors in a tensor [B, T, H, WIDTH] with these strides; a mask of those that exist."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, BLOCK)
     places = r // H // T * row + r // H % T * token + r % H * head
@@ -25,14 +25,14 @@ def _places(row_count, T, H, row, token, head, WIDTH: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _squared_length(x):
-    """‖x‖², but 1 for a vector that has no direction."""
+    """‖x‖², but 1 for a zero vector."""
     squares = tl.sum(x * x, 1)
     return tl.where(squares <= 1e-24, 1.0, squares)
 
 
 @triton.jit
 def differentiate_unit(x, gradient):
-    """The gradient of vectors x from that of their units, in float32."""
+    """The gradient of vectors x, in float32, from the gradient of x / ‖x‖."""
     squares = tl.sum(x * x, 1)
     length = tl.sqrt(_squared_length(x))
     y = x / length[:, None]
@@ -65,7 +65,7 @@ def _differentiate_normalize(
 
 
 def unit(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [B, T, H, K] divided by its length; a zero vector stays zero."""
+    """x [B, T, H, K] divided by its length, in `dtype`; a zero vector stays zero."""
     batch, tokens, heads, width = x.shape
     y = x.new_empty(x.shape, dtype=dtype)
     _normalize[(cdiv(batch * tokens * heads, ROWS),)](
@@ -76,7 +76,7 @@ def unit(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unit_backward(x: Tensor, d_y: Tensor) -> Tensor:
-    """The gradient of x from that of `unit`."""
+    """The gradient of x from the gradient of `unit(x)`."""
     batch, tokens, heads, width = x.shape
     d_x = x.new_empty(x.shape)
     _differentiate_normalize[(cdiv(batch * tokens * heads, ROWS),)](

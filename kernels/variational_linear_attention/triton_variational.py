@@ -1,9 +1,10 @@
-"""Variational linear attention in Triton: one operation of the parts of the chunk form, each with its own kernels.
+"""Variational linear attention in Triton: one operation, made of the kernels of its parts.
 
-What lies between the parts (α, o before its division) and the gradients that they add up is float32, and is rounded
-once, at the end. The precision of the products is that of o, v's dtype: for bfloat16 the delta rule multiplies float16
-numbers if its keys have length 1, so that k̂ and α̂ are handed on as such, and least squares TF32 ones where nothing adds
-up from chunk to chunk. Of a float16 result that would lose more than rounding it does. α̂ is that of α = A k as well.
+Values between the parts (α, and o before its division) and the gradients that several parts add are float32, rounded
+once at the end. The precision of the matrix products follows from v's type. For bfloat16, the delta rule multiplies
+float16 numbers if its keys k̂ and α̂ both have length 1, and least squares uses TF32, where rounding does not
+accumulate over chunks. For float16 this would lose more than the rounding of the result. If normalize_alpha, α = A k,
+with the key before its normalisation: α̂ is the same for both.
 """
 
 import torch
@@ -54,13 +55,15 @@ def variational_linear_attention(
     normalizer: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Returns o in v's dtype, the final S, A and z in float32, and if `save` what the backward pass needs. `added`
-    [B, T] in float32 is what a refresh adds to the diagonal of A after each token, in the order of reading."""
+    """Returns o in v's type, the final S, A and z in float32, and if `save` what the backward pass needs.
+
+    `added` [B, T] in float32 is what a refresh adds to the diagonal of A after each token, in the order of reading.
+    """
     q, k = channels_adjacent(q), channels_adjacent(k)
     z = None if z is None else z.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     half = _half(v, normalize_key, normalize_alpha)
-    unit_dtype = torch.float16 if half else torch.float32  # as they are multiplied
+    unit_dtype = torch.float16 if half else torch.float32  # the type in which they are multiplied
     with torch.cuda.device_of(q):  # Triton launches on the current device
         read = unit(k, unit_dtype) if normalize_key else k
         alpha, inverse, *found = recursive_least_squares(
@@ -79,7 +82,7 @@ def variational_linear_attention(
         o, memory, kept = delta_rule(
             q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save, False
         )
-        # without the division for the last z alone
+        # Without the normaliser, the call is needed for the last z only.
         values = o if normalizer else torch.zeros_like(o)
         quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, reverse, eps, v.dtype)
         o = quotient if normalizer else o.to(v.dtype, copy=True)
@@ -107,7 +110,7 @@ def _directions(k: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
-    """Whether the delta rule's products are of float16 numbers."""
+    """True if the delta rule's products are of float16 numbers."""
     return v.dtype == torch.bfloat16 and normalize_key and normalize_alpha
 
 
@@ -130,7 +133,7 @@ def variational_linear_attention_backward(
     normalize_alpha: bool,
     normalizer: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, u (empty where it is None) and of the first S, A and z (those in float32)."""
+    """The gradients of q, k, v, u (empty if u is None) and of the first S, A and z (these three in float32)."""
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -220,7 +223,10 @@ def variational_linear_attention_triton(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, VariationalState | None]:
-    """`variational_linear_attention` in Triton kernels. `chunk_size` has no meaning here."""
+    """`variational_linear_attention` in Triton kernels.
+
+    `chunk_size` is ignored: the tables of launches determine the length of chunks.
+    """
     S, A, z, steps = (None,) * 4 if initial_state is None else initial_state
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
