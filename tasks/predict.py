@@ -44,9 +44,9 @@ class PredictKeys(CommandKeys):
             raise ValueError(f"output={self.output} must end in .csv or .json")
 
 
+@quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, int]:
     """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of files."""
-    quiet_libraries()
     keys = read_command(PredictKeys, cfg)
     assert keys.checkpoint is not None
     assert keys.input is not None

@@ -3,13 +3,25 @@
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+
+# Warnings that ask for nothing: data.num_workers is chosen on purpose, resumed runs write to their own folder,
+# short epochs log less often, and damaged EXIF data leaves an image as it is.
+UNWANTED = (
+    ".*does not have many workers.*",
+    ".*exists and is not empty.*",
+    ".*smaller than the logging interval.*",
+    ".*Checkpoint directory.*",
+    ".*LeafSpec.*",
+    "(?s).*Corrupt EXIF data.*",
+)
 
 
 class Report:
@@ -28,40 +40,43 @@ class Report:
         """How much was measured, printed above the metrics of an evaluation and written with them."""
         return {}
 
+    def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
+        """Lines of the closing table below the metrics: a name and a value."""
+        return []
+
+    def closing(self, module: Any, info: Any) -> str | None:
+        """What a run prints below the closing table, after the test with the best model."""
+        return None
+
     def next_commands(self, checkpoint: str) -> list[str]:
         """Commands that a user may want to give next, printed below the closing table."""
         return [f"longseq evaluate checkpoint={checkpoint}"]
 
 
-def quiet_libraries() -> None:
-    """Show only warnings that a user can act on: those of this package, one line each, and few of other packages."""
-    _show_warnings()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Warnings that ask for nothing: data.num_workers is chosen on purpose, resumed runs write to their own folder,
-    # short epochs log less often, and damaged EXIF data leaves an image as it is.
-    for message in (
-        ".*does not have many workers.*",
-        ".*exists and is not empty.*",
-        ".*smaller than the logging interval.*",
-        ".*Checkpoint directory.*",
-        ".*LeafSpec.*",
-        "(?s).*Corrupt EXIF data.*",
-    ):
-        warnings.filterwarnings("ignore", message)
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Show only warnings that a user can act on: those of this package, one line each, and few of other packages.
 
-
-def _show_warnings() -> None:
-    # Hydra, told not to log, disables the loggers that exist when it starts, and lets errors alone pass.
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.split(".")[0] == "longseq" and isinstance(logger, logging.Logger):
-            logger.disabled = False
+    After the block, logging and warnings are as they were before it.
+    """
     package = logging.getLogger("longseq")
-    package.disabled = False
-    package.setLevel(logging.WARNING)
-    if any(isinstance(handler, _WarningLines) for handler in package.handlers):
-        return
-    package.addHandler(_WarningLines())
+    lines = None if any(isinstance(handler, _WarningLines) for handler in package.handlers) else _WarningLines()
+    lightning = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in lightning]
+    with warnings.catch_warnings():
+        for message in UNWANTED:
+            warnings.filterwarnings("ignore", message)
+        for logger in lightning:
+            logger.setLevel(logging.WARNING)
+        if lines is not None:
+            package.addHandler(lines)
+        try:
+            yield
+        finally:
+            if lines is not None:
+                package.removeHandler(lines)
+            for logger, level in zip(lightning, levels, strict=True):
+                logger.setLevel(level)
 
 
 class _WarningLines(logging.Handler):

@@ -46,13 +46,13 @@ class Parts(NamedTuple):
     module: TrainedModule
 
 
+@quiet_libraries()
 def run(cfg: DictConfig) -> float | None:
     """Train as configured and return the value of `optimized_metric`, for sweeps.
 
     The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json and
     model/, the best model as `longseq.from_pretrained` and timm load it.
     """
-    quiet_libraries()
     processes.follow_parent()
     config = resolve(cfg)
     folder = Path(config["output"])
@@ -253,6 +253,7 @@ def _record(
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     headline = [f"test/{name}" for name in report.headline]
     rows = [(key, f"{metrics[key]:.4f}") for key in headline if key in metrics]
+    rows += report.rows(module, info)
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
     rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
@@ -265,6 +266,8 @@ def _record(
         rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
         rows += zip(chain(["next"], repeat("")), report.next_commands(best), strict=False)
     print_rows(rows)
+    if (closing := report.closing(module, info)) is not None:
+        _print(closing)
 
 
 def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:

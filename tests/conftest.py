@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from collections.abc import Generator
 from typing import Any
@@ -109,17 +108,6 @@ def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     dropped = {item for _, *others in cases.values() for item in others}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
-
-
-@pytest.fixture(autouse=True)
-def loggers_are_heard() -> None:
-    """Hydra disables the loggers that exist when a command starts, and lets errors alone pass the others."""
-    logging.disable(logging.NOTSET)
-    logging.root.setLevel(logging.WARNING)
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.partition(".")[0] == "longseq" and isinstance(logger, logging.Logger):
-            logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

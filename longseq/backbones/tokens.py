@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from longseq.backbones.stack import build_blocks
 from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
+from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
@@ -275,9 +277,24 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
         """Score the vocabulary by features `[..., d_model]`: `[..., vocab_size]`."""
-        if self.head is None:
-            return nn.functional.linear(features, self.embedding.weight)
-        return self.head(features)
+        return self._score(features)
+
+    @gathers_parameters
+    def summed_loss(self, features: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
+        """Score features `[..., d_model]` and sum the losses of their targets `[...]`, in chunks of tokens.
+
+        Targets are tokens, or -100 where nothing is asked. `z_loss` weights the penalty on the normalisers of the
+        scores (see `longseq.backbones.vocabulary_loss`). A head that an adapter replaced scores all tokens at once.
+        """
+        if self.head is not None and not is_replaceable(self.head, nn.Linear):
+            return sum_scored(self.head(features), target, z_loss=z_loss)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return summed_loss(features, weight, target, z_loss=z_loss)
+
+    @gathers_parameters
+    def token_losses(self, features: Tensor, target: Tensor) -> Tensor:
+        """Score features `[..., d_model]`; the loss of each target `[...]`, without a gradient and as `summed_loss`."""
+        return token_losses(features, self._score, self.vocab_size, target)
 
     @gathers_parameters
     def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
@@ -356,6 +373,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
             else:
                 logits, state = self.step(token, state)
         return torch.cat(tokens, dim=1)
+
+    def _score(self, features: Tensor) -> Tensor:
+        return nn.functional.linear(features, self.embedding.weight) if self.head is None else self.head(features)
 
     def _embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
         x = self.embedding(tokens)

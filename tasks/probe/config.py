@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from longseq.tasks.probe.slices import check_slices
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Length, Range, read
+from longseq.tasks.training.token_model import TokenModelKeys
 
 SPLITS = ("train", "validation", "test")
 
 Slices = Annotated[list[Mapping[str, Any]], Length(1)]
-Probability = Annotated[float, Range(0, below=1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenModelKeys:
-    """The keys of `model`; what they mean stands in `longseq.backbones.tokens.TokenBackbone`."""
-
-    name: Literal["token"]
-    label: str
-    d_model: Annotated[int | None, Range(1)] = None
-    depth: Annotated[int | None, Range(1)] = None
-    mlp: Literal["swiglu", "gelu", "none"] | None = None
-    mlp_ratio: Annotated[float | None, Range(above=0)] = None
-    norm: Literal["rms", "layer"] | None = None
-    positions: Literal["none", "learned"] | None = None
-    max_length: Annotated[int | None, Range(1)] = None
-    tie_embeddings: bool | None = None
-    dropout: Probability | None = None
-    drop_path: Probability | None = None
-    residual_in_float32: bool | None = None
-    recompute: Literal["none", "mixer", "block"] | None = None
-    backend: Literal["auto", "torch", "reference", "triton"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,15 @@ class TrainedModule(LightningModule, ABC):
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
 
+    def observe(self, batch: Any, examples: int) -> None:
+        """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""
+        read: Any = getattr(self.backbone, "forward_features", self.backbone)
+        read(batch[0][:examples])
+
+    def count_flops(self, batch: Any) -> int | None:
+        """The operations of a training step on a batch of this process, None where nobody has counted them."""
+        return None
+
     def seed_batch(self, batch_idx: int) -> tuple[int, int]:
         """Seed what a training step draws; returns the number of the update in the run and the part of its batch.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,34 @@ def test_one_bad_trial_does_not_end_a_sweep(monkeypatch, capsys, tmp_path):
     captured = capsys.readouterr()
     assert "recipe.batch_size=100000" in captured.err
     assert "test/top1" in captured.out
+
+
+@pytest.mark.slow
+def test_a_command_leaves_logging_and_warnings_as_they_were(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module(cli.VERBS["train"].module)  # what it imports sets levels, too
+    mine = logging.getLogger("somebody.else")
+    handler = logging.FileHandler(tmp_path / "mine.txt", mode="w")
+    logging.root.addHandler(handler)
+    try:
+        before = logging_and_warnings()
+        training = ("train", "trainer=cpu", "model.embed_dim=16", "model.depth=1", "trainer.fast_dev_run=true")
+        assert run(monkeypatch, *training) == 0
+        assert logging_and_warnings() == before
+        assert run(monkeypatch, *training, "recipe.batch_size=100000") == 2
+        assert logging_and_warnings() == before
+        mine.warning("I am heard")
+        assert "I am heard" in (tmp_path / "mine.txt").read_text()
+    finally:
+        logging.root.removeHandler(handler)
+        handler.close()
+
+
+def logging_and_warnings() -> tuple[object, ...]:
+    loggers = {"": logging.root} | logging.root.manager.loggerDict
+    kept = {
+        name: (logger.level, logger.disabled, logger.propagate, tuple(logger.handlers))
+        for name, logger in loggers.items()
+        if isinstance(logger, logging.Logger) and (logger.level or logger.disabled or logger.handlers)
+    }
+    return kept, logging.root.manager.disable, tuple(warnings.filters)

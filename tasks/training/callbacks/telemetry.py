@@ -16,8 +16,8 @@ class Telemetry(Callback):
     """Logs `telemetry/LAYER/NAME` for all that the mixers report (see `longseq.mixers.Mixer.observe`).
 
     Every `every_n_steps` updates the first process runs `examples` of the batch through the body of the model once more
-    (`forward_features`: all but the head; the whole model where it has no such method), in evaluation, without
-    gradients, in the precision of the training; compiled or not, the training pass stays as it is.
+    (see `TrainedModule.observe`), in evaluation, without gradients, in the precision of the training; compiled or not,
+    the training pass stays as it is.
     LAYER is the block, and where a block has a mixer for each of several orders also the order: `blocks.3.backward`.
     """
 
@@ -34,12 +34,12 @@ class Telemetry(Callback):
         due = updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
         if not due or not trainer.is_global_zero or trainer.logger is None:
             return
-        backbone: Any = pl_module.backbone
+        module: Any = pl_module
+        backbone = module.backbone
         if not name_mixers(backbone):
             return
-        read = getattr(backbone, "forward_features", backbone)
         with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
-            read(batch[0][: self.examples])
+            module.observe(batch, self.examples)
         named = {
             f"telemetry/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()
         }

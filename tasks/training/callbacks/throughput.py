@@ -1,9 +1,11 @@
 """Images, sequences or tokens per second, and the time that training waits for data."""
 
 import time
+from functools import lru_cache
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +23,10 @@ class Throughput(Callback):
     The clock runs while a batch is fetched and trained on, not during validation and checkpoints. The device is waited
     for once per logged window. `rate` (units per second) and `data_wait_ms` hold the means over the whole run, also
     over what of it came before a resume.
+
+    Where the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, the windows also
+    log `throughput/mfu`: the model's operations per second as a part of what the devices could do in the precision of
+    the run, with as many operations a unit as the last batch of the window had.
     """
 
     def __init__(self, unit: str = "images") -> None:
@@ -72,18 +78,44 @@ class Throughput(Callback):
             units = torch.tensor(float(self._window.units), device=pl_module.device)
             self._window.units = int(trainer.strategy.reduce(units, reduce_op="sum"))
         if trainer.logger is not None:
-            trainer.logger.log_metrics(
-                {
-                    f"throughput/{self.unit}_per_second": self._window.rate or 0.0,
-                    "throughput/data_wait_ms": self._window.data_wait_ms or 0.0,
-                },
-                step=trainer.global_step - 1,
-            )
+            measured = {
+                f"throughput/{self.unit}_per_second": self._window.rate or 0.0,
+                "throughput/data_wait_ms": self._window.data_wait_ms or 0.0,
+            }
+            if (used := self._utilisation(trainer, pl_module, batch)) is not None:
+                measured["throughput/mfu"] = used
+            trainer.logger.log_metrics(measured, step=trainer.global_step - 1)
         # The first window holds the start of the workers and of the kernels.
         if self._first_window_is_over:
             self._run.merge(self._window)
         self._first_window_is_over = True
         self._window = _Window()
+
+    def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
+        peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
+        rate, units = self._window.rate, count_units(batch)
+        if peak is None or rate is None or not units:
+            return None
+        flops = module.count_flops(batch)
+        return None if flops is None else rate * flops / units / (peak * trainer.world_size)
+
+
+@lru_cache
+def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> float | None:
+    """Operations per second of dense matrix products at best, None of a device that is not in the table.
+
+    The table is Lightning's, to which the GPU that calls itself "NVIDIA H200" is unknown; its figures here are those of
+    NVIDIA's data sheet, without sparsity. `matmul_precision` is torch's: float32 products may be TF32's.
+    """
+    if device.type != "cuda":
+        return None
+    kind = {"bf16": torch.bfloat16, "16": torch.float16}.get(precision.partition("-")[0], torch.float32)
+    if torch.cuda.get_device_name(device) == "NVIDIA H200":
+        if kind != torch.float32:
+            return 989e12
+        return 67e12 if matmul_precision == "highest" else 494e12
+    flops = get_available_flops(device, kind)
+    return None if flops is None else float(flops)
 
 
 class _Window:

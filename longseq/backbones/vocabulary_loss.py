@@ -1,0 +1,120 @@
+"""The loss of a language model from its features: the scores of a few tokens at a time, and never those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from longseq.kernels.once_differentiable import once_differentiable
+from longseq.kernels.precision import compute_dtype
+from longseq.kernels.token_loss import token_loss
+
+IGNORED = -100  # as a target: nothing is asked there
+
+# Scores of a chunk of tokens: 128 MiB in float32. Not tuned: chunks of 1,048 tokens with a vocabulary of 32,000.
+CHUNK_SCORES = 2**25
+
+
+class SummedLoss(NamedTuple):
+    """Sums over the targets of a batch; divide both by their number.
+
+    objective: what training minimises: the loss and the penalty on normalisers. It alone has a gradient.
+    loss: the cross entropy.
+    """
+
+    objective: Tensor
+    loss: Tensor
+
+
+def summed_loss(features: Tensor, weight: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
+    """Project features to scores and sum their losses, a chunk of tokens after the other.
+
+        objective = Σ loss_t + z_loss · (log Σ_v exp(score_tv))²
+
+    The gradients of features and weight are found in the forward pass, while the scores of a chunk are there. So the
+    scores are neither kept nor computed twice. Partial sums of the weight's gradient are at least float32.
+
+    Shapes: features [..., D]; weight [V, D]; target [...], int64 below V or IGNORED.
+
+    Sources: PaLM (Chowdhery et al., 2022), section 5, for the penalty; Liger Kernel (Hsu et al., 2024), section 3.2,
+    for gradients in the forward pass.
+    """
+    rows, targets = features.flatten(0, -2), target.flatten()
+    objective, loss = _SummedLoss.apply(rows, weight, targets, z_loss)  # type: ignore[misc]
+    return SummedLoss(objective, loss)
+
+
+@torch.no_grad()
+def token_losses(features: Tensor, project: Callable[[Tensor], Tensor], vocabulary: int, target: Tensor) -> Tensor:
+    """The cross entropy of each token `[...]`, 0 where the target is IGNORED, without a gradient.
+
+    `project` maps features `[n, D]` to scores `[n, vocabulary]`. Shapes: features [..., D]; target [...].
+    """
+    rows, targets = features.flatten(0, -2), target.flatten()
+    losses = [features.new_zeros((0,), dtype=compute_dtype(features))]
+    losses += [
+        token_loss(project(rows[part]), targets[part], ignore_index=IGNORED)
+        for part in _chunks(len(targets), vocabulary)
+    ]
+    return torch.cat(losses).view(target.shape)
+
+
+def sum_scored(scores: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
+    """`summed_loss` from scores `[..., V]` that are there already."""
+    losses = token_loss(scores, target, ignore_index=IGNORED)
+    objective = loss = losses.sum()
+    if z_loss:
+        own = scores.gather(-1, target.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        # loss = normaliser - own score, so that the normaliser needs no second pass over the vocabulary.
+        normaliser = torch.where(target == IGNORED, 0.0, losses + own)
+        objective = loss + z_loss * normaliser.square().sum()
+    return SummedLoss(objective, loss.detach())
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        wants_rows, wants_weight = ctx.needs_input_grad[:2]
+        wide = compute_dtype(rows, weight)
+        objective, loss = torch.zeros((2,), device=rows.device, dtype=wide).unbind()
+        d_rows = torch.empty_like(rows) if wants_rows else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        for part in _chunks(len(targets), weight.shape[0]):
+            x = rows[part]
+            scores = linear(x, weight).detach()
+            with torch.enable_grad():
+                summed = sum_scored(scores.requires_grad_(), targets[part], z_loss=z_loss)
+                (d_scores,) = torch.autograd.grad(summed.objective, scores)
+            objective = objective + summed.objective.detach()
+            loss = loss + summed.loss
+            if d_rows is not None:
+                d_rows[part] = linear(d_scores, weight.t())
+            if d_weight is not None:
+                d_weight += linear(d_scores.t(), x.t())
+        ctx.d_rows, ctx.d_weight = d_rows, None if d_weight is None else d_weight.to(weight.dtype)
+        ctx.is_used = False
+        ctx.mark_non_differentiable(loss)
+        return objective, loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_objective: Tensor, _: Tensor) -> Any:
+        if ctx.is_used:
+            raise RuntimeError("summed_loss keeps its gradients for one backward pass; retain_graph=True is of no use")
+        ctx.is_used = True  # they are scaled in place
+        d_rows, d_weight = ctx.d_rows, ctx.d_weight
+        return (
+            None if d_rows is None else d_rows.mul_(d_objective),
+            None if d_weight is None else d_weight.mul_(d_objective),
+            None,
+            None,
+        )
+
+
+def _chunks(rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, CHUNK_SCORES // vocabulary)
+    return (slice(start, start + size) for start in range(0, rows, size))

@@ -1,0 +1,232 @@
+"""The data module of language models: windows of prepared tokens, of one corpus or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.data.module import TaskData
+from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.data.sampler import UpdateSampler
+from longseq.tasks.text.documents import Document, corpus_of, encode, first_of_equal, gzip_bits, split_numbers
+from longseq.tasks.text.info import TextInfo
+from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.text.python_sources import read_sources, standard_library_files
+from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
+from longseq.tasks.text.store import SPLITS, Corpus, TokenStore, open_store
+from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
+from longseq.tasks.training.options import read
+
+# The splits as the stages of a run call them.
+STAGES = {"train": "train", "val": "validation", "test": "test"}
+
+
+class LanguageModelData(TaskData):
+    """Windows of `window` tokens for training, validation and test; batches are those of `longseq.tasks.text.batch`.
+
+    `source` is `standard_library`, the bytes of Python's own modules, split by `validation` and `test` (see
+    `longseq.tasks.text.documents.split_numbers`); or `tokens`, the folder of `longseq prepare` at `root`, or several
+    folders, mixed by `weights` (by default each is read once an epoch). `check` compares their checksums.
+
+    `packing` says how windows are made: `concatenated` lays documents one behind the other and cuts them; `documents`
+    packs whole documents by best fit and cuts only those that are longer than a window; `streams` carries the state
+    from window to window (truncated backpropagation through time). The state is reset where a document begins; without
+    `reset_state` it is not, and windows are rows of their own.
+
+    Which windows make a batch is a function of (`seed`, epoch, place in the epoch). ValueError for what the user can
+    mend.
+    """
+
+    def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
+        super().__init__()
+        self.keys = keys = read(TextDataKeys, vars(keys), "data")
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
+        self.seed = seed
+        self._stores: list[TokenStore] = []
+        self._windows: dict[str, list[Windows]] = {}
+        self._info: TextInfo | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
+        """The data of a configuration; `batch_size` counts tokens."""
+        keys = read(TextDataKeys, config["data"], "data")
+        window = keys.window
+        if batch_size % window:
+            parts = config["recipe"]["batch_size"] // batch_size
+            nearest = max(1, round(batch_size / window)) * window * parts
+            raise ValueError(
+                f"recipe.batch_size={config['recipe']['batch_size']} counts tokens and gives a device {batch_size} at "
+                f"a time, which are no whole windows of data.window={window}: set recipe.batch_size={nearest}"
+            )
+        datamodule = cls(keys, batch_size=batch_size // window, seed=config["seed"])
+        datamodule.setup()
+        return datamodule
+
+    @classmethod
+    def read_info(cls, values: Mapping[str, Any]) -> TextInfo:
+        return TextInfo.from_dict(values)
+
+    @classmethod
+    def for_evaluation(
+        cls,
+        config: Mapping[str, Any],
+        changes: Mapping[str, Any],
+        *,
+        split: str,
+        trained: TextInfo,
+        batch_size: int,
+    ) -> LanguageModelData:
+        # As many tokens as the windows of the training held, where no other number is asked for.
+        keys = read(TextDataKeys, {**config["data"], **changes}, "data")
+        rows = max(1, batch_size * config["data"]["window"] // keys.window)
+        datamodule = cls(keys, batch_size=rows, seed=config["seed"])
+        datamodule.setup()
+        if datamodule.info.tokenizer != trained.tokenizer:
+            raise ValueError(
+                "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
+            )
+        return datamodule
+
+    @property
+    def info(self) -> TextInfo:
+        """What models and checkpoints need to know; there after `setup`."""
+        assert self._info is not None, "call setup() first"
+        return self._info
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Training batches that one device takes in an epoch."""
+        return len(self._training_sampler())
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        sampler = self._training_sampler()
+        return sampler.updates * sampler.effective_batch_size * self.keys.window
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the corpora; a second call does nothing."""
+        if self._stores:
+            return
+        self._stores = self._open()
+        first = self._stores[0]
+        for other in self._stores[1:]:
+            if other.tokenizer != first.tokenizer:
+                raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
+        for stage, split in STAGES.items():
+            corpora = [store.splits[split] for store in self._stores]
+            self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
+            if not sum(len(corpus.tokens) for corpus in corpora):
+                raise ValueError(f"the {split} split of the text is empty: {_remedy(self.keys, split)}")
+        if empty := [store.name for store in self._stores if not len(store.splits["train"].tokens)]:
+            raise ValueError(f"{empty[0]} holds no text to train on: {_remedy(self.keys, 'train')}")
+        ratios = [store.gzip_bits_per_byte for store in self._stores]
+        self._info = TextInfo(
+            vocab_size=first.vocab_size,
+            separator=first.separator,
+            window=self.keys.window,
+            tokenizer=first.tokenizer,
+            sizes={stage: sum(windows.count for windows in cut) for stage, cut in self._windows.items()},
+            text_bytes={
+                stage: sum(int(store.splits[STAGES[stage]].byte_counts.sum()) for store in self._stores)
+                for stage in ("val", "test")
+            },
+            gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
+        )
+
+    def train_dataloader(self) -> TrainingLoader:
+        return TrainingLoader(
+            self._batches("train", self.batch_size),  # type: ignore[arg-type]
+            self._training_sampler(),
+            num_workers=self.keys.num_workers,
+            pin_memory=self.keys.pin_memory,
+            report=_nothing_failed,
+            **follow(self.trainer),
+        )
+
+    def val_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("test")
+
+    def _open(self) -> list[TokenStore]:
+        root = self.keys.root
+        if root is None:
+            return [_standard_library(self.keys.validation, self.keys.test)]
+        roots = [root] if isinstance(root, str) else root
+        return [open_store(one, check=self.keys.check) for one in roots]
+
+    def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
+        if self.keys.packing == "documents":
+            return Documents(corpus, self.keys.window)
+        return Concatenated(corpus, self.keys.window, whole=whole)
+
+    def _batches(self, stage: str, rows: int) -> WindowBatches:
+        cut = self._windows[stage]
+        assemble = Assembler(
+            [windows.corpus for windows in cut],
+            self.keys.window,
+            rows,
+            sequences=max(windows.sequences for windows in cut if windows.count),
+            separator=self.info.separator,
+            reset_state=self.keys.reset_state,
+            carries=self.keys.packing == "streams",
+        )
+        return WindowBatches(cut, assemble)
+
+    def _evaluation_loader(self, stage: str) -> BatchLoader:
+        rank, world_size, _ = find_place(self.trainer)
+        counts = [windows.count for windows in self._windows[stage]]
+        place = {"rank": rank, "world_size": world_size}
+        streams = self.keys.packing == "streams"
+        every = (
+            EveryStream(counts[0], self.eval_batch_size, **place)
+            if streams
+            else EveryWindow(counts, self.eval_batch_size, **place)
+        )
+        return BatchLoader(
+            self._batches(stage, self.eval_batch_size),  # type: ignore[arg-type]
+            every,  # type: ignore[arg-type]
+            num_workers=self.keys.num_workers,
+            pin_memory=self.keys.pin_memory,
+            report=_nothing_failed,
+        )
+
+    def _training_sampler(self) -> UpdateSampler[Any]:
+        place, cut = find_place(self.trainer)._asdict(), self._windows["train"]
+        if self.keys.packing == "streams":
+            return StreamSampler(cut[0], self.batch_size, seed=self.seed, **place)
+        return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
+
+
+def _standard_library(validation: float, test: float) -> TokenStore:
+    """The bytes of the standard library's modules, in memory."""
+    tokenizer = ByteTokenizer()
+    texts = [text for text in read_sources(standard_library_files()) if text]
+    encoded = encode(map(Document, texts), tokenizer)
+    numbers = split_numbers(encoded.hashes, {"validation": validation, "test": test})
+    kept = first_of_equal(encoded.hashes)
+    splits = {split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)}
+    held_out = np.flatnonzero(kept & (numbers == SPLITS.index("test")))
+    return TokenStore(
+        name="standard_library",
+        tokenizer=tokenizer.to_dict(),
+        vocab_size=tokenizer.vocab_size,
+        separator=tokenizer.separator,
+        splits=splits,
+        gzip_bits_per_byte=gzip_bits(texts[index] for index in held_out),
+    )
+
+
+def _remedy(keys: TextDataKeys, split: str) -> str:
+    if keys.source == "standard_library":
+        return "change data.validation and data.test"
+    return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
+
+
+def _nothing_failed(failures: list[Any]) -> None:
+    assert not failures

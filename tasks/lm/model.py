@@ -1,0 +1,28 @@
+"""The models of this task: token models that read forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.text.info import TextInfo
+from longseq.tasks.training.model import TaskModel
+from longseq.tasks.training.token_model import build_token_model
+
+
+class LanguageModel(TaskModel):
+    """Builds the token model that `config.model` describes, for the vocabulary of the text."""
+
+    def build(self, config: Mapping[str, Any], info: TextInfo) -> TokenBackbone:
+        """The model of a configuration; options that are null there are left to the model."""
+        return build_token_model(config, vocab_size=info.vocab_size, longest=info.window)
+
+    def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
+        """ValueError where a model, trained on the text of `trained`, cannot read that of `found`."""
+        if found.tokenizer != trained.tokenizer:
+            raise ValueError("the data has another tokenizer than the model was trained with: prepare it with that one")
+        if model.max_length is not None and found.window > model.max_length:
+            raise ValueError(
+                f"the model has learned positions for {model.max_length} tokens, and the data windows of {found.window}"
+            )

@@ -1,0 +1,195 @@
+"""The task of a language model: predict each next token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.backbones.tokens import TokenBackbone
+from longseq.kernels.packing import Packing
+from longseq.tasks.lm.carried import CarriedState
+from longseq.tasks.lm.metrics import BitsPerByte, LossByPosition, Perplexity, TokenLoss
+from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
+from longseq.tasks.text.info import TextInfo
+from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training
+
+# The state of streams in a checkpoint, one entry for each process.
+_CARRIED = "carried_state"
+
+
+class LanguageModelTask(TrainedModule):
+    """Trains and measures a token model on each next token of packed documents, windows or streams.
+
+    Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises the mean over all of
+    its targets, whatever batch and process they are in; `train/loss` is this mean. `z_loss` weights the penalty on the
+    normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5), which is a part of it. After a validation or a
+    test `by_position` tells the perplexity by the place of a token in its document (see `LossByPosition`).
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        z_loss: float = 0.0,
+        info: TextInfo | None = None,
+        training: Training | None = None,
+    ) -> None:
+        super().__init__(backbone, training)
+        self.z_loss = z_loss
+        self.info = info
+        # Each batch has the same shape.
+        self._train_forward = self.compiled(self._read, dynamic=False)
+        self._carried: dict[str, CarriedState] = {}
+        self._restored: list[Tensor] | None = None
+        self._at_update: list[Tensor] = []  # the state of streams after the latest update
+        self.val_metrics, self.test_metrics = _metrics(), _metrics()
+        self._positions = LossByPosition()
+        self.by_position: list[dict[str, Any]] = []
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], backbone: nn.Module, info: TextInfo, training: Training | None
+    ) -> LanguageModelTask:
+        loss = config["recipe"].get("loss") or {} if training else {}
+        return cls(backbone, z_loss=loss.get("z_loss", 0.0), info=info, training=training)
+
+    def forward(self, inputs: TokenInputs) -> Tensor:
+        """Features of each token, of the shape of the tokens and the width of the model."""
+        return self._read(inputs.tokens, _packing(inputs), None, False)[0]
+
+    def _read(self, tokens: Tensor, packing: Packing | None, state: Any, keep: bool) -> tuple[Tensor, Any]:
+        return self.backbone.forward_features(  # type: ignore[operator]
+            tokens, state, cu_seqlens=packing, output_final_state=keep
+        )
+
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        self.seed_batch(batch_idx)
+        inputs, targets = batch
+        features = self._features(inputs, "train")
+        return self.mean_of_update(self.backbone.summed_loss(features, targets, z_loss=self.z_loss).objective)  # type: ignore[operator]
+
+    def count_targets(self, batch: TokenBatch) -> int:
+        """The tokens that a batch asks for."""
+        return batch[0].units
+
+    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        self._evaluate(batch, self.val_metrics, "val")
+
+    def test_step(self, batch: TokenBatch, batch_idx: int) -> None:
+        self._evaluate(batch, self.test_metrics, "test")
+
+    def on_validation_epoch_start(self) -> None:
+        self._begin("val")
+
+    def on_test_epoch_start(self) -> None:
+        self._begin("test")
+
+    def on_validation_epoch_end(self) -> None:
+        self.by_position = self._positions.table()
+
+    def on_test_epoch_end(self) -> None:
+        self.by_position = self._positions.table()
+
+    def observe(self, batch: TokenBatch, examples: int) -> None:
+        """Read the first windows of a batch, for what the mixers report."""
+        assert isinstance(self.backbone, TokenBackbone)
+        tokens = batch[0].tokens
+        window = self.info.window if self.info else tokens.shape[1]
+        rows = tokens.view(-1, window) if tokens.shape[1] % window == 0 else tokens
+        self.backbone.forward_features(rows[:examples], output_final_state=False)
+
+    def count_flops(self, batch: TokenBatch) -> int:
+        """The operations of a training step on a batch: three times those of its documents, each as long as it is.
+
+        Backward passes count twice the forward pass. What `recompute` runs again is not counted.
+        """
+        inputs = batch[0]
+        assert isinstance(self.backbone, TokenBackbone)
+        flops = cache(self.backbone.flops)
+        if inputs.cu_seqlens is None:
+            return 3 * len(inputs.tokens) * flops(inputs.tokens.shape[1])
+        return 3 * sum(flops(length) for length in inputs.cu_seqlens.diff().tolist() if length)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        if "train" in self._carried:
+            self._at_update = self._carried["train"].tensors()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._at_update:
+            # Not as it is now: a run that is interrupted may have begun the next update.
+            checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in self._at_update])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        carried = checkpoint.get(_CARRIED)
+        if carried is None:
+            return
+        if len(carried) != self.trainer.world_size:
+            raise ValueError(
+                f"the checkpoint holds the states of streams on {len(carried)} device(s), and there are "
+                f"{self.trainer.world_size}: resume on as many"
+            )
+        self._restored = carried[self.global_rank]
+
+    def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
+        read = self._train_forward if stage == "train" else self._read
+        if inputs.carry is None:
+            return read(inputs.tokens, _packing(inputs), None, False)[0]
+        if stage not in self._carried:
+            assert isinstance(self.backbone, TokenBackbone)
+            self._carried[stage] = CarriedState(self.backbone)
+            if stage == "train" and self._restored is not None:
+                self._carried[stage].restore(self._restored)
+                self._restored = None
+        carried = self._carried[stage]
+        features, state = read(inputs.tokens, _packing(inputs), carried.start(inputs), True)
+        carried.keep(inputs, state)
+        return features
+
+    def _begin(self, stage: str) -> None:
+        self._carried.pop(stage, None)
+        self._positions.reset()
+
+    def _evaluate(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
+        """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
+        inputs, targets = batch
+        losses = self.backbone.token_losses(self._features(inputs, stage), targets)  # type: ignore[operator]
+        total = losses.sum(dtype=torch.float64)
+        for name, metric in metrics.items():
+            metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+        self._positions.update(losses, _places(inputs), targets != IGNORED)
+
+
+def _packing(inputs: TokenInputs) -> Packing | None:
+    if inputs.cu_seqlens is None:
+        return None
+    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
+
+
+def _places(inputs: TokenInputs) -> Tensor:
+    """Where each token stands in what the model reads of its sequence, of the shape of the tokens."""
+    packing = _packing(inputs)
+    if packing is not None:
+        return packing.positions[None]
+    return torch.arange(inputs.tokens.shape[1], device=inputs.tokens.device).expand_as(inputs.tokens)
+
+
+def _metrics() -> nn.ModuleDict:
+    return nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity(), "bits_per_byte": BitsPerByte()})
+
+
+def _gather(value: list[Tensor]) -> list[list[Tensor]]:
+    """The value of each process, in all of them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found

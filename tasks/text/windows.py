@@ -1,0 +1,236 @@
+"""Windows: which tokens of a corpus a row of a batch holds. Pure functions, without random numbers of their own.
+
+A corpus is read as a ring: after its last document comes the first one. Place p predicts the token at place p + 1, so
+that each token of the corpus, separators included, is predicted once in a pass over it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longseq.tasks.text.batch import IGNORED, Carry, TokenBatch, TokenInputs
+from longseq.tasks.text.store import Corpus, Integers
+
+
+class Span(NamedTuple):
+    """The places from `start` to `stop`, of which only `start` need be below the corpus's size (it is a ring)."""
+
+    start: int
+    stop: int
+
+
+class Windows(ABC):
+    """The windows of T tokens of a corpus: `count` of them, each a row of spans that together hold at most T tokens."""
+
+    count: int
+
+    def __init__(self, corpus: Corpus, length: int) -> None:
+        self.corpus, self.length, self.size = corpus, length, len(corpus.tokens)
+
+    @abstractmethod
+    def spans(self, index: int, shift: int = 0) -> list[Span]:
+        """The spans of window `index`; a `shift` moves all windows of a pass along the ring, where they can move."""
+
+    @property
+    @abstractmethod
+    def sequences(self) -> float:
+        """About how many sequences a window holds: documents and parts of them."""
+
+
+class Concatenated(Windows):
+    """Windows side by side, without regard to documents. For training the last, shorter one is left out.
+
+    Without `whole` there is a window for what is left at the end.
+    """
+
+    def __init__(self, corpus: Corpus, length: int, *, whole: bool) -> None:
+        super().__init__(corpus, length)
+        self.count = self.size // length if whole else -(-self.size // length)
+
+    def spans(self, index: int, shift: int = 0) -> list[Span]:
+        first = index * self.length
+        start = (first + shift) % self.size
+        return [Span(start, start + min(self.length, self.size - first))]
+
+    @property
+    def sequences(self) -> float:
+        return 1 + self.corpus.documents * self.length / max(1, self.size)
+
+
+class Documents(Windows):
+    """Whole documents, packed by best fit, longest first; longer ones than a window are cut into windows and a rest."""
+
+    def __init__(self, corpus: Corpus, length: int) -> None:
+        super().__init__(corpus, length)
+        self._pieces, self._first = _best_fit(corpus.offsets, length)
+        self.count = len(self._first) - 1
+
+    def spans(self, index: int, shift: int = 0) -> list[Span]:
+        return [Span(*map(int, piece)) for piece in self._pieces[self._first[index] : self._first[index + 1]]]
+
+    @property
+    def sequences(self) -> float:
+        return 1 + len(self._pieces) / max(1, self.count)
+
+
+def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
+    """Pieces of documents `[P, 2]` (start, stop) in the order of their windows, and the first piece of each window.
+
+    A piece goes into the window with the least room that takes it. Equal pieces keep their order.
+    """
+    starts, sizes = offsets[:-1], np.diff(offsets)
+    parts = -(-sizes // length)
+    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
+    begin = np.repeat(starts, parts) + number * length
+    size = np.minimum(length, np.repeat(starts + sizes, parts) - begin)
+    order = np.argsort(-size, kind="stable")
+    window = np.empty(len(order), np.int64)
+    rooms: list[int] = []  # the sorted amounts of room that there are
+    open_windows: defaultdict[int, list[int]] = defaultdict(list)
+    count = 0
+    for piece, needed in zip(order.tolist(), size[order].tolist(), strict=True):
+        at = bisect_left(rooms, needed)
+        if at < len(rooms):
+            room = rooms[at]
+            chosen = open_windows[room].pop()
+            if not open_windows[room]:
+                rooms.pop(at)
+        else:
+            room, chosen, count = length, count, count + 1
+        window[piece] = chosen
+        if left := room - needed:
+            if not open_windows[left]:
+                insort(rooms, left)
+            open_windows[left].append(chosen)
+    by_window = np.argsort(window, kind="stable")
+    first = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
+    return np.stack([begin, begin + size], axis=1)[by_window], first
+
+
+class Row(NamedTuple):
+    """A row of a batch: spans of a corpus. `fresh` says that no batch before holds what precedes it."""
+
+    corpus: int
+    spans: list[Span]
+    fresh: bool = True
+
+
+class Assembler:
+    """Makes batches of rows of T tokens from corpora, all of one shape (see `TokenInputs`).
+
+    `sequences` is about how many sequences a row holds, from which the length of `cu_seqlens` follows. Without
+    `reset_state` rows are not packed: `[B, T]`, whatever documents are in them.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        length: int,
+        rows: int,
+        *,
+        sequences: float,
+        separator: int,
+        reset_state: bool,
+        carries: bool,
+    ) -> None:
+        self.corpora, self.length, self.rows, self.separator = corpora, length, rows, separator
+        self.reset_state, self.carries = reset_state, carries
+        self._slots = 1
+        while self._slots < 1.5 * rows * sequences:
+            self._slots *= 2
+
+    def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
+        """The batch of at most B rows; None, or a row that is not given, has no targets."""
+        shape = (self.rows, self.length)
+        tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
+        fresh = np.ones(self.rows, bool)
+        borders: list[list[int]] = []  # of each row: where sequences begin
+        byte_count = 0
+        for index in range(self.rows):
+            row = rows[index] if index < len(rows) else None
+            begins = [0]
+            place = 0
+            for span in [] if row is None else row.spans:
+                assert row is not None
+                size = span.stop - span.start
+                inside = slice(place, place + size)
+                tokens[index, inside], targets[index, inside], starts, covered = self._read(row.corpus, span)
+                byte_count += covered
+                begins += [place, *(place + starts).tolist()]
+                if place == 0:
+                    fresh[index] = row.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
+                place += size
+            borders.append(sorted({*begins, *([place] if place < self.length else [])}))
+        cu_seqlens, first, last = self._pack(borders) if self.reset_state else (None, None, None)
+        flat = (1, -1) if self.reset_state else shape
+        inputs = TokenInputs(
+            tokens=torch.from_numpy(tokens.reshape(flat)),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=self.length,
+            units=int((targets != IGNORED).sum()),
+            byte_count=byte_count,
+            carry=Carry(first, last, torch.from_numpy(fresh)) if self.carries else None,
+        )
+        return inputs, torch.from_numpy(targets.reshape(flat))
+
+    def _read(self, number: int, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
+        """Tokens and targets of a span, the places in it where documents begin, and the bytes of its targets."""
+        corpus = self.corpora[number]
+        size, length = len(corpus.tokens), span.stop - span.start
+        if span.stop < size:
+            read = np.asarray(corpus.tokens[span.start : span.stop + 1])
+        else:
+            read = np.asarray(corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap"))
+        read = read.astype(np.int64)
+        tokens, targets = read[:-1], read[1:].copy()
+        starts: list[np.ndarray] = []
+        covered = 0
+        start, done = span.start, 0
+        while done < length:  # once, and again after the end of the ring
+            stop = min(start + length - done, size)
+            begun, bytes_here, ignored = self._documents(number, start, stop)
+            starts.append(begun - start + done)
+            for begin, end in ignored:
+                targets[begin - start + done : end - start + done] = IGNORED
+            covered += bytes_here
+            done += stop - start
+            start = 0
+        return tokens, targets, np.concatenate(starts), covered
+
+    def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
+        """Of the places from `start` to `stop`: where documents begin, the bytes of the targets, targets left out."""
+        corpus = self.corpora[number]
+        one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
+        other = int(np.searchsorted(corpus.offsets, stop, side="left"))
+        offsets = np.asarray(corpus.offsets[one : other + 1])
+        first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
+        count = np.maximum(1, offsets[1:] - first)
+        before = np.clip(start - first, 0, count)  # targets of each document that lie before the places
+        until = np.clip(stop - first, 0, count)
+        total = np.asarray(corpus.byte_counts[one:other])
+        covered = int((total * until // count - total * before // count).sum())
+        ignored = []
+        if corpus.prompts is not None:
+            begins, ends = np.maximum(offsets[:-1], start), np.minimum(first, stop)
+            ignored = [(int(b), int(e)) for b, e in zip(begins, ends, strict=True) if b < e]
+        begun = offsets[:-1][offsets[:-1] >= start]
+        return begun.astype(np.int64), covered, ignored
+
+    def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The borders of all rows in one, filled up to a fixed length, and the first and last sequence of each row."""
+        counts = np.array([len(row) for row in borders])
+        ends = np.cumsum(counts)
+        slots = self._slots
+        while slots < ends[-1]:
+            slots *= 2
+        packed = np.full(slots + 1, self.rows * self.length, np.int32)
+        packed[: ends[-1]] = np.concatenate([index * self.length + np.array(row) for index, row in enumerate(borders)])
+        return torch.from_numpy(packed), torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)

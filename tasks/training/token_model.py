@@ -1,0 +1,67 @@
+"""The token models that several tasks train: the keys of `model`, and how a model is built from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.training.model import mixer_options
+from longseq.tasks.training.options import Range
+
+# The one model of these tasks, as `config.model` names it.
+MODEL = "token"
+
+Probability = Annotated[float, Range(0, below=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenModelKeys:
+    """The keys of `model`; what they mean stands in `longseq.backbones.tokens.TokenBackbone`."""
+
+    name: Literal["token"]
+    label: str
+    d_model: Annotated[int | None, Range(1)] = None
+    depth: Annotated[int | None, Range(1)] = None
+    direction: Literal["forward", "bidirectional", "alternating"] | None = None
+    mlp: Literal["swiglu", "gelu", "none"] | None = None
+    mlp_ratio: Annotated[float | None, Range(above=0)] = None
+    norm: Literal["rms", "layer"] | None = None
+    positions: Literal["none", "learned"] | None = None
+    max_length: Annotated[int | None, Range(1)] = None
+    tie_embeddings: bool | None = None
+    dropout: Probability | None = None
+    drop_path: Probability | None = None
+    residual_in_float32: bool | None = None
+    recompute: Literal["none", "mixer", "block"] | None = None
+    backend: Literal["auto", "torch", "reference", "triton"] | None = None
+
+
+def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
+    """The token model of a configuration; options that are null there are left to the model.
+
+    `longest` is the length of learned positions where `model.max_length` is null. ValueError, in one line, for another
+    model and for what it does not take.
+    """
+    if config["model"]["name"] != MODEL:
+        task = config["task"]["name"]
+        raise ValueError(f"task={task} trains token models: take model=token in place of {config['model']['name']}")
+    options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
+    mlp = options.pop("mlp", None)
+    options = {key: value for key, value in options.items() if value is not None}
+    if options.get("positions") == "learned":
+        options.setdefault("max_length", longest)
+    torch.manual_seed(config["seed"])
+    try:
+        return TokenBackbone(
+            vocab_size=vocab_size,
+            mixer=config["mixer"]["name"],
+            mixer_options=mixer_options(config),
+            mlp=None if mlp == "none" else mlp,
+            **options,
+        )
+    except TypeError as error:
+        raise ValueError(f"model=token does not take these options: {error}") from error

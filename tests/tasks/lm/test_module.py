@@ -1,0 +1,206 @@
+"""The task of a language model on batches in memory: what an update minimises, documents apart, streams, metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.lm.metrics import LossByPosition
+from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.text.batch import IGNORED, Carry, TokenInputs
+from longseq.tasks.text.info import TextInfo
+from longseq.tasks.training.recipe import Training
+
+V = 11
+INFO = TextInfo(vocab_size=V, separator=10, window=8, tokenizer={"kind": "bytes"})
+MIXERS = [*mixers.mixer_names(), "deltanet+attention"]
+
+
+def make(mixer="linear_attention", depth=1, **options):
+    torch.manual_seed(0)
+    options = {"vocab_size": V, "d_model": 16, "depth": depth, "mixer": mixer, **options}
+    model = TokenBackbone(**options).double()
+    with torch.no_grad():
+        model.embedding.weight.mul_(30)  # so that tokens, and not rounding, decide the output
+    return model
+
+
+def packed(documents, length=None, spare=2):
+    """Documents in one row, behind them separators without targets up to `length`, and `spare` empty sequences."""
+    length = length or sum(map(len, documents))
+    inputs, targets, borders = [], [], [0]
+    for document in documents:
+        inputs += [INFO.separator, *document[:-1]]
+        targets += document
+        borders.append(len(inputs))
+    rest = length - len(inputs)
+    inputs, targets = inputs + [INFO.separator] * rest, targets + [IGNORED] * rest
+    borders += [length] * (spare + bool(rest))
+    units = len(targets) - rest
+    row = TokenInputs(torch.tensor([inputs]), torch.tensor(borders, dtype=torch.int32), length, units, 2 * units)
+    return row, torch.tensor([targets])
+
+
+class Memory(LightningDataModule):
+    """Batches of a list, in the Trainer's words."""
+
+    tokens_per_epoch = None
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches, self.batches_per_epoch = batches, len(batches)
+
+    def train_dataloader(self):
+        # A list would be one of loaders to Lightning.
+        return DataLoader(self.batches, batch_size=None, collate_fn=lambda batch: batch)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def trainer(tmp_path, **options):
+    fixed = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    return Trainer(**fixed, enable_model_summary=False, default_root_dir=tmp_path, **options)
+
+
+def train(tmp_path, batches, **options):
+    """The weights after one update by gradient descent."""
+
+    def descend(model, lr):
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    training = Training(learning_rate=1.0, optimizer=descend, schedule=lambda *_, **__: (None, 0))
+    module = LanguageModelTask(make(), info=INFO, training=training)
+    trainer(tmp_path, max_steps=1, **options).fit(module, Memory(batches))
+    return module.backbone.state_dict()
+
+
+def test_an_update_is_of_the_mean_over_all_of_its_targets(tmp_path):
+    long, short = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [3, 10]
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = []
+    for document in (long, short):
+        (inputs, targets) = packed([document])
+        logits, _ = model(inputs.tokens)
+        losses.append(functional.cross_entropy(logits[0], targets[0], reduction="sum"))
+    (sum(losses) / 12).backward()
+    wanted = {name: before[name] - value.grad for name, value in model.named_parameters()}
+    parts = [packed([long], 12), packed([short], 12)]
+    for found in (train(tmp_path, [packed([long, short])]), train(tmp_path, parts, accumulate_grad_batches=2)):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_token_of_one_document_changes_nothing_of_another(mixer):
+    model = make(mixer, depth=2).eval()
+    documents = [[1, 2, 3, 4, 5, 10], [6, 7, 8, 9, 1, 2, 3, 10], [4, 4, 5, 10]]
+    changed = [documents[0], [6, 7, 2, 9, 1, 2, 3, 10], documents[2]]
+    apart, within = torch.tensor([True] * 6 + [False] * 8 + [True] * 4), slice(6, 14)
+    found = []
+    for each in (documents, changed):
+        inputs, targets = packed(each, spare=1)
+        features = LanguageModelTask(model, info=INFO)(inputs)
+        losses = functional.cross_entropy(model.forward_head(features)[0], targets[0], reduction="none")
+        gradients = torch.autograd.grad(losses[apart].sum(), list(model.parameters()), allow_unused=True)
+        found.append((losses.detach(), gradients))
+    (first, before), (second, after) = found
+    assert not torch.equal(first[within], second[within]), "the changed document is another"
+    assert torch.equal(first[apart], second[apart])
+    names = [name for name, _ in model.named_parameters()]
+    differing = [name for name, x, y in zip(names, before, after, strict=True) if x is not None and not same(x, y)]
+    assert not differing
+
+
+def same(x, y):
+    # Sums over tokens are grouped as the row has them; float64 keeps what is not rounding.
+    return torch.allclose(x, y, rtol=1e-9, atol=1e-11)
+
+
+STREAMING = [name for name in mixers.mixer_names() if not mixers.get(name).growing_state]
+
+
+@pytest.mark.parametrize("mixer", STREAMING)
+def test_streams_go_on_where_the_last_batch_ended(mixer):
+    model = make(mixer).eval()
+    module = LanguageModelTask(model, info=INFO)
+    tokens = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(0))
+    whole, _ = model.forward_features(tokens)
+    fresh = torch.tensor([False, False])
+    parts = [
+        module._features(TokenInputs(part, None, 6, 12, 12, Carry(None, None, fresh)), "train")
+        for part in tokens.split(6, dim=1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    again = module._features(TokenInputs(tokens[:, :6], None, 6, 12, 12, Carry(None, None, ~fresh)), "train")
+    torch.testing.assert_close(again, whole[:, :6], msg="a row that is fresh begins anew")
+
+
+def test_packed_streams_go_on_at_their_rows():
+    """Two rows of four tokens in one packed row: the second row ends a document and begins another."""
+    model = make("deltanet").eval()
+    module = LanguageModelTask(model, info=INFO)
+    first, second, third = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5], [4, 3, 2])
+    alone = [model.forward_features(torch.tensor([text]))[0][0] for text in (first, second, third)]
+    read = [(first[:4] + second[:4], [0, 4, 8, 8]), (first[4:] + second[4:] + third, [0, 4, 5, 8])]
+    carries = [
+        Carry(torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([True, True])),
+        Carry(torch.tensor([0, 1]), torch.tensor([0, 2]), torch.tensor([False, False])),
+    ]
+    found = []
+    for (tokens, borders), carry in zip(read, carries, strict=True):
+        inputs = TokenInputs(torch.tensor([tokens]), torch.tensor(borders, dtype=torch.int32), 4, 8, 8, carry)
+        found.append(module._features(inputs, "train")[0])
+    torch.testing.assert_close(found[0], torch.cat([alone[0][:4], alone[1][:4]]))
+    torch.testing.assert_close(found[1], torch.cat([alone[0][4:], alone[1][4:], alone[2]]))
+
+
+def test_streams_of_a_state_that_grows_are_refused():
+    module = LanguageModelTask(make("attention"), info=INFO)
+    inputs = TokenInputs(torch.zeros(1, 4, dtype=torch.long), None, 4, 4, 4, Carry(None, None, torch.tensor([True])))
+    with pytest.raises(ValueError, match="the state of Attention grows with every token and cannot go on"):
+        module._features(inputs, "train")
+
+
+def test_metrics_are_sums_over_all_batches(tmp_path):
+    model = make()
+    batches = [packed([[1, 2, 3, 10], [4, 10]], 8), packed([[5, 6, 7, 8, 9, 1, 10]], 8)]
+    module = LanguageModelTask(model, info=INFO)
+    (measured,) = trainer(tmp_path).test(module, Memory(batches), verbose=False)
+    losses, places = [], []
+    for document in ([1, 2, 3, 10], [4, 10], [5, 6, 7, 8, 9, 1, 10]):
+        inputs, targets = packed([document])
+        losses.append(functional.cross_entropy(model(inputs.tokens)[0][0], targets[0], reduction="none").detach())
+        places.append(torch.arange(len(document)))
+    each, place = torch.cat(losses), torch.cat(places)
+    assert measured["test/loss"] == pytest.approx(each.mean().item())
+    assert measured["test/perplexity"] == pytest.approx(each.mean().exp().item())
+    assert measured["test/bits_per_byte"] == pytest.approx(each.sum().item() / 26 / math.log(2))
+    assert [(row["from"], row["to"], row["tokens"]) for row in module.by_position] == [
+        (0, 0, 3),
+        (1, 1, 3),
+        (2, 3, 4),
+        (4, 7, 3),
+    ]
+    assert module.by_position[2]["perplexity"] == pytest.approx(each[(place == 2) | (place == 3)].mean().exp().item())
+
+
+def test_places_far_into_a_document_have_their_part():
+    metric = LossByPosition()
+    metric.update(torch.ones(3), torch.tensor([0, 2**20, 2**31]), torch.ones(3, dtype=torch.bool))
+    assert [row["from"] for row in metric.table()] == [0, 2**20, 2**30]
+
+
+def test_operations_are_those_of_each_document():
+    module = LanguageModelTask(make("attention"), info=INFO)
+    flops = module.backbone.flops
+    assert module.count_flops(packed([[1, 2, 10], [4, 5, 6, 7, 10]])) == 3 * (flops(3) + flops(5))
+    rows = TokenInputs(torch.zeros(2, 6, dtype=torch.long), None, 6, 12, 12)
+    assert module.count_flops((rows, None)) == 6 * flops(6)
