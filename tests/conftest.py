@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Generator
 from typing import Any
@@ -12,32 +11,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The suite compares the kernels with float64 itself, and more of them.
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 
+import emulation
 import pytest
 import torch
 
 torch.set_num_threads(1)
 
-# All of this before another conftest.py imports Triton.
 if not torch.cuda.is_available():
-    # Triton decides at its import whether its own functions are emulated, and each kernel of ours when it is imported,
-    # in the tests that set the variable again. Elsewhere in the suite `auto` must not choose the emulation.
-    os.environ["TRITON_INTERPRET"] = "1"
-    language = importlib.import_module("triton.language")
-    del os.environ["TRITON_INTERPRET"]
-
-    # The interpreter puts its functions in the place of the language's when a kernel is launched, and again whenever
-    # the kernel calls a function, when all of them stand there already: the search for more takes half of the time.
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    patch_language = getattr(interpreter, "_patch_lang", None)
-    restores_nothing = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
-
-    def patch_language_once(function: Any) -> Any:
-        seen = [value for value in function.__globals__.values() if value is language or value is language.core]
-        patched = seen and not any(language.core.is_builtin(module.load) for module in seen)
-        return restores_nothing() if patched else patch_language(function)
-
-    if patch_language is not None:
-        interpreter._patch_lang = patch_language_once
+    emulation.import_triton()  # before another conftest.py imports it
 
 # In a run of the fast tests, one that takes more seconds of a processor than this fails: it is to be marked as slow.
 # What takes a tenth of them may have to import torch's compiler first.
