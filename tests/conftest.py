@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 # Set before torch is imported anywhere: the suite runs one process a core.
@@ -97,3 +100,25 @@ def choices_of_this_test() -> None:
     from longseq.kernels.operation import forget
 
     forget()
+
+
+@pytest.fixture
+def command_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `longseq` in this process, in a folder: seconds faster, where it does not matter that a process starts."""
+    from longseq.tools import cli
+
+    script = Path(sys.executable).with_name("longseq")  # further processes of a command run it again
+
+    def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        try:
+            code = cli.main()
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        output, errors = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, output, errors)
+
+    return call
