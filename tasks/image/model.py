@@ -82,7 +82,7 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:
-    """The arguments that fit a timm model of fixed size to `img_size`; from 128 pixels on, its patches are unchanged."""
+    """The arguments that fit a timm model of fixed size to `img_size`; from 128 pixels on, its patches stay."""
     taken = constructor_defaults(name)
     if not timm.get_pretrained_cfg(name).fixed_input_size or "img_size" not in taken:  # type: ignore[union-attr]
         return {}

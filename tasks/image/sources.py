@@ -255,7 +255,7 @@ def classes_at_hand(split: Split) -> np.ndarray | None:
 
 
 def digits(root: str | None = None, **_: Any) -> Splits:
-    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the test set is the same fifth of them for every seed."""
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the test set is the same fifth for every seed."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
