@@ -31,7 +31,7 @@ class UpdateMean:
         self._work: Any = None
 
     def begin(self, targets: Tensor, *, first: bool, last: bool) -> None:
-        """Count the targets of a batch, a whole number `[]`; the batch may be the `first` and the `last` of an update."""
+        """Count the targets of a batch, a whole number `[]`; it may be the `first` and the `last` of its update."""
         self._own = targets if first else self._own + targets
         if first:
             self._expected = self._sum = None
