@@ -23,7 +23,7 @@ class Samples(NamedTuple):
 
     tokens: `[N, T]`.
     labels: `[N, T]`, the answer at each position, IGNORED without a question.
-    allowed: `[N, T]`, if several answers are right, as bits: answer a is right if bit a is set. None: only the label is.
+    allowed: `[N, T]`, the right answers as bits: answer a is right if bit a is set. None: only the label is right.
     identity: `[N, ...]`, which must differ between any two samples. None: the tokens.
     """
 
