@@ -108,13 +108,14 @@ class ScheduleKeys:
     """Keys of `recipe.schedule`; the others are those of timm's `create_scheduler_v2`."""
 
     # Without plateau, which waits for a metric: the schedule is stepped by updates alone.
-    sched: Literal["cosine", "tanh", "step", "multistep", "poly"]
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly", "wsd"]
     min_lr: Annotated[float, Range(0)] = 0.0
     warmup_lr: Annotated[float, Range(0)] = 0.0
     warmup_epochs: Any = None  # this and the next two: see `RunLength`, which checks them
     warmup_updates: Any = None
     warmup_tokens: Any = None
     decay_rate: Annotated[float, Range(0)] = 0.1
+    decay_fn: Literal["1-sqrt", "linear", "cosine"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,11 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
     options, given = _without_target(node), ("optimizer", "num_epochs", "updates_per_epoch")
     if function is create_scheduler_v2:
         read_beside(ScheduleKeys, function, options, place, given=given)
+        decay = options.get("decay_epochs")
+        if options["sched"] == "wsd" and decay is not None and not 0 < decay < 1:
+            raise ValueError(
+                f"{place}.decay_epochs={decay}: give the part of the run in which the rate falls, above 0 and below 1"
+            )
     else:
         rest = {key: value for key, value in options.items() if key not in WARMUPS}
         check_call(function, rest, place, given=(*_first(function), *given, *WARMUPS))

@@ -71,8 +71,20 @@ class LanguageModelData(TaskData):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
-        read(TextDataKeys, config["data"], "data")
-        datamodule = cls(**config["data"], batch_size=batch_size, seed=config["seed"])
+        """The data of a configuration; `batch_size` counts tokens."""
+        window = read(TextDataKeys, config["data"], "data").window
+        if batch_size % window:
+            parts = config["recipe"]["batch_size"] // batch_size
+            nearest = max(1, round(batch_size / window)) * window * parts
+            raise ValueError(
+                f"recipe.batch_size={config['recipe']['batch_size']} counts tokens and gives a device {batch_size} at "
+                f"a time, which are no whole windows of data.window={window}: set recipe.batch_size={nearest}"
+            )
+        return cls._make(config, batch_size // window)
+
+    @classmethod
+    def _make(cls, config: Mapping[str, Any], rows: int) -> LanguageModelData:
+        datamodule = cls(**config["data"], batch_size=rows, seed=config["seed"])
         datamodule.setup()
         return datamodule
 
@@ -90,7 +102,10 @@ class LanguageModelData(TaskData):
         trained: TextInfo,
         batch_size: int,
     ) -> LanguageModelData:
-        datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
+        # As many tokens as the windows of the training held, where no other number is asked for.
+        keys = read(TextDataKeys, {**config["data"], **changes}, "data")
+        rows = max(1, batch_size * config["data"]["window"] // keys.window)
+        datamodule = cls._make({**config, "data": {**config["data"], **changes}}, rows)
         if datamodule.info.tokenizer != trained.tokenizer:
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"

@@ -33,6 +33,7 @@ FREE_KEYS = (
     "callbacks.telemetry",
     "callbacks.unreadable",
     "callbacks.samples",
+    "callbacks.text_samples",
     "callbacks.confusion",
     "logger",
     "load",  # of runs before it was fixed

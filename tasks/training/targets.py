@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from longseq.tasks.training.options import check_call
 
-OPTIMIZERS = ["timm.optim.create_optimizer_v2"]
+OPTIMIZERS = ["timm.optim.create_optimizer_v2", "longseq.tasks.training.muon.create_muon"]
 SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
 CALLBACKS = [
     "longseq.tasks.training.callbacks.checkpoint.BestCheckpoint",

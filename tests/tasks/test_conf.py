@@ -19,9 +19,11 @@ from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.recipe import Training
@@ -33,6 +35,8 @@ OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / gro
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
+SMALL_TEXT = TextInfo(vocab_size=8, separator=7, window=16, tokenizer={"kind": "bytes"})
+SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT}
 
 
 class Measured:
@@ -62,7 +66,9 @@ def test_the_groups_are_those_tested_here():
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
 def test_every_option_composes_and_binds(group, option, compose_config, tmp_path):
     config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
-    if config["task"]["name"] == "probe":
+    if config["task"]["name"] == "lm":
+        bind(LanguageModelData, **config["data"], batch_size=1, seed=0)
+    elif config["task"]["name"] == "probe":
         bind(ProbeDataModule, **config["data"], batch_size=1, seed=0)
         check_options(config["data"]["generator"], config["data"]["options"])
     else:
@@ -70,7 +76,7 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
     bind(Trainer, **config["trainer"])
     for name, options in options_by_name(config["mixer"]["name"], config["mixer"]["options"]).items():
         bind(mixers.get(name), d_model=8, **options)
-    training = Training.from_config(config, SMALL_PROBE if config["task"]["name"] == "probe" else SMALL)
+    training = Training.from_config(config, SMALL_INFOS[config["task"]["name"]])
     inspect.signature(training.optimizer).bind(None, lr=0.1)
     inspect.signature(training.schedule).bind(None, num_epochs=1, warmup_epochs=0, updates_per_epoch=1)
     assert training.length is not None
@@ -88,7 +94,7 @@ MODELS = [option for option in OPTIONS if option[0] in ("mixer", "model", "scale
 @pytest.mark.parametrize(("group", "option"), MODELS, ids=[f"{group}-{option}" for group, option in MODELS])
 def test_every_model_builds(group, option, compose_config, tmp_path):
     config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
-    info = SMALL_PROBE if config["task"]["name"] == "probe" else SMALL
+    info = SMALL_INFOS[config["task"]["name"]]
     with torch.device("meta"):
         backbone = registry.of(config).model.build(config, info)
     assert sum(parameter.numel() for parameter in backbone.parameters()) > 0

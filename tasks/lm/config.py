@@ -1,0 +1,32 @@
+"""The keys that language models read of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.training.keys import TaskKeys
+from longseq.tasks.training.options import Range, read
+from longseq.tasks.training.token_model import TokenModelKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    """The keys of `recipe.loss`; what they mean stands in `longseq.tasks.lm.module.LanguageModelTask`."""
+
+    z_loss: Annotated[float, Range(0)] = 0.0
+
+
+@dataclass(frozen=True)
+class LanguageModelKeys(TaskKeys):
+    """The keys of language models."""
+
+    data: type = TextDataKeys
+    loss: type | None = LossKeys
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        read(TokenModelKeys, config["model"], "model")
+        if config["recipe"].get("model"):
+            raise ValueError("recipe.model is read by no part of task=lm: leave it out with ~recipe.model")

@@ -1,0 +1,94 @@
+"""Muon for the matrices inside a model, and AdamW for its other parameters, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from timm.optim import param_groups_weight_decay
+from torch import nn
+
+from longseq.blocks.sharding import is_sharded
+
+_OURS = "muon"  # the key by which a group of parameters says whose it is
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW, whose groups of parameters lie side by side, for a Trainer that takes one optimizer.
+
+    Groups with `muon: True` are Muon's, the others AdamW's. ValueError for sharded parameters: Muon makes a matrix
+    orthogonal, for which a process needs the whole of it.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        groups = [{**group, _OURS: True} for group in muon.param_groups]
+        groups += [{**group, _OURS: False} for group in adamw.param_groups]
+        if any(is_sharded(parameter) for group in groups for parameter in group["params"]):
+            raise ValueError(
+                "Muon needs whole matrices, and trainer=fsdp shards them: take trainer=ddp, or "
+                "a recipe with another optimizer, such as recipe=lm"
+            )
+        self._parts = {True: muon, False: adamw}
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for ours, part in self._parts.items():
+            # A checkpoint that was loaded has replaced the groups and the state of this optimizer.
+            part.param_groups = [group for group in self.param_groups if group[_OURS] is ours]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+def create_muon(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    betas: Sequence[float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    ns_steps: int = 5,
+    fused: bool | None = None,
+) -> MuonAdamW:
+    """Muon for the weights of the linear layers in `model.blocks`, AdamW for all other parameters.
+
+    Updates of Muon are scaled to the size of AdamW's, so that one learning rate and one weight decay serve both.
+    `momentum` and `ns_steps` (of the Newton-Schulz iteration) are Muon's, the rest AdamW's; `fused` is torch's.
+    Embeddings, head, convolutions, norms and what `no_weight_decay` names are AdamW's.
+
+    Sources: Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon); Muon is scalable for LLM training
+    (Liu et al., 2025, arXiv:2502.16982), section 2.2, for the scale.
+    """
+    kept: set[str] = getattr(model, "no_weight_decay", set)()
+    blocks: Any = getattr(model, "blocks", None)
+    if blocks is None:
+        raise ValueError("Muon is for the matrices in the blocks of a model, and this one has no `blocks`")
+    inside = {id(part.weight) for part in blocks.modules() if isinstance(part, nn.Linear)}
+    hidden = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside and name not in kept and parameter.requires_grad
+    ]
+    chosen = {id(parameter) for parameter in hidden}
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if id(parameter) not in chosen]}
+        for group in param_groups_weight_decay(model, weight_decay, kept)
+    ]
+    muon = torch.optim.Muon(
+        hidden,
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        ns_steps=ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    filled = [group for group in groups if group["params"]]
+    first, second = betas
+    return MuonAdamW(muon, torch.optim.AdamW(filled, lr=lr, betas=(first, second), eps=eps, fused=fused))
