@@ -37,6 +37,7 @@ from longseq.tasks.image.sources import (
     timm_splits,
 )
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
+from longseq.tasks.training.processes import usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -361,7 +362,7 @@ class ImageDataModule(TaskData):
     def _loader_options(self) -> dict[str, Any]:
         workers = self.num_workers
         if workers is None:
-            workers = min(_MOST_WORKERS, _usable_cores() // (self.trainer.num_devices if self.trainer else 1))
+            workers = min(_MOST_WORKERS, usable_cores() // (self.trainer.num_devices if self.trainer else 1))
         return {
             "num_workers": workers,
             "pin_memory": self.pin_memory and torch.cuda.is_available(),
@@ -371,10 +372,6 @@ class ImageDataModule(TaskData):
 
 def _absolute(root: str | None) -> str | None:
     return None if root is None else os.path.realpath(os.path.expanduser(root))
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmentation, int]:

@@ -28,15 +28,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from longseq.tasks.report import quiet_libraries, shorten
 from longseq.tasks.text.documents import (
-    Document,
     Encoded,
     Fractions,
-    encode,
     first_of_equal,
     gzip_bits,
     hashes_of,
     split_numbers,
 )
+from longseq.tasks.text.encoded_parts import NAMED, encode_part, encoded_path, read_array, told_path
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import (
     MANIFEST,
@@ -50,7 +49,6 @@ from longseq.tasks.text.store import (
 from longseq.tasks.text.tokenizer import (
     Tokenizer,
     read_tokenizer,
-    tokenizer_from_dict,
     train_tokenizer,
     trained_size,
 )
@@ -58,10 +56,10 @@ from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.processes import usable_cores
 
 # Bytes of text from which a tokenizer is trained: more change it little and take long.
 TRAINING_TEXT = 1 << 28
-_NAMED = 3  # malformed lines that are shown
 
 Fraction = Annotated[float, Range(0, below=1)]
 
@@ -129,6 +127,9 @@ def describe(manifest: Mapping[str, Any]) -> str:
         if counts[what]
     )
     lines = [splits, *([f"left out: {left}"] if left else []), *manifest["malformed"]]
+    for split in ("validation", "test"):
+        if manifest["splits"][split]["documents"] == 0:
+            lines.append(f"{split} has no document, which training needs: prepare again with a larger {split}=FRACTION")
     return "\n".join(lines)
 
 
@@ -241,22 +242,22 @@ def _encode_parts(
     show_progress: bool,
 ) -> tuple[Counter[str], list[str]]:
     """Encode what is not there yet; returns the counts of all parts, and the first lines that could not be read."""
-    waiting = [index for index in range(len(parts)) if not _told(partial, index).exists()]
+    waiting = [index for index in range(len(parts)) if not told_path(partial, index).exists()]
     told = tokenizer.to_dict()
-    processes = min(processes or _cores(), len(waiting))
+    processes = min(processes or usable_cores(), len(waiting))
     with _progress(show_progress) as progress:
         task = progress.add_task("encoding", total=len(parts), completed=len(parts) - len(waiting))
         if processes <= 1:
             for index in waiting:
-                _encode_part(index, parts[index], columns, told, fractions, partial)
+                encode_part(index, parts[index], columns, told, fractions, partial)
                 progress.advance(task)
         else:
             # Children of a server and not of this process, whose threads (torch, tokenizers) would not come along.
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
+            context.set_forkserver_preload([encode_part.__module__])
             with ProcessPoolExecutor(processes, mp_context=context) as pool:
                 futures = [
-                    pool.submit(_encode_part, index, parts[index], columns, told, fractions, partial)
+                    pool.submit(encode_part, index, parts[index], columns, told, fractions, partial)
                     for index in waiting
                 ]
                 try:
@@ -265,8 +266,8 @@ def _encode_parts(
                         progress.advance(task)
                 except BrokenProcessPool as error:
                     raise ValueError(
-                        f"a process was killed, most likely for want of memory: give processes={max(1, processes // 2)}; "
-                        "the same command goes on"
+                        "a process was killed, most likely for want of memory: the same command goes on, with "
+                        f"processes={max(1, processes // 2)}"
                     ) from error
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
@@ -274,54 +275,28 @@ def _encode_parts(
     counts: Counter[str] = Counter()
     malformed: list[str] = []
     for index in range(len(parts)):
-        found = json.loads(_told(partial, index).read_text())
+        found = json.loads(told_path(partial, index).read_text())
         counts.update(found["counts"])
         malformed += found["malformed"]
-    return counts, malformed[:_NAMED]
-
-
-def _encode_part(
-    index: int, part: Part, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions, partial: Path
-) -> None:
-    """Write the tokens of a part, and then its counts: a part with counts is whole."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
-    counts: Counter[str] = Counter(documents=0, empty=0, malformed=0)
-    malformed: list[str] = []
-
-    def documents() -> Iterator[Document]:
-        for one in read_part(part, columns):
-            if isinstance(one, Malformed):
-                counts["malformed"] += 1
-                if len(malformed) < _NAMED:
-                    malformed.append(one.describe())
-            elif not one.text:
-                counts["empty"] += 1
-            else:
-                counts["documents"] += 1
-                yield one
-
-    encoded = encode(documents(), tokenizer_from_dict(tokenizer), fractions)
-    with _encoded(partial, index).open("wb") as file:
-        np.savez(file, **encoded._asdict())
-    write_text(_told(partial, index), json.dumps({"counts": counts, "malformed": malformed}))
+    return counts, malformed[:NAMED]
 
 
 def _join(
     count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path, show_progress: bool
 ) -> dict[str, Any]:
     """Write the files of all splits; returns the manifest."""
-    hashes = np.concatenate([_read(partial, index, "hashes") for index in range(count)])
+    hashes = np.concatenate([read_array(partial, index, "hashes") for index in range(count)])
     kept = first_of_equal(hashes)
-    gzipped = np.concatenate([_read(partial, index, "gzipped") for index in range(count)])[kept]
-    byte_counts = np.concatenate([_read(partial, index, "byte_counts") for index in range(count)])[kept]
-    has_prompts = any(_read(partial, index, "prompts").any() for index in range(count))
+    gzipped = np.concatenate([read_array(partial, index, "gzipped") for index in range(count)])[kept]
+    byte_counts = np.concatenate([read_array(partial, index, "byte_counts") for index in range(count)])[kept]
+    has_prompts = any(read_array(partial, index, "prompts").any() for index in range(count))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
     writers = {split: _SplitWriter(output, split, types) for split in SPLITS}
     done = 0
     with _progress(show_progress) as progress:
         task = progress.add_task("joining", total=count)
         for index in range(count):
-            with np.load(_encoded(partial, index)) as arrays:
+            with np.load(encoded_path(partial, index)) as arrays:
                 encoded = Encoded(**arrays)
             numbers = split_numbers(encoded.hashes, fractions)
             here = kept[done : done + len(numbers)]
@@ -384,33 +359,17 @@ class _SplitWriter:
         self._sums[ending] = zlib.crc32(content, self._sums[ending])
 
 
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _encoded(partial: Path, index: int) -> Path:
-    return partial / f"{index:06}.npz"
-
-
-def _told(partial: Path, index: int) -> Path:
-    return partial / f"{index:06}.json"
-
-
-def _read(partial: Path, index: int, name: str) -> np.ndarray:
-    with np.load(_encoded(partial, index)) as arrays:
-        return arrays[name]
-
-
 def _progress(shown: bool) -> Progress:
+    """A bar on a terminal."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not shown,
+        console=console,
+        disable=not (shown and console.is_terminal),
         transient=True,
     )
 
