@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -34,20 +34,7 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
 
-# Keys of this command; every other override goes to each `longseq train`.
-OWN_KEYS = (
-    "comparison",
-    "mixers",
-    "rows",
-    "overrides",
-    "seeds",
-    "sweep",
-    "learning_rates",
-    "jobs",
-    "report",
-    "plot",
-    "output",
-)
+# Keys of `longseq train` that this command sets itself.
 TAKEN_KEYS = {
     "mixer": "give mixers=[...]",
     "mixer.name": "give mixers=[...]",
@@ -79,6 +66,26 @@ class CompareKeys:
     plot: bool
     output: str
 
+    def __post_init__(self) -> None:
+        for key in ("mixers", "seeds", "learning_rates"):
+            listed = getattr(self, key) or []
+            if not all(str(value).strip() for value in listed):
+                raise ValueError(f"{key}={listed} has an entry without a word: leave it out")
+            if repeated := [value for value in listed if listed.count(value) > 1]:
+                raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
+        if not self.mixers and not self.rows:
+            raise ValueError("mixers is empty: give at least one, such as mixers=[deltanet,mamba]")
+        for key in self.sweep or {}:
+            if key in OWN_KEYS or key in TAKEN_KEYS:
+                remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
+                raise ValueError(f"sweep: {key} is set by longseq compare itself: {remedy}")
+        if self.report is not None and not self.report.startswith("test/"):
+            raise ValueError(f"report={self.report} must be a metric of the test, such as test/accuracy")
+
+
+# Keys of this command; every other override goes to each `longseq train`.
+OWN_KEYS = ("comparison", *(entry.name for entry in fields(CompareKeys)))
+
 
 class Trial(NamedTuple):
     """One run: the name of its row, its setting, learning rate and seed, and its folder and overrides."""
@@ -104,17 +111,17 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A run that is
     finished is not repeated, one that was interrupted continues.
     """
-    own = _own_keys(cfg)
-    _check(own)
-    if own["plot"]:
-        comparison.require_matplotlib()
-    folder = Path(own["output"])
     words = HydraConfig.get().overrides.task
+    _check_overrides(words)
+    own = _own_keys(cfg)
+    if own.plot:
+        comparison.require_matplotlib()
+    folder = Path(own.output)
     trials = plan(own, [override for override in words if _key(override) not in OWN_KEYS])
     trained = _compose(trials[0])
-    metric, report = trained["task"]["metric"], own["report"] or trained["task"]["metric"].replace("val/", "test/")
+    metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
     places = _places(trained)
-    jobs = own["jobs"] or max(1, len(places))
+    jobs = own.jobs or max(1, len(places))
     done = sum(runs.finished(trial.folder) is not None for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
     results: dict[str, Any] = {
@@ -136,25 +143,25 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
         print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, report)}", flush=True)
-    _conclude(results, own["plot"], folder)
+    _conclude(results, own.plot, folder)
     return results
 
 
-def plan(own: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
+def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
     """Every trial; the folder of each is named by all that its outcome depends on.
 
     `own` are the keys of this command, `given` the overrides of every run. Of two values of a key the last counts: the
     overrides of a row replace those of every run, and those of the sweep replace both.
     """
-    rates = own["learning_rates"] or [None]
-    swept = own["sweep"] or {}
+    rates = own.learning_rates or [None]
+    swept = own.sweep or {}
     settings = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
-    output = Path(own["output"]).absolute()
-    rows = {mixer: [f"mixer={mixer.split()[0]}", *mixer.split()[1:]] for mixer in own["mixers"]}
-    rows |= {name: shlex.split(words) for name, words in (own["rows"] or {}).items()}
+    output = Path(own.output).absolute()
+    rows = {mixer: [f"mixer={mixer.split()[0]}", *mixer.split()[1:]] for mixer in own.mixers}
+    rows |= {name: shlex.split(words) for name, words in (own.rows or {}).items()}
     trials = []
-    for (name, words), setting, rate, seed in product(rows.items(), settings, rates, own["seeds"]):
-        overrides = [*(own["overrides"] or []), *given, *words, f"seed={seed}"]
+    for (name, words), setting, rate, seed in product(rows.items(), settings, rates, own.seeds):
+        overrides = [*(own.overrides or []), *given, *words, f"seed={seed}"]
         overrides += [f"{key}={_spell(value)}" for key, value in setting.items()]
         overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
         overrides = _last_of_each_key(overrides)
@@ -185,11 +192,13 @@ def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
     return [override for index, override in enumerate(overrides) if last[_key(override)] == index]
 
 
-def _own_keys(cfg: DictConfig) -> dict[str, Any]:
-    values = {key: cfg[key] for key in OWN_KEYS if key in cfg}
-    return {
-        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()
-    }
+def _own_keys(cfg: DictConfig) -> CompareKeys:
+    # One by one: what the rows' own overrides complete may not resolve yet.
+    values = {entry.name: cfg[entry.name] for entry in fields(CompareKeys)}
+    return read(
+        CompareKeys,
+        {key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()},
+    )
 
 
 def _compose(trial: Trial) -> dict[str, Any]:
@@ -198,31 +207,12 @@ def _compose(trial: Trial) -> dict[str, Any]:
     return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("task", "trainer")}
 
 
-def _check(own: Mapping[str, Any]) -> None:
-    for override in HydraConfig.get().overrides.task:
-        if (remedy := TAKEN_KEYS.get(_key(override))) is not None:
-            raise ValueError(f"longseq compare sets {_key(override)} itself: {remedy}")
-    read(CompareKeys, own)
-    for key in ("mixers", "seeds", "learning_rates"):
-        listed = own[key] or []
-        if not all(str(value).strip() for value in listed):
-            raise ValueError(f"{key}={listed} has an entry without a word: leave it out")
-        if repeated := [value for value in listed if listed.count(value) > 1]:
-            raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
-    if not own["mixers"] and not own["rows"]:
-        raise ValueError("mixers is empty: give at least one, such as mixers=[deltanet,mamba]")
-    _check_swept(own["sweep"] or {})
-    if any(re.fullmatch(r"\+*trainer\.fast_dev_run=[^0fF].*", word) for word in HydraConfig.get().overrides.task):
-        raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
-    if own["report"] is not None and not str(own["report"]).startswith("test/"):
-        raise ValueError(f"report={own['report']} must be a metric of the test, such as test/accuracy")
-
-
-def _check_swept(sweep: Mapping[str, Sequence[Any]]) -> None:
-    for key in sweep:
-        if key in OWN_KEYS or key in TAKEN_KEYS:
-            remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
-            raise ValueError(f"sweep: {key} is set by longseq compare itself: {remedy}")
+def _check_overrides(words: Sequence[str]) -> None:
+    for word in words:
+        if (remedy := TAKEN_KEYS.get(_key(word))) is not None:
+            raise ValueError(f"longseq compare sets {_key(word)} itself: {remedy}")
+        if re.fullmatch(r"\+*trainer\.fast_dev_run=[^0fF].*", word):
+            raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
 
 
 def _key(override: str) -> str:

@@ -50,11 +50,7 @@ class ImageModel(TaskModel):
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
-        if size in (None, trained.img_size):
-            return {}
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"data.img_size={size} must be a number of pixels")
-        return {"any_resolution": True}
+        return {} if size in (None, trained.img_size) else {"any_resolution": True}
 
     def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
         size = found.img_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,29 +42,10 @@ class LanguageModelData(TaskData):
     mend.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        source: str,
-        window: int,
-        batch_size: int,
-        root: str | Sequence[str] | None = None,
-        weights: Sequence[float] | None = None,
-        check: bool = True,
-        validation: float = 0.05,
-        test: float = 0.05,
-        packing: str = "concatenated",
-        reset_state: bool = True,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
         super().__init__()
-        told = {key: value for key, value in locals().items() if key in TextDataKeys.__dataclass_fields__}
-        self.keys = read(TextDataKeys, told, "data")
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.keys = keys = read(TextDataKeys, vars(keys), "data")
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
@@ -73,7 +54,8 @@ class LanguageModelData(TaskData):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
         """The data of a configuration; `batch_size` counts tokens."""
-        window = read(TextDataKeys, config["data"], "data").window
+        keys = read(TextDataKeys, config["data"], "data")
+        window = keys.window
         if batch_size % window:
             parts = config["recipe"]["batch_size"] // batch_size
             nearest = max(1, round(batch_size / window)) * window * parts
@@ -81,11 +63,7 @@ class LanguageModelData(TaskData):
                 f"recipe.batch_size={config['recipe']['batch_size']} counts tokens and gives a device {batch_size} at "
                 f"a time, which are no whole windows of data.window={window}: set recipe.batch_size={nearest}"
             )
-        return cls._make(config, batch_size // window)
-
-    @classmethod
-    def _make(cls, config: Mapping[str, Any], rows: int) -> LanguageModelData:
-        datamodule = cls(**config["data"], batch_size=rows, seed=config["seed"])
+        datamodule = cls(keys, batch_size=batch_size // window, seed=config["seed"])
         datamodule.setup()
         return datamodule
 
@@ -106,7 +84,8 @@ class LanguageModelData(TaskData):
         # As many tokens as the windows of the training held, where no other number is asked for.
         keys = read(TextDataKeys, {**config["data"], **changes}, "data")
         rows = max(1, batch_size * config["data"]["window"] // keys.window)
-        datamodule = cls._make({**config, "data": {**config["data"], **changes}}, rows)
+        datamodule = cls(keys, batch_size=rows, seed=config["seed"])
+        datamodule.setup()
         if datamodule.info.tokenizer != trained.tokenizer:
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
-from longseq.tasks.probe.config import ProbeKeys
+from longseq.tasks.probe.config import SPLITS, ProbeDataKeys, ProbeKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
+from longseq.tasks.training.options import read
 
 # The split that each stage of a run measures.
 STAGES = {"val": "validation", "test": "test"}
@@ -33,40 +34,23 @@ class ProbeDataModule(TaskData):
 
     def __init__(
         self,
+        keys: ProbeDataKeys,
         *,
-        name: str,
-        generator: str,
-        options: Mapping[str, Any],
-        train: Sequence[Mapping[str, Any]],
-        validation: Sequence[Mapping[str, Any]],
-        test: Sequence[Mapping[str, Any]],
         batch_size: int,
-        eval_batch_size: int | None = None,
-        draw_seed: int = 0,
-        cache: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not isinstance(options, Mapping):
-            raise ValueError(f"data.options={options} must name options of the generator, such as {{tokens: 64}}")
-        self.name, self.generator, self.options = name, generator, dict(options)
-        self.described = {"train": train, "validation": validation, "test": test}
-        for split, listed in self.described.items():
-            if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
-                raise ValueError(f"data.{split}={listed} must be a list of slices, such as [{{samples: 1000}}]")
-        if empty := [split for split, listed in self.described.items() if not listed]:
-            raise ValueError(f"data.{empty[0]} has no slice: give at least one, such as [{{samples: 1000}}]")
-        if not isinstance(draw_seed, int):
-            raise ValueError(f"data.draw_seed={draw_seed} must be a whole number")
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.draw_seed, self.cache, self.seed = draw_seed, cache, seed
+        self.keys = keys = read(ProbeDataKeys, vars(keys), "data")
+        self.described = {split: getattr(keys, split) for split in SPLITS}
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
+        self.seed = seed
         self._splits: dict[str, list[Slice]] | None = None
         self._info: ProbeInfo | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ProbeDataModule:
         ProbeKeys().check(config)
-        datamodule = cls(**config["data"], batch_size=batch_size, seed=config["seed"])
+        datamodule = cls(read(ProbeDataKeys, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
         datamodule.setup()
         return datamodule
 
@@ -84,9 +68,8 @@ class ProbeDataModule(TaskData):
         trained: ProbeInfo,
         batch_size: int,
     ) -> ProbeDataModule:
-        own = config["data"]
-        options = changes.get("options", {})
-        changes = {**changes, "options": {**own["options"], **options} if isinstance(options, Mapping) else options}
+        options = {**config["data"]["options"], **changes.get("options", {})}
+        changes = {**changes, "options": options}
         datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
         # The trainer tests on either split, under the names of its own slices.
         datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
@@ -105,7 +88,7 @@ class ProbeDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
-        return [GENERATORS[self.generator]]
+        return [GENERATORS[self.keys.generator]]
 
     @property
     def batches_per_epoch(self) -> int:
@@ -127,14 +110,15 @@ class ProbeDataModule(TaskData):
         """Generates the sets, or reads them from the cache; a second call does nothing."""
         if self._splits is not None:
             return
-        vocab_size = (generator_options(self.generator) | self.options)["vocab_size"]
-        self._splits = make_splits(self.generator, self.options, self.described, seed=self.draw_seed, folder=self.cache)
+        keys = self.keys
+        vocab_size = (generator_options(keys.generator) | dict(keys.options))["vocab_size"]
+        self._splits = make_splits(keys.generator, keys.options, self.described, seed=keys.draw_seed, folder=keys.cache)
         counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
         self._info = ProbeInfo(
-            generator=self.generator,
+            generator=keys.generator,
             vocab_size=vocab_size,
             longest=max(one.tokens.shape[1] for slices in self._splits.values() for one in slices),
-            rebuild=self.generator == "compression",
+            rebuild=keys.generator == "compression",
             slices={stage: [one.name for one in self._splits[split]] for stage, split in STAGES.items()},
             sizes={"train": counts["train"], "val": counts["validation"], "test": counts["test"]},
         )

@@ -113,6 +113,13 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
         raise ValueError(str(error)) from None
 
 
+def read_part(cls: type, values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """`values` of some keys of the dataclass `cls`, as `read` converts them. ValueError as of `read`."""
+    hints = get_type_hints(cls, include_extras=True)
+    refuse_unknown(values, [field.name for field in fields(cls)], place)
+    return {key: check_value(hints[key], value, _join(place, key)) for key, value in values.items()}
+
+
 def check_value(hint: Any, value: Any, place: str) -> Any:
     """`value` as the type `hint` wants it. ValueError, in one line, where it cannot be."""
     try:

@@ -22,7 +22,7 @@ CALLBACKS = [
     "longseq.tasks.training.callbacks.progress.TrainingProgress",
     "longseq.tasks.training.callbacks.telemetry.Telemetry",
     "longseq.tasks.training.callbacks.throughput.Throughput",
-    "longseq.tasks.training.callbacks.unreadable.UnreadableImages",
+    "longseq.tasks.training.callbacks.unreadable.UnreadableSamples",
     "lightning.pytorch.callbacks.DeviceStatsMonitor",
     "lightning.pytorch.callbacks.EarlyStopping",
     "lightning.pytorch.callbacks.LearningRateMonitor",

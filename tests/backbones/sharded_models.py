@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import longseq.backbones.image  # noqa: F401  (its models register with timm)
-from longseq import mixers
+import longseq.backbones.image  # its models register with timm
+from longseq import mixers, save_pretrained
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 
@@ -129,6 +129,16 @@ def check_nonfinite_stop() -> None:
         stop.check()
 
 
+def check_saved(model: nn.Module, folder: Path) -> None:
+    state = copy.deepcopy(model.state_dict())
+    sharded = shard(model)
+    assert save_pretrained(sharded, folder) == folder
+    loaded = longseq.from_pretrained(folder).state_dict()  # in both processes: the file is whole when the call ends
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+    assert not list(folder.glob("*.partial"))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(Path(sys.argv[1]) / "store"), WORLD)
@@ -140,6 +150,8 @@ if __name__ == "__main__":
             check_image(name)
             check_first_weights(lambda name=name: image_model(name), name)
     check_nonfinite_stop()
+    check_saved(text_model("deltanet"), Path(sys.argv[1]) / "text")
+    check_saved(image_model("deltanet"), Path(sys.argv[1]) / "image")
     torch.distributed.destroy_process_group()
     print("checked", *mixers.mixer_names(), flush=True)
     # All is checked. Threads of torch, left to the interpreter's end, now and then abort a process that is done.

@@ -145,7 +145,7 @@ def test_warnings_reach_the_user_one_line_each(tmp_path, command, tiny_overrides
     lines = [line for line in result.stderr.splitlines() if line.startswith("longseq: warning: ")]
     assert any(f"skipped unreadable image {broken} (" in line for line in lines)
     assert any("the validation images are also the test images" in line for line in lines)
-    assert result.stdout.count("unreadable image(s) skipped") == 1
+    assert result.stdout.count("skipped unreadable images: 1 (") == 1
     assert only(tmp_path, "outputs/image/*/unreadable.txt").read_text() == f"{broken}\n"
 
 

@@ -219,6 +219,10 @@ def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> No
         ValueError, match=r"does not say where its data lie: give data\.source=folder data\.root=FOLDER"
     ):
         measure()
+    folder = ("data.source=folder", f"data.root={tmp_path / 'images'}")
+    for wrong in ("data.eval_batch_size=0", "data.crop_pct=-1", "data.on_error=ignore", "data.download=3"):
+        with pytest.raises(ValueError, match=f"^{wrong} must be "):
+            measure(*folder, wrong)
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import zlib
 
 import pytest
 import torch
+from image_data import image_data
 from lightning.pytorch import Callback, LightningModule, Trainer
-
-from longseq.tasks.image.data import ImageDataModule
 
 AUGMENT = {"crop": "padded", "padding": 1, "hflip": 0.5, "repeats": 3, "erasing": {"prob": 0.5, "mode": "pixel"}}
 BATCH_SIZE = 256
@@ -16,7 +15,7 @@ BATCHES = 5  # 1,295 training digits
 
 def digits(num_workers=0, **options):
     options = {"batch_size": BATCH_SIZE, "augment": AUGMENT, "seed": 3} | options
-    module = ImageDataModule(name="digits", source="digits", img_size=8, in_chans=1, num_workers=num_workers, **options)
+    module = image_data(name="digits", source="digits", img_size=8, in_chans=1, num_workers=num_workers, **options)
     module.setup()
     return module
 
