@@ -32,8 +32,8 @@ LAYERS = (
 )
 NAMES = [name for name, _ in LAYERS]
 
-# Inside tasks: what all tasks share, what tasks on text share, the table of tasks, each task by itself, and the commands
-# above them all.
+# Inside tasks: what all tasks share, what tasks on text share, the table of tasks, each task by itself, and the
+# commands above them all.
 SHARED = tuple(f"longseq.tasks.{name}" for name in ("data", "training", "report", "circumstances"))
 TEXT = "longseq.tasks.text"
 TABLE = "longseq.tasks.registry"
