@@ -30,6 +30,9 @@ VERBS = {
     "predict": Verb(
         "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
     ),
+    "prepare": Verb(
+        "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
+    ),
     "compare": Verb(
         "longseq.tasks.compare",
         "train models side by side: table and plot",

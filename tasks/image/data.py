@@ -38,6 +38,7 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
+from longseq.tasks.training.processes import usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -343,7 +344,7 @@ class ImageDataModule(TaskData):
     def _loader_options(self) -> dict[str, Any]:
         workers = self.keys.num_workers
         if workers is None:
-            workers = min(_MOST_WORKERS, _usable_cores() // (self.trainer.num_devices if self.trainer else 1))
+            workers = min(_MOST_WORKERS, usable_cores() // (self.trainer.num_devices if self.trainer else 1))
         return {
             "num_workers": workers,
             "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
@@ -353,10 +354,6 @@ class ImageDataModule(TaskData):
 
 def _absolute(root: str | None) -> str | None:
     return None if root is None else os.path.realpath(os.path.expanduser(root))
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmentation, int]:

@@ -36,8 +36,10 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder. Raises ValueError, in one line, if another process that may be alive holds it.
+def locked(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
+    """Hold the lock of a run folder, which a person chooses by `key`.
+
+    Raises ValueError, in one line, if another process that may be alive holds it.
 
     The lock of an ended process of this host is taken over. The lock file is written beside its destination and then
     linked there. The link fails if the file exists, also on network file systems.
@@ -50,7 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
             continue
         if not holder.is_dead():
             raise ValueError(
-                f"{folder} is being written by {holder.describe()}: wait for it, or choose another hydra.run.dir; "
+                f"{folder} is being written by {holder.describe()}: wait for it, or choose another {key}; "
                 f"if it has ended, remove {path}"
             )
         _remove(path, holder)

@@ -17,6 +17,11 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _POLL_SECONDS = 1.0
 
 
+def usable_cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def followed_by_child() -> dict[str, str]:
     """Environment variables for a run that is to end with this process (see `follow_parent`)."""
     return {COMPARISON_VARIABLE: str(os.getpid())}
