@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import torch
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.documents import Document, corpus_of, encode, first_of_equal, gzip_bits, split_numbers
+from longseq.tasks.text.documents import Document, encode, store_of
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.python_sources import read_sources, standard_library_files
+from longseq.tasks.text.python_sources import standard_library_files
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
-from longseq.tasks.text.store import SPLITS, Corpus, TokenStore, open_store
+from longseq.tasks.text.sources import TEXT, group_files, read_part
+from longseq.tasks.text.store import Corpus, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
@@ -142,7 +143,7 @@ class LanguageModelData(TaskData):
             self._batches("train", self.batch_size),  # type: ignore[arg-type]
             self._training_sampler(),
             num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
             **follow(self.trainer),
         )
@@ -156,7 +157,7 @@ class LanguageModelData(TaskData):
     def _open(self) -> list[TokenStore]:
         root = self.keys.root
         if root is None:
-            return [_standard_library(self.keys.validation, self.keys.test)]
+            return [_standard_library(self.keys)]
         roots = [root] if isinstance(root, str) else root
         return [open_store(one, check=self.keys.check) for one in roots]
 
@@ -192,7 +193,7 @@ class LanguageModelData(TaskData):
             self._batches(stage, self.eval_batch_size),  # type: ignore[arg-type]
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
         )
 
@@ -203,23 +204,12 @@ class LanguageModelData(TaskData):
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
 
 
-def _standard_library(validation: float, test: float) -> TokenStore:
+def _standard_library(keys: TextDataKeys) -> TokenStore:
     """The bytes of the standard library's modules, in memory."""
-    tokenizer = ByteTokenizer()
-    texts = [text for text in read_sources(standard_library_files()) if text]
-    encoded = encode(map(Document, texts), tokenizer)
-    numbers = split_numbers(encoded.hashes, {"validation": validation, "test": test})
-    kept = first_of_equal(encoded.hashes)
-    splits = {split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)}
-    held_out = np.flatnonzero(kept & (numbers == SPLITS.index("test")))
-    return TokenStore(
-        name="standard_library",
-        tokenizer=tokenizer.to_dict(),
-        vocab_size=tokenizer.vocab_size,
-        separator=tokenizer.separator,
-        splits=splits,
-        gzip_bits_per_byte=gzip_bits(texts[index] for index in held_out),
-    )
+    fractions, tokenizer = {"validation": keys.validation, "test": keys.test}, ByteTokenizer()
+    texts = group_files([str(path) for path in standard_library_files()], format="python")
+    documents = (one for part in texts for one in read_part(part, TEXT) if isinstance(one, Document) and one.text)
+    return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
 
 
 def _remedy(keys: TextDataKeys, split: str) -> str:

@@ -28,13 +28,13 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
 
-_LONGEST = 100  # characters of a value in a message
-_MANY = 40  # names in a message
+_LONGEST = 100  # the most characters of a value in a message
+_MANY = 40  # the most names in a message
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `least` to `most`, both included, above `above` and below `below`. For a list: each number."""
+    """Numbers from `least` to `most`, both included, above `above` and below `below`. In a list, each number."""
 
     least: float | None = None
     most: float | None = None
@@ -58,7 +58,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of `choices`, or of what the function `choices` returns, for names that are known when the program runs."""
+    """One of `choices`, or of the results of the function `choices`, for names that are only known at run time."""
 
     choices: Iterable[str] | Callable[[], Iterable[str]]
 
@@ -84,13 +84,13 @@ class Length:
 
 @dataclass(frozen=True)
 class Required:
-    """A key that is null in the YAML file and that a person must give; `remedy` says how."""
+    """A key that is null in the YAML file and that the user must give; `remedy` says how."""
 
     remedy: str
 
 
 class _Unfit(Exception):
-    """A value that its type does not take; `near` is a value that may have been meant."""
+    """A value that does not fit its type; `near` is a similar value that does."""
 
     def __init__(self, place: str, value: Any, needed: str, near: str | None = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Unfit(Exception):
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:
-    """The dataclass `cls` with the values of a dictionary; `place` is the dotted key under which it stands.
+    """The dataclass `cls` with the values of a dictionary; `place` is the dotted key of the dictionary.
 
     ValueError, in one line, for a key that the dataclass does not have, a missing key, and a value of another type or
     outside its range.
@@ -121,7 +121,7 @@ def read_part(cls: type, values: Mapping[str, Any], place: str = "") -> dict[str
 
 
 def check_value(hint: Any, value: Any, place: str) -> Any:
-    """`value` as the type `hint` wants it. ValueError, in one line, where it cannot be."""
+    """`value`, converted to the type `hint`. ValueError, in one line, if that is impossible."""
     try:
         return _convert(hint, value, place)
     except _Unfit as error:
@@ -136,11 +136,11 @@ def check_call(
     given: Iterable[str] = (),
     least: float | None = None,
 ) -> dict[str, Any]:
-    """`values` as keywords that `function` takes, checked against its annotations.
+    """`values` as keywords of `function`, checked against its annotations.
 
-    `given` names parameters that the program passes itself: they are no options of a person. Numbers are at least
-    `least`. ValueError, in one line, for an option that the function does not have, one that is missing, and a value
-    that its annotation does not take. Annotations that are no types of this module's list are not looked at.
+    `given` names parameters that the program passes itself: they are not options. Numbers are at least `least`.
+    ValueError, in one line, for an option that the function does not have, a missing one, and a value that its
+    annotation does not allow. Annotations that are not types of this module's list are not checked.
     """
     signature = inspect.signature(function)
     known, hints, taken = signature_options(function), _hints_of(function), set(given)
@@ -157,7 +157,7 @@ def check_call(
         hint = hints.get(name, Any)
         if least is not None and _is_number(hint):
             hint = Annotated[hint, Range(least)]
-        # A default says that the value it holds is allowed, whatever the annotation says.
+        # A value equal to the default is allowed, whatever the annotation.
         same = name in known and type(known[name]) is type(value) and known[name] == value
         checked[name] = value if same or not _is_known(hint) else check_value(hint, value, _join(place, name))
     return checked
@@ -166,10 +166,10 @@ def check_call(
 def read_beside(
     cls: type[T], function: Callable[..., Any], values: Mapping[str, Any], place: str, *, given: Iterable[str] = ()
 ) -> T:
-    """Read `cls`, and check what it does not name against the signature of `function`, as `check_call` does.
+    """Read `cls`, and check the other values against the signature of `function`, as `check_call` does.
 
-    For functions of other libraries: the dataclass narrows the options that matter, the others are as the library has
-    them.
+    For functions of other libraries: the dataclass narrows some options, and the library's annotations check the
+    others.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{place}={spell(values)} must be a dictionary")
@@ -190,7 +190,7 @@ def signature_options(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(values: Iterable[Any], known: Iterable[str], place: str = "") -> None:
-    """ValueError for the first key that is none of `known`, with the nearest that is."""
+    """Raise ValueError for the first key that is not one of `known`; the message names the nearest one."""
     known = list(known)
     for key in values:
         if key not in known:
@@ -198,7 +198,7 @@ def refuse_unknown(values: Iterable[Any], known: Iterable[str], place: str = "")
 
 
 def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
-    """Tell that there is no key `key` below `place`, and which may have been meant."""
+    """The message that `key` does not exist below `place`, with the key that may have been meant."""
     close = nearest(key, known)
     hint = f"did you mean {_join(place, close)}? " if close else ""
     shown = ", ".join(known[:_MANY]) + (", ..." if len(known) > _MANY else "")
@@ -207,14 +207,14 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name of `known` that `name` may be a slip of."""
+    """The name in `known` that `name` may be a misspelling of, or None."""
     known = list(known)
     begun = [one for one in known if len(name) > 2 and one.startswith(name)]
     return next(iter([*difflib.get_close_matches(name, known, n=1, cutoff=0.6), *begun]), None)
 
 
 def spell(value: Any) -> str:
-    """A value as a person writes it on the command line, cut where it is long."""
+    """A value as it is written on the command line, shortened if it is long."""
     if value is None:
         text = "null"
     elif isinstance(value, bool):
@@ -241,7 +241,7 @@ def _read(cls: type[T], values: Any, place: str) -> T:
 
 
 def _convert(hint: Any, value: Any, place: str) -> Any:
-    """`value` as `hint` wants it: numbers of a float become floats, dictionaries of a dataclass the dataclass."""
+    """`value` as `hint` requires: numbers become floats for float, dictionaries become dataclasses."""
     if get_origin(hint) is Annotated:
         return _convert_annotated(hint, value, place)
     if hint is Any:
@@ -286,7 +286,7 @@ def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
     try:
         found = _convert(kind, value, place)
     except _Unfit as error:
-        if error.place != place:  # a value inside of it, which says more
+        if error.place != place:  # a value inside of it; its message says more
             raise
         raise _Unfit(place, value, describe_type(hint), error.near) from None
     for one in narrowings:
@@ -304,7 +304,7 @@ def _convert_union(hint: Any, value: Any, place: str) -> Any:
     kinds = get_args(hint)
     if value is None and type(None) in kinds:
         return None
-    # A whole number of `int | float` stays one.
+    # a whole number for `int | float` stays an int
     kinds = tuple(sorted((kind for kind in kinds if kind is not type(None)), key=lambda kind: kind is float))
     failures = []
     for kind in kinds:
@@ -340,7 +340,7 @@ def _convert_list(hint: Any, value: Any, place: str) -> Any:
 
 
 def describe_type(hint: Any) -> str:
-    """In words, what a type takes."""
+    """What a type accepts, in words."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         words = describe_type(inner[0])
@@ -376,7 +376,7 @@ def describe_type(hint: Any) -> str:
 
 
 def _is_known(hint: Any) -> bool:
-    """Whether `_convert` knows a type and all that it is made of."""
+    """True if `_convert` supports a type and all its parts."""
     if get_origin(hint) is Annotated:
         return _is_known(get_args(hint)[0])
     origin, inner = get_origin(hint) or hint, get_args(hint)
@@ -398,7 +398,7 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(call, include_extras=True)
     except (NameError, TypeError):
-        return {}  # names that its module imports for type checkers alone
+        return {}  # names that its module imports only for type checkers
 
 
 def _missing(place: str) -> str:
