@@ -128,9 +128,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.types import RunMode
 
     from longseq import plugins
+    from longseq.tools import key_help
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
 
+    key_help.register()
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
 

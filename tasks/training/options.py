@@ -252,18 +252,20 @@ def _convert(hint: Any, value: Any, place: str) -> Any:
     if origin is Literal:
         if any(type(value) is type(name) and value == name for name in inner):
             return value
-        raise _Unfit(place, value, _expected(hint), _near_value(value, [name for name in inner if type(name) is str]))
+        raise _Unfit(
+            place, value, describe_type(hint), _near_value(value, [name for name in inner if type(name) is str])
+        )
     if origin in (Union, types.UnionType):
         return _convert_union(hint, value, place)
     if origin in (list, Sequence, tuple):
         return _convert_list(hint, value, place)
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         kinds = inner or (Any, Any)
         return {key: _convert(kinds[1], one, _join(place, str(key))) for key, one in value.items()}
     if not _fits(origin, value):
-        raise _Unfit(place, value, _expected(hint))
+        raise _Unfit(place, value, describe_type(hint))
     return float(value) if origin is float else value
 
 
@@ -286,15 +288,15 @@ def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
     except _Unfit as error:
         if error.place != place:  # a value inside of it; its message says more
             raise
-        raise _Unfit(place, value, _expected(hint), error.near) from None
+        raise _Unfit(place, value, describe_type(hint), error.near) from None
     for one in narrowings:
         numbers = [found] if isinstance(found, int | float) else found if isinstance(found, list | tuple) else []
         if isinstance(one, Range) and not all(one.holds(number) for number in numbers):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         if isinstance(one, Length) and isinstance(found, list | tuple) and not one.holds(len(found)):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := one.names()):
-            raise _Unfit(place, value, _expected(hint), _near_value(value, names))
+            raise _Unfit(place, value, describe_type(hint), _near_value(value, names))
     return found
 
 
@@ -313,16 +315,16 @@ def _convert_union(hint: Any, value: Any, place: str) -> Any:
     deeper = next((error for error in failures if error.place != place), None)
     if deeper is not None:
         raise deeper
-    raise _Unfit(place, value, _expected(hint), next((error.near for error in failures if error.near), None))
+    raise _Unfit(place, value, describe_type(hint), next((error.near for error in failures if error.near), None))
 
 
 def _convert_list(hint: Any, value: Any, place: str) -> Any:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if not isinstance(value, list | tuple):
-        raise _Unfit(place, value, _expected(hint))
+        raise _Unfit(place, value, describe_type(hint))
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         if len(value) != len(inner):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         kinds: Sequence[Any] = inner
     else:
         kinds = [inner[0] if inner else Any] * len(value)
@@ -333,15 +335,15 @@ def _convert_list(hint: Any, value: Any, place: str) -> Any:
     except _Unfit as error:
         if any(is_dataclass(kind) for kind in kinds):
             raise
-        raise _Unfit(place, value, _expected(hint), error.near) from None
+        raise _Unfit(place, value, describe_type(hint), error.near) from None
     return tuple(found) if origin is tuple else found
 
 
-def _expected(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """What a type accepts, in words."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        words = _expected(inner[0])
+        words = describe_type(inner[0])
         for one in inner[1:]:
             if isinstance(one, OneOf):
                 names = sorted(one.names())
@@ -359,12 +361,12 @@ def _expected(hint: Any) -> str:
         kinds = [kind for kind in inner if kind is not type(None)]
         if int in kinds and float in kinds:
             kinds.remove(int)
-        alternatives = [_expected(kind) for kind in kinds]
+        alternatives = [describe_type(kind) for kind in kinds]
         return " or ".join(dict.fromkeys(alternatives + ["null"] * (type(None) in inner)))
     if origin is tuple and inner and inner[-1] is not Ellipsis:
-        return f"a list of {len(inner)}: {', '.join(_expected(kind) for kind in inner)}"
+        return f"a list of {len(inner)}: {', '.join(describe_type(kind) for kind in inner)}"
     if origin in (list, Sequence, tuple):
-        return f"a list, each entry {_expected(inner[0])}" if inner and inner[0] is not Any else "a list"
+        return f"a list, each entry {describe_type(inner[0])}" if inner and inner[0] is not Any else "a list"
     if is_dataclass(hint):
         return "a dictionary of " + ", ".join(field.name for field in fields(hint))
     if origin in (dict, Mapping):
