@@ -36,7 +36,7 @@ __all__ = [
     "Training",
 ]
 
-# Imported when they are asked for: a module below this package must not wait for all tasks.
+# Imported on first use: a module below this package must not wait for all tasks.
 _MODULES = {
     "ImageClassifier": "image.module",
     "ImageDataKeys": "image.config",

@@ -1,4 +1,4 @@
-"""`longseq compare`: train models side by side, of any task, and compare them in a table and a plot."""
+"""`longseq compare`: train models of any task side by side, and compare them in a table and a plot."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ TAKEN_KEYS = {
     "seed": "give seeds=[...]",
     "resume": "the same command continues by itself",
 }
-# Text that means itself in an override.
+# Text that needs no quotes in an override.
 UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
-SAMPLES = "samples"  # what the runs share
+SAMPLES = "samples"  # the folder of samples that the runs share
 RESULTS_FILE = "results.json"
 LOG_FILE = "log.txt"
 MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
-ERROR = "longseq: error: "  # how a run begins the line that tells its failure
+ERROR = "longseq: error: "  # how a run begins its error message
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareKeys:
-    """The keys that `longseq compare` has beside those of `longseq train`; conf/compare.yaml says what they mean."""
+    """The keys of `longseq compare` beside those of `longseq train`; conf/compare.yaml documents them."""
 
     mixers: list[str]
     rows: Mapping[str, str] | None
@@ -83,7 +83,7 @@ class CompareKeys:
             raise ValueError(f"report={self.report} must be a metric of the test, such as test/accuracy")
 
 
-# Keys of this command; every other override goes to each `longseq train`.
+# Keys of this command; every other override is passed to each `longseq train`.
 OWN_KEYS = ("comparison", *(entry.name for entry in fields(CompareKeys)))
 
 
@@ -108,8 +108,8 @@ class Trial(NamedTuple):
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Train every row with every setting, learning rate and seed; write and return the results.
 
-    The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A run that is
-    finished is not repeated, one that was interrupted continues.
+    The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A finished
+    run is not repeated, an interrupted one continues.
     """
     words = HydraConfig.get().overrides.task
     _check_overrides(words)
@@ -138,7 +138,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         results["rows"] = [rows[number] for number in sorted(rows)]
         results["seconds"] = round(time.monotonic() - started, 1)
         seconds = [one["metrics"]["seconds"] for one in results["rows"] if one["status"] == "finished"]
-        results["training_seconds"] = round(sum(seconds), 1)  # of all runs, also of those finished before
+        results["training_seconds"] = round(sum(seconds), 1)  # of all runs, including those that had finished before
         results["summary"] = comparison.summarize(results["rows"], report, metric)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
@@ -148,10 +148,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
 
 def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
-    """Every trial; the folder of each is named by all that its outcome depends on.
+    """All trials. The folder of each is named by everything that its outcome depends on.
 
-    `own` are the keys of this command, `given` the overrides of every run. Of two values of a key the last counts: the
-    overrides of a row replace those of every run, and those of the sweep replace both.
+    `own` are the keys of this command, `given` the overrides of every run. If a key is given several times, the last
+    value counts: the overrides of a row replace those of every run, and those of the sweep replace both.
     """
     rates = own.learning_rates or [None]
     swept = own.sweep or {}
@@ -177,7 +177,7 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
 
 
 def _makes_samples(overrides: Sequence[str]) -> bool:
-    """Whether the data of a run is generated, for all runs to share it, and no folder for it was given."""
+    """True if the data is generated, so that all runs share it, and no folder was given for it."""
     groups = tuple(word for word in overrides if _key(word) in ("task", "data", "experiment"))
     return all(_key(word) != "data.cache" for word in overrides) and _has_cache(groups)
 
@@ -193,7 +193,7 @@ def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
 
 
 def _own_keys(cfg: DictConfig) -> CompareKeys:
-    # One by one: what the rows' own overrides complete may not resolve yet.
+    # One by one: interpolations that the rows' own overrides complete may not resolve yet.
     values = {entry.name: cfg[entry.name] for entry in fields(CompareKeys)}
     return read(
         CompareKeys,
@@ -202,7 +202,7 @@ def _own_keys(cfg: DictConfig) -> CompareKeys:
 
 
 def _compose(trial: Trial) -> dict[str, Any]:
-    """What the configuration of a run says of its task and trainer."""
+    """The configuration of a run, for its task and trainer."""
     config = compose("train", trial.overrides)
     return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("task", "trainer")}
 
@@ -220,7 +220,7 @@ def _key(override: str) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A value in the grammar of Hydra's overrides, in quotes where a character has a meaning there."""
+    """A value in the grammar of Hydra's overrides, in quotes if it has special characters."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_spell(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -232,7 +232,7 @@ def _spell(value: Any) -> str:
 
 
 def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run the trials, `jobs` at a time, spread over `places`, and yield each with its index as it ends."""
+    """Run the trials, `jobs` at a time, distributed over `places`; yield each with its index when it ends."""
     devices: queue.Queue[str | None] = queue.Queue()
     for slot in range(jobs):
         devices.put(places[slot % len(places)] if places else None)
@@ -256,7 +256,7 @@ def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Itera
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             told: set[subprocess.Popen[bytes]] = set()
-            # Again until all have ended, for a run that was just being started.
+            # Repeated until all have ended, for a run that was just being started.
             while not all(future.done() for future in futures):
                 for process in started - told:
                     process.terminate()
@@ -267,13 +267,13 @@ def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Itera
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """End this process in order where it is told to; its runs end with it, and each writes its checkpoint."""
+    """End this process in order when it is told to; its runs end with it, and each writes its checkpoint."""
 
     def leave(number: int, _: Any) -> None:
         print("stopping; the same command continues", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
-    # A shell that puts a command into the background has it ignore Ctrl-C.
+    # A shell makes a background command ignore Ctrl-C.
     heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in heeded}
     try:
@@ -328,13 +328,13 @@ def _device(place: str | None) -> torch.device:
 
 
 def _config_folder() -> list[str]:
-    """The words by which this command was given a folder of configuration beside ours."""
+    """The arguments that gave this command a folder of configuration beside ours."""
     sources = HydraConfig.get().runtime.config_sources
     return [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
 
 
 def _last_error(log: Path, start: int, code: int) -> str:
-    """What a run said last of its failure, in the log from `start` on: earlier attempts stand before it."""
+    """The last error message of a run in the log from `start` on, after those of earlier attempts."""
     text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if told := [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]:
@@ -344,7 +344,7 @@ def _last_error(log: Path, start: int, code: int) -> str:
 
 
 def _places(trained: Mapping[str, Any]) -> list[str]:
-    """The GPUs of each place where a run fits, as CUDA_VISIBLE_DEVICES names them; none for the CPU.
+    """For each place where a run fits, its GPUs as CUDA_VISIBLE_DEVICES names them; none for the CPU.
 
     A run on two devices takes two of them.
     """
@@ -367,7 +367,7 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 
 
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
-    """Write the table and the plot and say where; ValueError if a run failed."""
+    """Write the table and the plot, and print where; ValueError if a run failed."""
     report, written = results["report"], [RESULTS_FILE]
     finished = [row for row in results["rows"] if row["status"] == "finished"]
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]

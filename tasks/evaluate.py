@@ -1,4 +1,4 @@
-"""`longseq evaluate`: measure a checkpoint on its own data or on other data of the same classes."""
+"""`longseq evaluate`: evaluate a checkpoint on its own data or on other data of the same classes."""
 
 import json
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import read, read_part
 from longseq.tasks.training.trainer import build_trainer
 
-# Samples at a time where data.eval_batch_size does not say.
+# The batch size if data.eval_batch_size is not given.
 EVALUATION_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateKeys(CommandKeys):
-    """The keys of `longseq evaluate`; conf/evaluate.yaml says what they mean."""
+    """The keys of `longseq evaluate`; conf/evaluate.yaml documents them."""
 
     checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     weights: Literal["auto", "ema", "model"]
@@ -40,7 +40,7 @@ class EvaluateKeys(CommandKeys):
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, float]:
-    """Measure `cfg.checkpoint` on `cfg.split`; prints the metrics, writes them as json and returns them."""
+    """Evaluate `cfg.checkpoint` on `cfg.split`; print the metrics, write them as json and return them."""
     processes.follow_parent()
     config = resolve(cfg)
     keys = read(EvaluateKeys, config)

@@ -1,4 +1,4 @@
-"""The data module of image classification: sources, splits, loaders, and what the model must know of them."""
+"""The data module of image classification: sources, splits, loaders, and what the model must know of the data."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
 from longseq.tasks.training.options import read
+from longseq.tasks.training.processes import usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +46,14 @@ _MOST_WORKERS = 16
 
 
 class ImageDataModule(TaskData):
-    """Images of one source, augmented for training, with a fixed set for validation and one for the test.
+    """Images of one source, augmented for training, with fixed sets for validation and test.
 
     `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), or a name that timm
-    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images float32 [B, C, S, S]
-    normalised, targets int64 [B]) after the transfer to the device, uint8 before. `batch_size` is what one device takes
-    in one step. Training draws are functions of (seed, epoch, sample, repeat); `split_seed` chooses the validation
-    images where the source has none, so that runs of several seeds share them. ValueError for what the user can mend.
+    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. After the transfer to the device, batches are
+    (images float32 [B, C, S, S] normalised, targets int64 [B]); before it, images are uint8. `batch_size` is the
+    training batch of one device. Training draws are functions of (seed, epoch, sample, repeat). `split_seed` chooses
+    the validation images if the source has none, so that runs with different seeds share them. ValueError for errors
+    that the user can correct.
     """
 
     inputs = ImageFiles
@@ -112,7 +114,7 @@ class ImageDataModule(TaskData):
 
     @property
     def info(self) -> DataInfo:
-        """What models, checkpoints and exported files need to know; there after `setup`."""
+        """What models, checkpoints and exported files need to know of the data; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
@@ -131,16 +133,16 @@ class ImageDataModule(TaskData):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches that one device takes in an epoch."""
+        """Training batches of one device in an epoch."""
         return len(self.train_dataloader())
 
     def prepare_data(self) -> None:
-        """Fetches the data where data.download=true asks for it, in one process of each machine."""
+        """Download the data if data.download=true, in one process of each machine."""
         if self.keys.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.keys.source):
             self._splits = self._splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the data; `stage` does not matter, and a second call does nothing."""
+        """Open the data; `stage` has no effect, and a second call does nothing."""
         if self._info is not None:
             return
         keys = self.keys
@@ -173,10 +175,11 @@ class ImageDataModule(TaskData):
         self._info = self._describe(class_names, sizes)
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
-        """Opens what measuring on `split` (val, test) needs, its classes numbered as those of a trained model.
+        """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
 
-        Folders and what else timm reads by index need no training images then. `foreign` says that the data is not what
-        the model was trained on: a folder of class folders only is then all measured, and nothing is split off.
+        Folders, and sources that timm reads by index, then need no training images. `foreign` means that the model was
+        not trained on this data: of a folder with class folders only, all images are then evaluated, and nothing is
+        split off.
         """
         if self.keys.source == "folder" or self.keys.source.startswith(("hfds/", "torch/")):
             held_out = held_out_split(
@@ -200,9 +203,9 @@ class ImageDataModule(TaskData):
         self.setup()
 
     def _adopt_classes(self, trained: DataInfo, *, mapped: bool) -> None:
-        """Name the classes as the model does. ValueError where the data's own are not the model's.
+        """Use the model's class names. ValueError if the data's own names differ.
 
-        With `mapped`, data.class_map has numbered the data's classes as the model numbers its own.
+        With `mapped`, data.class_map has given the data's classes the model's numbers.
         """
         found = self.info
         if mapped:
@@ -268,7 +271,7 @@ class ImageDataModule(TaskData):
         return self._evaluation_loader("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Normalises on the device: the host moves a quarter of the bytes."""
+        """Normalise on the device: the host then transfers a quarter of the bytes."""
         images, targets = batch
         return normalize(images, self.info), targets
 
@@ -314,7 +317,7 @@ class ImageDataModule(TaskData):
         )
 
     def _describe_stream(self) -> tuple[dict[str, int | None], list[str]]:
-        """The sizes of the splits and the class names, as far as the reader knows."""
+        """The sizes of the splits and the class names, as far as the reader knows them."""
         readers = {kind: self._stream(kind, training=kind == "train").reader for kind in self.split_names}
         names = {"train": "train", "validation": "val", "test": "test"}
         sizes = {
@@ -341,7 +344,7 @@ class ImageDataModule(TaskData):
     def _loader_options(self) -> dict[str, Any]:
         workers = self.keys.num_workers
         if workers is None:
-            workers = min(_MOST_WORKERS, _usable_cores() // (self.trainer.num_devices if self.trainer else 1))
+            workers = min(_MOST_WORKERS, usable_cores() // (self.trainer.num_devices if self.trainer else 1))
         return {
             "num_workers": workers,
             "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
@@ -353,12 +356,8 @@ def _absolute(root: str | None) -> str | None:
     return None if root is None else os.path.realpath(os.path.expanduser(root))
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmentation, int]:
-    """A sample's transforms and the number of repeats; `mixing` belongs to the task, but must fit the batch."""
+    """The transforms of a sample, and the number of repeats; `mixing` is the task's, but must fit the batch."""
     options = dict(augment)
     repeats, mixing = int(options.pop("repeats", 1)), options.pop("mixing", None) or {}
     known = [f.name for f in fields(Augmentation)]
@@ -372,7 +371,7 @@ def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmenta
 
 
 def _per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
-    """One value per channel: repeated for RGB, averaged for grey."""
+    """One value for each channel: repeated for RGB, averaged for grey."""
     if len(values) not in (1, 3):
         raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
     if len(values) == in_chans:

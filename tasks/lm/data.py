@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import torch
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.documents import Document, corpus_of, encode, first_of_equal, gzip_bits, split_numbers
+from longseq.tasks.text.corpora import open_corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.python_sources import read_sources, standard_library_files
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
-from longseq.tasks.text.store import SPLITS, Corpus, TokenStore, open_store
-from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
 
@@ -28,9 +26,13 @@ STAGES = {"train": "train", "val": "validation", "test": "test"}
 class LanguageModelData(TaskData):
     """Windows of `window` tokens for training, validation and test; batches are those of `longseq.tasks.text.batch`.
 
-    `source` is `standard_library`, the bytes of Python's own modules, split by `validation` and `test` (see
-    `longseq.tasks.text.documents.split_numbers`); or `tokens`, the folder of `longseq prepare` at `root`, or several
-    folders, mixed by `weights` (by default each is read once an epoch). `check` compares their checksums.
+    `source` says where the tokens come from. `tokens`: the folder of `longseq prepare` at `root`, whose checksums are
+    compared with `check`. `files`: the text at `root`, which has `column`, `prompt_column`, `tokenizer` and `separator`
+    as `longseq prepare` has them. `standard_library`: the bytes of Python's own modules. `python_sources`: those and
+    the modules of all installed packages. `validation` and `test` are the parts of the documents that are set apart
+    (see `longseq.tasks.text.documents.split_numbers`). Text of `files` and `python_sources` is prepared once and kept
+    in `cache`, by default `longseq.tasks.text.corpora.cache_folder`. Several entries of `root` are mixed by `weights`;
+    by default each is read once an epoch.
 
     `packing` says how windows are made: `concatenated` lays documents one behind the other and cuts them; `documents`
     packs whole documents by best fit and cuts only those that are longer than a window; `streams` carries the state
@@ -111,7 +113,7 @@ class LanguageModelData(TaskData):
         """Opens the corpora; a second call does nothing."""
         if self._stores:
             return
-        self._stores = self._open()
+        self._stores = open_corpora(self.keys)
         first = self._stores[0]
         for other in self._stores[1:]:
             if other.tokenizer != first.tokenizer:
@@ -138,11 +140,12 @@ class LanguageModelData(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
+        sampler = self._training_sampler()  # refuses text that is too short for a batch
         return TrainingLoader(
             self._batches("train", self.batch_size),  # type: ignore[arg-type]
-            self._training_sampler(),
+            sampler,
             num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
             **follow(self.trainer),
         )
@@ -152,13 +155,6 @@ class LanguageModelData(TaskData):
 
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
-
-    def _open(self) -> list[TokenStore]:
-        root = self.keys.root
-        if root is None:
-            return [_standard_library(self.keys.validation, self.keys.test)]
-        roots = [root] if isinstance(root, str) else root
-        return [open_store(one, check=self.keys.check) for one in roots]
 
     def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
         if self.keys.packing == "documents":
@@ -192,7 +188,7 @@ class LanguageModelData(TaskData):
             self._batches(stage, self.eval_batch_size),  # type: ignore[arg-type]
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
         )
 
@@ -203,29 +199,10 @@ class LanguageModelData(TaskData):
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
 
 
-def _standard_library(validation: float, test: float) -> TokenStore:
-    """The bytes of the standard library's modules, in memory."""
-    tokenizer = ByteTokenizer()
-    texts = [text for text in read_sources(standard_library_files()) if text]
-    encoded = encode(map(Document, texts), tokenizer)
-    numbers = split_numbers(encoded.hashes, {"validation": validation, "test": test})
-    kept = first_of_equal(encoded.hashes)
-    splits = {split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)}
-    held_out = np.flatnonzero(kept & (numbers == SPLITS.index("test")))
-    return TokenStore(
-        name="standard_library",
-        tokenizer=tokenizer.to_dict(),
-        vocab_size=tokenizer.vocab_size,
-        separator=tokenizer.separator,
-        splits=splits,
-        gzip_bits_per_byte=gzip_bits(texts[index] for index in held_out),
-    )
-
-
 def _remedy(keys: TextDataKeys, split: str) -> str:
-    if keys.source == "standard_library":
-        return "change data.validation and data.test"
-    return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
+    if keys.source == "tokens":
+        return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
+    return "change data.validation and data.test, or give more text"
 
 
 def _nothing_failed(failures: list[Any]) -> None:

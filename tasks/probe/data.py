@@ -1,4 +1,4 @@
-"""The data module of the probes: generated sets, loaders, and what the model must know of them."""
+"""The data module of the probes: generated sets, loaders, and what the model must know of the sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
 from longseq.tasks.training.options import read
 
-# The split that each stage of a run measures.
+# The split that each stage of a run evaluates.
 STAGES = {"val": "validation", "test": "test"}
 
 
@@ -26,10 +26,10 @@ class ProbeDataModule(TaskData):
     """Generated sequences for training, validation and test; see `longseq.tasks.probe.generators`.
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
-    generator beside those of `options`. Samples are functions of (`draw_seed`, slice), so that runs of several seeds
-    share them, and none occurs twice. With `cache` they are kept in a file of that folder. Batches are
-    (tokens `[B, T]`, ProbeTargets), picked from tensors that lie on the device; their order is a function of (`seed`,
-    epoch). ValueError for what the user can mend.
+    generator that replace those of `options`. Samples are functions of (`draw_seed`, slice), so that runs with
+    different seeds share them; no sample occurs more than once. With `cache`, they are saved in a file of that folder.
+    Batches are (tokens `[B, T]`, ProbeTargets), gathered from tensors on the device; their order is a function of
+    (`seed`, epoch). ValueError for errors that the user can correct.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ProbeDataModule(TaskData):
         options = {**config["data"]["options"], **changes.get("options", {})}
         changes = {**changes, "options": options}
         datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
-        # The trainer tests on either split, under the names of its own slices.
+        # The trainer's test stage evaluates either split, under the names of that split's slices.
         datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
         if datamodule.info.vocab_size > trained.vocab_size:
             raise ValueError(
@@ -82,7 +82,7 @@ class ProbeDataModule(TaskData):
 
     @property
     def info(self) -> ProbeInfo:
-        """What models and checkpoints need to know; there after `setup`."""
+        """What models and checkpoints need to know of the data; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
@@ -92,7 +92,7 @@ class ProbeDataModule(TaskData):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches that one device takes in an epoch."""
+        """Training batches of one device in an epoch."""
         return len(self._training_sampler())
 
     @property
@@ -102,12 +102,12 @@ class ProbeDataModule(TaskData):
         return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
 
     def slices(self, split: str) -> list[Slice]:
-        """The slices of train, validation or test; there after `setup`."""
+        """The slices of train, validation or test; available after `setup`."""
         assert self._splits is not None, "call setup() first"
         return self._splits[split]
 
     def setup(self, stage: str | None = None) -> None:
-        """Generates the sets, or reads them from the cache; a second call does nothing."""
+        """Generate the sets, or read them from the cache; a second call does nothing."""
         if self._splits is not None:
             return
         keys = self.keys

@@ -1,4 +1,4 @@
-"""The console script: what it says of itself, and one line for a mistake."""
+"""The console script: its texts, and one line for a mistake."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import importlib.metadata
 import logging
 import sys
 import warnings
+from typing import get_type_hints
 
 import pytest
 
-from longseq.tools import cli
+from longseq.tools import cli, key_help
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -58,7 +59,7 @@ MISTAKES = [
     ),
     (
         "train model=token task=image",
-        "model=token belongs to task=probe: add task=probe; for task=image, give model=timm, ",
+        "model=token belongs to task=probe or task=lm: add task=probe or task=lm; for task=image, give model=timm, ",
     ),
     ("describe data=mqar", "data=mqar belongs to task=probe: add task=probe"),
     ("train modle=vim", "modle is unknown: did you mean model? the keys are "),
@@ -98,8 +99,34 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, command, words):
 def test_a_verb_helps(monkeypatch, capsys):
     assert run(monkeypatch, "train", "--help") == 0
     output = capsys.readouterr().out
-    for word in ("longseq train mixer=deltanet", "mixer:", "resume=true"):
+    for word in ("longseq train mixer=deltanet", "mixer:", "resume=true", "seed=0  ", "output=${hydra"):
         assert word in output
+
+
+@pytest.mark.parametrize(
+    ("verb", "lines"),
+    [
+        ("train", ["seed=0", "init=null"]),
+        ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
+        ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+    ],
+)
+def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
+    told = dict(line.split(maxsplit=1) for line in key_help.describe_keys(verb).splitlines())
+    assert set(lines) <= told.keys()
+    module, _, name = key_help.KEYS[verb].rpartition(".")
+    hints = get_type_hints(getattr(importlib.import_module(module), name))
+    groups = {key for key, hint in hints.items() if "Mapping" in str(hint)}
+    assert {line.partition("=")[0].partition(".")[0] for line in told} | groups == hints.keys()
+    assert all(len(words) > 8 for words in told.values()), "each has words of its own"
+
+
+def test_the_help_names_what_a_key_takes():
+    told = key_help.describe_keys("predict").splitlines()
+    (top_k,) = (line for line in told if line.startswith("top_k=5 "))
+    assert top_k.endswith("the most probable classes of each image; a whole number of at least 1")
+    (checkpoint,) = (line for line in told if line.startswith("checkpoint=null "))
+    assert checkpoint.endswith("; text, needed")
 
 
 @pytest.mark.slow

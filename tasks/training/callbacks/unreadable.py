@@ -1,4 +1,4 @@
-"""The count of samples that could not be read."""
+"""The samples that could not be read."""
 
 from pathlib import Path
 
@@ -9,10 +9,9 @@ from longseq.tasks.training.files import write_text
 
 
 class UnreadableSamples(Callback):
-    """Prints, after the test, how many samples of the run were skipped because they could not be read, and which.
+    """Prints, after the test, how many samples of the run were skipped as unreadable, and which.
 
-    `folder/unreadable.txt` lists all of them, one path a line, from the end of fit on. `unit` is what the samples are
-    called.
+    `folder/unreadable.txt` lists them all, one path per line, from the end of fit on. `unit` names the samples.
     """
 
     def __init__(self, max_paths: int = 10, folder: str | None = None, unit: str = "samples") -> None:
@@ -32,7 +31,7 @@ class UnreadableSamples(Callback):
         print(f"skipped unreadable {self.unit}: {len(paths)} ({shown}{more}{listed})", flush=True)
 
     def _write(self, trainer: Trainer) -> list[str]:
-        """The paths of all processes, and of the run before it was interrupted."""
+        """Write and return the paths of all processes, and those of the run before an interruption."""
         paths = set(_of_all_processes(trainer, list(trainer.datamodule.unreadable)))  # type: ignore[attr-defined]
         if self.path is not None and self.path.is_file():
             paths.update(self.path.read_text().splitlines())
