@@ -13,7 +13,7 @@ from torch import nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, without_weights
 from longseq.timm_models import constructor_defaults, model_name, stated_by
 
 
@@ -41,6 +41,23 @@ class ImageModel(TaskModel):
             raise ValueError(f"model {name} does not take these options: {error}") from error
         state_data(model, info)
         return model
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        # Models of timm may load weights when they are made, and do not all go without memory.
+        if config["model"]["name"].startswith("longseq_"):
+            data = config["data"]
+            info = DataInfo(
+                class_names=["0", "1"],
+                num_classes=2,
+                img_size=data["img_size"],
+                in_chans=data.get("in_chans", 3),
+                mean=[0.5],
+                std=[0.5],
+                interpolation="bicubic",
+                crop_pct=1.0,
+            )
+            with without_weights():
+                self.build(config, info)
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
