@@ -86,9 +86,6 @@ def results_page() -> str:
     return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(result) + "\n" for result in results)])
 
 
-# ---- the tables of the README above and of docs/
-
-
 def draw(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""The house: imports point down, and importing the library is cheap and touches no accelerator."""
+"""The layers of the package: imports point down, and importing the library is cheap and touches no accelerator."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_imports_point_down(name: str, path: Path) -> None:
 
 
 def named_modules(source: str) -> set[str]:
-    """Return what a file imports, and the modules of ours that its strings name, such as those of targets."""
+    """Return what a file imports, and our modules that its strings name, such as those of targets."""
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     named = {text for text in strings if isinstance(text, str) and re.fullmatch(r"longseq(\.\w+)+", text)}
     return imported_modules(source) | named
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module of the tasks: one of SHARED, TEXT, TABLE or TASKS, or "commands"."""
+    """Return the layer of a module of the tasks: one of SHARED, TEXT, TABLE or TASKS, or "commands"."""
     rooms = (*SHARED, TEXT, TABLE, *TASKS)
     return next((room for room in rooms if module == room or module.startswith(f"{room}.")), "commands")
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""A program of a user's own: our data, model and Lightning module, and Lightning's Trainer."""
+"""A user's own program: our data, model and Lightning module, and Lightning's Trainer."""
 
 import timm
 from lightning.pytorch import Trainer

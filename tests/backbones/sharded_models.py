@@ -1,4 +1,4 @@
-"""A process of several, in which every model is sharded and must give what it gives whole; see test_sharding.py."""
+"""One process of several: each model, sharded over them, gives the same results as unsharded; see test_sharding.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def text_model(mixer: str) -> TokenBackbone:
-    # Eleven words: a number of rows that two processes do not share evenly.
+    # Eleven words: a number of rows that two processes cannot divide evenly.
     torch.manual_seed(0)
     return TokenBackbone(vocab_size=11, d_model=24, depth=1, mixer=mixer, tie_embeddings=False)
 
@@ -55,7 +55,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def check_text(mixer: str) -> None:
-    # Whether the model itself gives its parameters back after each method is no matter of its mixers.
+    # The mixers do not affect whether the model itself reshards after each method.
     for number, options in enumerate(({}, {"reshard_after_forward": True})[: 2 if mixer in FEW else 1]):
         plain = text_model(mixer)
         sharded = shard(copy.deepcopy(plain), **options)
@@ -95,7 +95,7 @@ def check_image(mixer: str) -> None:
 
 
 def check_first_weights(build: Callable[[], nn.Module], mixer: str) -> None:
-    """A sharded model from the meta device draws what a whole one does."""
+    """A sharded model from the meta device draws the same weights as an unsharded one."""
     wanted = build()
     with torch.device("meta"):
         model = build()
@@ -121,7 +121,7 @@ def check_nonfinite_stop() -> None:
         loss.backward()
         stop.on_before_backward(trainer, module, loss)
         if bad and RANK == 1:
-            sharded.norm.weight.data.to_local().fill_(float("inf"))  # of this process's share alone
+            sharded.norm.weight.data.to_local().fill_(float("inf"))  # only this process's part
         stop.on_before_optimizer_step(trainer, module, None)
         if not bad:
             stop.check()
@@ -154,5 +154,5 @@ if __name__ == "__main__":
     check_saved(image_model("deltanet"), Path(sys.argv[1]) / "image")
     torch.distributed.destroy_process_group()
     print("checked", *mixers.mixer_names(), flush=True)
-    # All is checked. Threads of torch, left to the interpreter's end, now and then abort a process that is done.
+    # All checks are done. A process that is done sometimes aborts in threads of torch at the interpreter's end.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`longseq compare`: what it trains, keeps and tells, and how it ends."""
+"""`longseq compare`: its runs, files and messages, and how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longseq train`: what a run leaves behind, how it resumes, and several processes."""
+"""`longseq train`: the results of a run, its resume, and several processes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ INTERRUPTIBLE = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, compose_config, tiny_overrides):
-    """The folder of a run that nothing stopped."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     train.run(compose_config("train", *tiny_overrides, *INTERRUPTIBLE, f"output={folder / 'run'}"))
     return folder / "run"
@@ -237,7 +237,7 @@ def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_count_each_test_image_once(tmp_path, command, command_here, tiny_overrides):
-    """359 test images do not divide by two. One process alone watches the mixers."""
+    """359 test images are not divisible by two. Only one process watches the mixers."""
     watched = ("mixer=linear_attention", "callbacks.telemetry.every_n_steps=5")
     result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim", *watched)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The console script: what it says of itself, and one line for a mistake."""
+"""The console script: its texts, and one line for a mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data module over its sources, on data made here: digits, folders, tars, streams, damaged files, wrong input."""
+"""The data module with its sources, on artificial data: digits, folders, tars, streams, damaged files, wrong input."""
 
 import io
 import logging
@@ -25,7 +25,7 @@ def png(shade):
 
 
 def write_folder(root, train=12, val=5):
-    """Pictures of one shade each, which tells the class: 0-79 cat, 80-159 dog, 160-239 emu."""
+    """Pictures of one shade each, which determines the class: 0-79 cat, 80-159 dog, 160-239 emu."""
     for split, count in (("train", train), ("val", val)):
         for label, name in enumerate(CLASSES):
             folder = root / split / name

@@ -1,4 +1,4 @@
-"""Every image data set and every recipe composes, and says what it is published to say."""
+"""Every image data set and every recipe composes, with the published values."""
 
 from importlib import resources
 

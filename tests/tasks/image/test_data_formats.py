@@ -37,12 +37,12 @@ def write(path, image, **options):
 
 
 def wide(values):
-    """Grey of 8 bits in 16."""
+    """Grey of 8 bits stored in 16."""
     return Image.fromarray(values.astype(np.uint16) * 257)
 
 
 def big_endian_tiff():
-    """A 16-bit TIFF of the other byte order, which Pillow does not write."""
+    """A 16-bit TIFF with the byte order that Pillow does not write."""
     stream = io.BytesIO()
     entries = [(256, 16), (257, 8), (258, 16), (259, 1), (262, 1), (273, 8), (277, 1), (278, 8), (279, 256)]
     stream.write(b"MM\x00\x2a" + (8 + 256).to_bytes(4, "big") + (GREY.astype(">u2") * 257).tobytes())

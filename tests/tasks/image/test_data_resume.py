@@ -88,7 +88,7 @@ def test_the_global_generator_is_left_alone():
 
 
 class Recorder(LightningModule):
-    """Trains a linear model and notes what it was given."""
+    """Trains a linear model and records its batches."""
 
     def __init__(self, fail_at=None):
         super().__init__()
@@ -183,7 +183,7 @@ def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_pat
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("hook", "place"), [("batch", (1, 3)), ("epoch", (0, 0))])
 def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(hook, place, tmp_path):
-    """With 4 x 64 images to an update, from where 2 x 128 were trained: the images of all epochs, once and in order."""
+    """After updates of 2 x 128 images, 4 x 64 images make an update: images of all epochs come once and in order."""
     path = tmp_path / "interrupted.ckpt"
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         train(Recorder(), [Interrupt(hook, place, path)], accumulate=2, batch_size=128)
