@@ -13,7 +13,7 @@ from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.text.corpora import open_corpora
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
 from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
@@ -48,6 +48,7 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
+        self._stages: tuple[str, ...] = tuple(STAGES)  # those that are run, whose splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
@@ -82,10 +83,14 @@ class LanguageModelData(TaskData):
         trained: TextInfo,
         batch_size: int,
     ) -> LanguageModelData:
+        own = config.get("data") or {"name": "given", "window": trained.window}
+        if changes.get("source", own.get("source")) != own.get("source"):
+            own = {key: None if key in READ_BY else value for key, value in own.items()}
+        keys = read(TextDataKeys, {**own, **changes}, "data")
         # As many tokens as the windows of the training held, where no other number is asked for.
-        keys = read(TextDataKeys, {**config["data"], **changes}, "data")
-        rows = max(1, batch_size * config["data"]["window"] // keys.window)
-        datamodule = cls(keys, batch_size=rows, seed=config["seed"])
+        rows = max(1, batch_size * trained.window // keys.window)
+        datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
+        datamodule._stages = (split,)
         datamodule.setup()
         if datamodule.info.tokenizer != trained.tokenizer:
             raise ValueError(
@@ -121,9 +126,9 @@ class LanguageModelData(TaskData):
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
             self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
-            if not sum(len(corpus.tokens) for corpus in corpora):
+            if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
                 raise ValueError(f"the {split} split of the text is empty: {_remedy(self.keys, split)}")
-        if empty := [store.name for store in self._stores if not len(store.splits["train"].tokens)]:
+        if "train" in self._stages and (empty := [s.name for s in self._stores if not len(s.splits["train"].tokens)]):
             raise ValueError(f"{empty[0]} holds no text to train on: {_remedy(self.keys, 'train')}")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(

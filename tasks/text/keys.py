@@ -10,8 +10,8 @@ from longseq.tasks.training.options import Length, Range, spell
 Fraction = Annotated[float, Range(0, below=1)]
 
 _PREPARED = ("python_sources", "files")
-# The sources that read a key; all of them read the others.
-_READ_BY: dict[str, tuple[str, ...]] = {
+# The sources that read a key; keys that are not here are read by all of them.
+READ_BY: dict[str, tuple[str, ...]] = {
     "root": ("files", "tokens"),
     "weights": ("files", "tokens"),
     "tokenizer": _PREPARED,
@@ -51,7 +51,7 @@ class TextDataKeys:
         if self.root is None and self.source in ("tokens", "files"):
             what = "the folder that `longseq prepare` has written" if self.source == "tokens" else "the text"
             raise ValueError(f"data={self.name} reads a folder or a file: give data.root=PATH, {what}")
-        unread = [name for name in _READ_BY if getattr(self, name) is not None and self.source not in _READ_BY[name]]
+        unread = [name for name in READ_BY if getattr(self, name) is not None and self.source not in READ_BY[name]]
         if unread:
             raise ValueError(
                 f"data.{unread[0]}={spell(getattr(self, unread[0]))} is not read by data.source={self.source}: "

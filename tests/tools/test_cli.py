@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import logging
@@ -119,6 +120,23 @@ def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
     groups = {key for key, hint in hints.items() if "Mapping" in str(hint)}
     assert {line.partition("=")[0].partition(".")[0] for line in told} | groups == hints.keys()
     assert all(len(words) > 8 for words in told.values()), "each has words of its own"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), "runs: is a directory"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, told):
+    def refuse(name, overrides):
+        raise error
+
+    monkeypatch.setattr(cli, "_run_verb", refuse)
+    assert run(monkeypatch, "train") == 2
+    assert capsys.readouterr().err == f"longseq: error: {told}\n"
 
 
 def test_the_help_names_what_a_key_takes():

@@ -99,6 +99,27 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert make(**options).info.sizes != data.info.sizes
 
 
+def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tokens: Path, tmp_path: Path) -> None:
+    trained = make(source="standard_library", validation=0.02, test=0.02).info
+    config = {"seed": 0, "data": {"name": "made", "source": "standard_library", "window": 16, "validation": 0.02}}
+    given = {"source": "files", "root": str(jsonl), "test": 0.9, "validation": 0.0, "cache": str(tmp_path / "cache")}
+    for told, changes in (
+        (config, {**given, "window": 32}),
+        ({}, given),
+        (config, {"source": "tokens", "root": str(tokens)}),
+    ):
+        data = LanguageModelData.for_evaluation(told, changes, split="test", trained=trained, batch_size=4)
+        batches = list(data.test_dataloader())
+        assert batches[0][0].tokens.numel() == 4 * 16
+        assert batches[0][0].max_seqlen == changes.get("window", 16)
+        assert sum(inputs.byte_count for inputs, _ in batches) == data.info.text_bytes["test"] > 0
+    with pytest.raises(ValueError, match="the validation split of the text is empty"):
+        LanguageModelData.for_evaluation(config, given, split="val", trained=trained, batch_size=4)
+    changes = {**given, "tokenizer": "train:300"}
+    with pytest.raises(ValueError, match="prepared with another tokenizer than the model was trained with"):
+        LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+
+
 def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site-packages"
     for name in ("a/one.py", "a/tests/test_one.py", "b.py", "a/two.txt"):
