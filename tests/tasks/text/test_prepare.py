@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +297,20 @@ def test_mistakes_are_one_line(
     assert error.startswith("longseq: error: ")
     assert error.count("\n") == 0
     assert message in error
+
+
+def test_a_store_goes_to_another_process_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")
+    store = open_store("out")
+    monkeypatch.chdir("/")
+    corpus = store.splits["train"]
+    sent = pickle.dumps(corpus)
+    assert len(sent) < 1000 < corpus.tokens.nbytes
+    for one, other in zip(pickle.loads(sent), corpus, strict=True):
+        assert np.array_equal(one, other)
+    assert np.array_equal(pickle.loads(pickle.dumps(corpus.tokens[5:9])), corpus.tokens[5:9])
 
 
 def test_a_changed_store_is_refused(tmp_path: Path) -> None:
