@@ -1,4 +1,4 @@
-"""The corpora that the keys of `data` name: prepared tokens, or text that is prepared when it is first asked for."""
+"""The corpora that the keys of `data` name: prepared tokens, or text that is prepared at its first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FRACTION = 0.05
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
-    """One corpus for each entry of `data.root`, or the only one. ValueError for what the user can mend."""
+    """One corpus for each entry of `data.root`, or the only one. Raises ValueError for errors of the user."""
     fractions = {
         "validation": _FRACTION if keys.validation is None else keys.validation,
         "test": _FRACTION if keys.test is None else keys.test,
@@ -50,7 +50,7 @@ def _absolute(root: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where text that was prepared for training is kept: longseq/text in the user's cache (XDG_CACHE_HOME)."""
+    """The folder of text that was prepared for training: longseq/text in the user's cache (XDG_CACHE_HOME)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "longseq" / "text"
 
@@ -65,7 +65,7 @@ def _standard_library(fractions: Fractions) -> TokenStore:
 def _prepared(
     name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
 ) -> TokenStore:
-    """The tokens of text, from the cache if they are there; one process prepares them while others wait for it."""
+    """The tokens of text, from the cache if it has them. Otherwise one process prepares them while the others wait."""
     tokenizer = keys.tokenizer or "bytes"
     plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
     known = hashlib.sha256(plan.encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Where text is read from: jsonl, csv, tsv and parquet files, text files, folders of these, Hugging Face sets.
+"""The sources of text: jsonl, csv, tsv and parquet files, text files, folders of these, Hugging Face sets.
 
-An input is cut into parts that processes read side by side. A part says everything that its reader needs.
+An input is cut into parts that processes read in parallel. A part holds everything that its reader needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
 
 
 class Columns(NamedTuple):
-    """The columns that hold a document: its text, and what precedes it and is not trained on, if anything does."""
+    """The columns of a document: its text, and optionally the prompt before it, which is not trained on."""
 
     text: str = "text"
     prompt: str | None = None
@@ -43,7 +43,8 @@ TEXT = Columns()
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `files` are the files of a part of whole files, one document each; `size` is about how many bytes it reads.
+    `files` are the files of a part that consists of whole files, one document each; `size` is the approximate number of
+    bytes.
     """
 
     format: str
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """What could not be read, and why: a line of a file (`offset` in bytes, or `line`), or a whole file."""
+    """An input that could not be read, and why: a line of a file (`offset` in bytes, or `line`), or a whole file."""
 
     path: str
     reason: str
@@ -91,7 +92,7 @@ def find_parts(inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE
 
 
 def read_part(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    """The documents of a part, and what in it could not be read. Blank lines of jsonl are passed over."""
+    """The documents of a part, and its lines or files that could not be read. Blank lines of jsonl are skipped."""
     return _READERS[part.format](part, columns)
 
 
@@ -127,7 +128,7 @@ def _parts_of_folder(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 
 def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:
-    """Parts of files that are a document each."""
+    """Parts of files that are one document each."""
     held: list[str] = []
     total = 0
     for file in files:
@@ -206,7 +207,7 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
 
 
 def _check_first_line(path: Path, columns: Columns) -> None:
-    """Refuse a file whose first object has other columns; other mistakes of a line are counted where they are read."""
+    """Refuse a file whose first object has other columns; other errors in lines are counted when they are read."""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         try:
             first = json.loads(next(line for line in file if line.strip()).decode("utf-8-sig"))
@@ -263,7 +264,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     csv.field_size_limit(sys.maxsize)
-    # Bytes that are no UTF-8 become lone surrogates, which no text holds: the row with them is told, the others go on.
+    # Bytes that are not UTF-8 become lone surrogates, which no text holds: the row is reported, and reading continues.
     with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, delimiter=_DELIMITERS[part.format])
         while True:
@@ -356,7 +357,7 @@ def _rows(path: str, rows: Sequence[dict[str, Any]], columns: Columns) -> Iterat
 
 
 def _document(row: dict[str, Any], columns: Columns) -> Document | str:
-    """The document of a row, or why it is none."""
+    """The document of a row, or the reason why there is none."""
     values = []
     for name in columns.names():
         value = row.get(name)

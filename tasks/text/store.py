@@ -38,7 +38,7 @@ _BLOCK = 1 << 24
 
 
 class Corpus(NamedTuple):
-    """The documents of a split, one behind the other; the fields are the files of a folder (see the module)."""
+    """The documents of a split, end to end; the fields are the files of a folder (see the module)."""
 
     tokens: Tokens
     offsets: Integers
@@ -52,9 +52,9 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Prepared tokens: `splits`, and the tokenizer that made them, as `Tokenizer.to_dict` tells it.
+    """Prepared tokens: `splits`, and the tokenizer that made them, as returned by `Tokenizer.to_dict`.
 
-    `gzip_bits_per_byte` is what gzip -9 needs for the documents of test, None without any.
+    `gzip_bits_per_byte` is the size of the documents of test after gzip -9, in bits per byte; None without any.
     """
 
     name: str
