@@ -114,6 +114,18 @@ def test_each_format_gives_the_same_documents(tmp_path: Path, name: str) -> None
     )
 
 
+def test_each_file_of_source_code_is_a_document(tmp_path: Path) -> None:
+    files = {"a.json": '{"a": 1}', "b.csv": "1,2\n", "c.py": "import c\n"}
+    (tmp_path / "code").mkdir()
+    for name, text in files.items():
+        (tmp_path / "code" / name).write_text(text)
+    os.symlink(tmp_path / "nowhere", tmp_path / "code" / "broken")
+    with pytest.raises(ValueError, match=r"a.json has no column 'text'"):
+        find_parts([str(tmp_path / "code")], Columns())
+    parts = find_parts([str(tmp_path / "code")], Columns(), whole_files=True)
+    assert [one.text for part in parts for one in read_part(part, Columns())] == list(files.values())  # type: ignore[union-attr]
+
+
 def test_the_size_of_parts_and_the_order_of_files_change_nothing(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     made = [documents(run(tmp_path / "a.jsonl", tmp_path / f"out{size}", size=size)) for size in (40, 300, 10**9)]
