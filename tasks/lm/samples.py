@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.backbones.tokens import TokenBackbone
-from longseq.blocks.sharding import is_sharded
+from longseq.blocks.sharding import has_shards
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.telemetry import evaluating
@@ -46,7 +46,7 @@ class TextSamples(Callback):
 
 def write_sample(model: TokenBackbone, info: TextInfo, tokens: int, temperature: float = 0.8) -> str | None:
     """The beginning of a document as the model writes it, None where its parameters are sharded."""
-    if any(is_sharded(parameter) for parameter in model.parameters()):
+    if has_shards(model):
         return None
     device = next(model.parameters()).device
     start = torch.tensor([[info.separator]], device=device)

@@ -6,13 +6,17 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
 
+from longseq.blocks.sharding import has_shards
 from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
@@ -106,6 +110,28 @@ class TrainedModule(LightningModule, ABC):
             check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._continue_schedule(checkpoint)
+
+    def _continue_schedule(self, checkpoint: dict[str, Any]) -> None:
+        """Let a run with a constant rate go on to another end than its checkpoint had (see `runs.differences`).
+
+        ValueError where the rate has begun to fall, of the run that wrote the checkpoint or of this one.
+        """
+        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        saved = checkpoint.get("lr_schedulers") or []
+        for index, (schedule, state) in enumerate(zip(schedules, saved, strict=False)):
+            if not isinstance(schedule, WSDLRScheduler) or "decay_t" not in state:
+                continue
+            ends = [
+                there["warmup_t"] + there["t_initial"] - there["decay_t"] for there in (state, schedule.state_dict())
+            ]
+            if ends[0] != ends[1] and checkpoint["global_step"] > min(ends):
+                raise ValueError(
+                    f"resume: the checkpoint is of update {checkpoint['global_step']}, and the learning rate falls "
+                    f"from update {math.ceil(min(ends))} on: a run takes another length from a checkpoint before that"
+                )
+            saved[index] = schedule.state_dict()
 
     def observe(self, batch: Any, examples: int) -> None:
         """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""
@@ -179,6 +205,18 @@ class TrainedModule(LightningModule, ABC):
         if self.logger is not None and updated(self.trainer, batch_idx) and self.global_step % every == 0:
             self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
 
+    def configure_model(self) -> None:
+        """Shard the model over the processes, block by block, where the Trainer has a mesh of them (trainer=fsdp)."""
+        if self.device_mesh is None or has_shards(self.backbone):
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        mesh: Any = self.device_mesh["data_parallel"]
+        blocks: Any = getattr(self.backbone, "blocks", ())
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.backbone, mesh=mesh)
+
     def setup(self, stage: str) -> None:
         """Tell the Trainer how long to train and when to validate, where `Training.length` says it."""
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
@@ -200,7 +238,7 @@ class TrainedModule(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
         assert recipe is not None, "this module only measures"
-        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate)
+        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
         epoch = self._epoch()
         if recipe.length is None:
             epochs: float = self._trainer_updates(epoch) / epoch.updates
@@ -216,6 +254,21 @@ class TrainedModule(LightningModule, ABC):
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _fused(self, optimizer: Any) -> dict[str, bool]:
+        """The option of torch's optimizers with which an update on a GPU is one kernel, where it is open and serves.
+
+        Under a loss scaler (16-mixed) a fused optimizer would scale gradients by itself, after they were clipped.
+        """
+        given = getattr(optimizer, "keywords", {})
+        cls = getattr(optimizer, "func", None)
+        if cls is create_optimizer_v2:
+            cls = get_optimizer_class(given.get("opt", "sgd"), bind_defaults=False)
+        takes = cls is not None and "fused" in signature(cls).parameters
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if self.device.type != "cuda" or scaled or not takes or "fused" in given or given.get("foreach"):
+            return {}
+        return {"fused": True}
 
     @property
     def epochs_trained(self) -> float:

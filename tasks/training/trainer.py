@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
@@ -17,6 +18,7 @@ from longseq.tasks.training.callbacks.stop import StopTogether
 from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import device_count
 
 # Arguments of the Trainer that the recipe's keys replace, which count in updates and not in batches of a device.
 RECIPE_KEYS = {
@@ -25,6 +27,9 @@ RECIPE_KEYS = {
     "check_val_every_n_epoch": "recipe.validate_every_epochs",
     "val_check_interval": "recipe.validate_every_updates",
 }
+
+# The value of trainer.strategy that shards a model with torch's `fully_shard`.
+FSDP = "fsdp"
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
@@ -68,6 +73,13 @@ def refuse_recipe_keys(trainer: Mapping[str, Any]) -> None:
             raise ValueError(f"trainer.{key}={trainer[key]}: the recipe says it; give {remedy}")
 
 
+def refuse_sharded(config: Config) -> None:
+    """ValueError, in one line, for what a run cannot have whose model is sharded over processes."""
+    recipe = config.get("recipe") or {}
+    if recipe.get("ema"):
+        raise ValueError("recipe.ema averages whole weights, and trainer=fsdp shards them: set recipe.ema=null")
+
+
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
     """The Trainer of `config.trainer` with the configured logger, writing below `config.output`."""
     config = resolve(config)
@@ -76,9 +88,16 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     # The data module shards by itself, without padding; a first validation before training would only cost time.
     fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
     fixed["max_epochs"] = -1  # the module sets it when the fit begins
+    options = dict(config["trainer"])
+    if options.get("strategy") == FSDP:
+        refuse_sharded(config)
+        # Whole tensors in one file, which every command reads.
+        options["strategy"] = ModelParallelStrategy(
+            data_parallel_size=device_count(config), tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     try:
         return Trainer(
-            **config["trainer"],
+            **options,
             **fixed,
             callbacks=callbacks or [],
             logger=logger,
