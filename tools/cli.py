@@ -30,6 +30,9 @@ VERBS = {
     "predict": Verb(
         "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
     ),
+    "generate": Verb(
+        "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
+    ),
     "compare": Verb(
         "longseq.tasks.compare",
         "train models side by side: table and plot",
