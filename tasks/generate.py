@@ -328,7 +328,7 @@ def _save_state(
 def _fingerprint(model: TokenBackbone) -> str:
     """Tells models apart: by their arguments, and by their embeddings, which every training changes."""
     weights = model.embedding.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    arguments = json.dumps(describe(model), sort_keys=True, default=str).encode()
+    arguments = json.dumps(describe(model)["model_args"], sort_keys=True, default=str).encode()
     return hashlib.blake2b(arguments + weights, digest_size=16).hexdigest()
 
 

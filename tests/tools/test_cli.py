@@ -60,7 +60,7 @@ MISTAKES = [
     ),
     (
         "train model=token task=image",
-        "model=token belongs to task=probe: add task=probe; for task=image, give model=timm, ",
+        "model=token belongs to task=probe or task=lm: add task=probe or task=lm; for task=image, give model=timm, ",
     ),
     ("describe data=mqar", "data=mqar belongs to task=probe: add task=probe"),
     ("train modle=vim", "modle is unknown: did you mean model? the keys are "),
