@@ -1,10 +1,10 @@
-"""Make the augmented training images of CIFAR-10 once, for all runs of a seed to read them:
+"""Make the augmented training images of CIFAR-10 once, for all runs of a seed:
 
 python benchmarks/augmented.py data=FILE.npz folder=FOLDER [seeds=0,1,2] [key=value ...]
 python benchmarks/entry.py cifar10=FILE.npz augmented=FOLDER -- compare comparison=cifar10 data.root=FILE.npz ...
 
-FILE.npz is written by cifar10_data.py. Augmented images depend on the seed, the epoch and the image alone. Where many
-runs share the processor, each would spend most of its time on making its own. Every other word is an override of
+cifar10_data.py writes FILE.npz. Augmented images depend only on the seed, the epoch and the image. If many runs share
+the processor, each would otherwise spend most of its time on making its own. Every other argument is an override of
 `longseq train experiment=image/cifar10`.
 """
 
@@ -36,7 +36,7 @@ def find_overrides(words: tuple[str, ...], overrides: list[str], folder: Path) -
 
 
 def augment_epoch(task: tuple[int, int], file: str, folder: Path, overrides: list[str]) -> None:
-    """In a process of its own: what runs of a seed see in an epoch."""
+    """Write the images of an epoch for all runs of a seed; called in a process of its own."""
     seed, epoch = task
     torch.set_num_threads(1)
     read_cifar10_from(file)

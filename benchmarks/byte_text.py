@@ -1,4 +1,4 @@
-"""Small language models of bytes, which the scripts beside this page train: the text, a batch of it, the training."""
+"""Small language models of bytes, which other scripts here train: the text, its batches, the training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _join(files: list[Path]) -> Tensor:
 
 
 def windows(text: Tensor, starts: Tensor, tokens: int, device: torch.device) -> Tensor:
-    """Windows `[B, tokens + 1]` of the text."""
+    """Windows `[B, tokens + 1]` of the text, which begin at `starts`."""
     return text[starts[:, None] + torch.arange(tokens + 1)].to(device, torch.long)
 
 
@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, window: Tensor) -> Tensor:
 
 
 def bits_per_byte(model: nn.Module, text: Tensor, tokens: int, batch: int, device: torch.device) -> float:
-    """The mean loss over 256 windows spread evenly over the text, each read from an empty state."""
+    """The mean loss over 256 windows, evenly spaced over the text, each read from an empty state."""
     starts = torch.linspace(0, len(text) - tokens - 1, 256).long()
     with torch.no_grad():
         losses = [loss_of(model, windows(text, part, tokens, device)).item() for part in starts.split(batch)]
@@ -59,7 +59,7 @@ def train(
     learning_rate: float,
     bfloat16: bool = False,
 ) -> tuple[list[float], float]:
-    """Train on random windows, the same ones in every call; returns the loss of each update and the seconds."""
+    """Train on random windows, the same in every call; returns the loss of each update, and the seconds."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

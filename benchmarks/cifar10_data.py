@@ -1,11 +1,11 @@
-"""CIFAR-10 in six lossless pictures, for a machine that has no network, and back.
+"""Pack CIFAR-10 into six lossless pictures, for a machine without network, and unpack them there.
 
 python benchmarks/cifar10_data.py pack FOLDER PICTURES      FOLDER: train/ and val/ (or test/), a folder for each class
 python benchmarks/cifar10_data.py unpack PICTURES FILE.npz
 
-Pixels, order and labels are those of `data=cifar10 data.root=FOLDER`, so that a run on FILE.npz (`entry.py`) draws
-the same images as `longseq train` on FOLDER. PICTURES may be several folders, with commas between them, where the six
-pictures (about 17 MB each) travelled apart.
+Pixels, order and labels are those of `data=cifar10 data.root=FOLDER`, so that a run on FILE.npz (`entry.py`) draws the
+same images as `longseq train` on FOLDER. PICTURES may be several folders, separated by commas, if the six pictures
+(about 17 MB each) were copied separately.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from PIL import Image
 from longseq.tasks.image.sources import Source, cifar10
 
 SIDE = 32  # pixels of an image
-ACROSS = 100  # images in a row of a picture, and rows
+ACROSS = 100  # images in a row of a picture, and the number of rows
 INDEX = "cifar10.json"
 
 
 def pack(folder: str, pictures: Path) -> None:
-    """Write the pictures, and beside them labels, class names and a digest of the pixels."""
+    """Write the pictures, and a file with the labels, class names and a digest of the pixels."""
     splits = cifar10(folder, download=False, val_fraction=0.5, split_seed=0)  # any split: the sources have all images
     sources = (splits.train.source, splits.test.source)
     images, labels = zip(*map(read, sources), strict=True)

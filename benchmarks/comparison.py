@@ -1,10 +1,10 @@
-"""Keep the results of `longseq compare` beside this page:
+"""Save the results of `longseq compare` in this folder:
 
 python benchmarks/comparison.py RESULTS.json NAME TITLE [NOTE ...]
 
-Writes NAME.json. Of a comparison in several columns it holds a row for each name with the value of each seed in each
-column, and NAME.png is the plot. Of a comparison in one column it holds sizes, seconds and speeds, too. RESULTS.json
-may be several files of one commit, with commas between them: the columns of one table.
+Writes NAME.json. For a comparison with several columns, each row has a name and the value of each seed in each column,
+and NAME.png is the plot. For a comparison with one column, rows also have sizes, seconds and speeds. RESULTS.json may
+be several files of one commit, separated by commas: the columns of one table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 def row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The cells of a row: the value of each seed at the learning rate that won, and the mean seconds of its runs."""
+    """The cells of a row: the value of each seed at the best learning rate, and the mean seconds of its runs."""
     entries = [entry for entry in results["summary"] if entry["name"] == name]
     cells: dict[str, Any] = {"mixer": name.replace("mixer.options.", "").replace("model.", "")}
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
@@ -45,7 +45,7 @@ def by_seed(rows: Sequence[Mapping[str, Any]], metric: str, digits: int | None =
 
 
 def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The cells of a row of a comparison in one column."""
+    """The cells of a row of a comparison with one column."""
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
     if not finished:
         return {"model": name, results["report"].replace("/", "_"): "diverged", "measured": results["measured"]}

@@ -1,9 +1,10 @@
-"""Time the constants of launches that rest on a count of registers, and write counted_launches.json. Needs a GPU.
+"""Measure launch constants that were chosen by counting registers, and write counted_launches.json. Needs a GPU.
 
 python benchmarks/counted_launches.py
 
-Each constant is halved and doubled twice, the others left as they are: one-token forms with one and with 128 sequences,
-the features and the loss of 32,768 tokens forward and backward. A row is one value of one constant.
+Each constant is halved twice and doubled twice, while the others keep their values. The calls are one-token forms with
+one and with 128 sequences, and the features and the loss of 32,768 tokens, forward and backward. A row is one value of
+one constant.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MODEL = {"H": 16, "K": 64, "V": 128, "D": 2048, "N": 16, "M": 64, "W": 4}
 
 
 class Constant(NamedTuple):
-    """A module's number, and the call that shows what it is worth."""
+    """A constant of a module, and the call that it affects."""
 
     module: str
     name: str
@@ -60,7 +61,7 @@ TOKENS = (
 
 
 def make(constant: Constant, batch: int, tokens: int, device: torch.device) -> Inputs:
-    """Inputs in bfloat16, with states in float32 as models keep them."""
+    """Inputs in bfloat16, with float32 states, as in models."""
     inputs = make_inputs(
         constant.op, batch=batch, tokens=tokens, dtype=torch.bfloat16, sizes=constant.sizes, device=device
     )

@@ -1,6 +1,6 @@
-"""`longseq` with what only a measurement changes: python benchmarks/entry.py [KEY=VALUE ...] -- VERB WORDS
+"""`longseq` with changes for measurements: python benchmarks/entry.py [KEY=VALUE ...] -- VERB ARGUMENTS
 
-rounding=N      move every initial weight by one unit in the last place, up or down at random: draw N
+rounding=N      move every initial weight by one unit in the last place, up or down at random; N seeds the choice
 cifar10=FILE    read CIFAR-10 from the file that `cifar10_data.py unpack` wrote, in place of a folder
 augmented=PATH  read the augmented training images from the files that `augment` wrote, in place of making them
 
@@ -28,7 +28,7 @@ from longseq.tasks.image.model import ImageModel
 from longseq.tasks.image.sources import ArraySource, Split, Splits, split_off
 from longseq.tools import cli
 
-# Tells the changes to the processes that a run or a comparison starts by this script.
+# Passes the changes on to the processes that a run or a comparison starts with this script.
 VARIABLE = "LONGSEQ_BENCHMARK_CHANGES"
 CHUNK = 1000  # images that are augmented at a time
 
@@ -49,7 +49,7 @@ def round_initial_weights(draw: int) -> None:
 
 
 def open_cifar10(file: str, val_fraction: float, split_seed: int) -> Splits:
-    """The splits that `data=cifar10` makes of the folder that was packed."""
+    """The splits of `data=cifar10` for the folder that was packed."""
     with np.load(file) as arrays:
         names = arrays["class_names"].tolist()
         train, test = (ArraySource(arrays[part], arrays[f"{part}_labels"], names, file) for part in ("train", "test"))
@@ -68,7 +68,7 @@ def file_of(folder: Path, seed: int, epoch: int) -> Path:
 
 
 def augment(batches: TrainingBatches, folder: Path, epoch: int) -> None:
-    """Write what training sees in an epoch: images are functions of seed, epoch and position, whatever the model."""
+    """Write the training images of an epoch: they are functions of seed, epoch and position, for every model."""
     file = file_of(folder, batches.seed, epoch)
     if file.exists():
         return

@@ -27,7 +27,7 @@ from longseq.tools.benchmark.work import TABLE, Work
 HERE = Path(__file__).parent
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE)
 OPS = ("delta_rule", "linear_attention", "slot_attention", "variational_linear_attention", "longhorn_scan")
-# Of each operation the first shape of the table of `longseq benchmark kernels`, and heads of 256 channels.
+# For each operation the first shape in the table of `longseq benchmark kernels`, and heads of 256 channels.
 WORK = [next(work for work in TABLE if work.op == op) for op in OPS]
 WORK.insert(1, next(work for work in TABLE if work.op == "delta_rule" and work.sizes["K"] == 256))
 IMAGES = ["text=null", "image.peers=[]", "image.sizes=[[224,256]]", "image.models=[longseq_vit_tiny_patch16_224]"]

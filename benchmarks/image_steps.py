@@ -1,4 +1,4 @@
-"""Take a training step of image models apart into the processor's time and the GPU's, and write image_steps.json.
+"""Measure the CPU time and the GPU time of training steps of image models, and write image_steps.json.
 
 python benchmarks/image_steps.py [OUTPUT.json]
 """
@@ -24,12 +24,12 @@ from longseq.tools.benchmark.measure import Run, synchronize
 from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
-STEPS = 10  # that the mean is of
-AHEAD = 3  # steps that the processor launches without waiting
+STEPS = 10  # steps of a mean
+AHEAD = 3  # steps that the CPU launches without waiting
 
 
 def take_apart(step: Run, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of the kernels in one step, of a step among others, and until the processor has launched one."""
+    """Milliseconds of the kernels in one step, of a step in a sequence, and of the CPU for launching a step."""
     for _ in range(3):
         step()
     synchronize(device)
@@ -68,7 +68,7 @@ def build_step(
 
 
 def measure(overrides: list[str], device: torch.device) -> list[dict[str, Any]]:
-    """A row for each model and size that `longseq benchmark models` has by these overrides."""
+    """A row for each model and size of `longseq benchmark models` with these overrides."""
     with initialize_config_module("longseq.conf", version_base="1.3"):
         keys = read_command(models.ModelsKeys, compose("benchmark_models", overrides))
     assert keys.image is not None, "image.models=... names the models that are measured"

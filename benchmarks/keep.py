@@ -1,8 +1,8 @@
-"""Keep rows of `longseq benchmark` beside this page: python benchmarks/keep.py RESULT.json NAME [KEY=VALUE ...]
+"""Save rows of `longseq benchmark` in this folder: python benchmarks/keep.py RESULT.json NAME [KEY=VALUE ...]
 
-Rows of RESULT.json replace those of NAME.json that are about the same call or model; the others stay, as older as they
-are, and so do the title and the notes, which are written by hand. KEY=VALUE is added to each row (recompute=mixer). A
-NAME that is new is written as RESULT.json is. Then: python benchmarks/table.py
+Rows of RESULT.json replace the rows of NAME.json for the same call or model. The other rows remain, with their older
+circumstances, and so do the title and the notes, which are written by hand. KEY=VALUE is added to each row
+(recompute=mixer). A new NAME gets the content of RESULT.json. Then: python benchmarks/table.py
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ABOUT = (*ABOUT, "implementation", "call")
 
 
 def subject(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row is about."""
+    """The call or model of a row."""
     return tuple(row.get(key) for key in ABOUT)
 
 
 def merge(kept: Mapping[str, Any], result: Mapping[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
-    """The kept result with the rows of another in place of its own, at their places; new ones behind them."""
+    """The saved result, with rows of the new result in place of its own; other new rows follow at the end."""
     fresh = {subject(row): row for row in ({**row, **words} for row in result["rows"])}
     rows = [fresh.pop(subject(row), row) for row in kept["rows"]]
     stayed = any(row in kept["rows"] for row in rows)

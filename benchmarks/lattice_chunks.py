@@ -1,4 +1,4 @@
-"""Measure what Lattice's chunk approximation costs in accuracy and saves in time, and write lattice_chunks.json.
+"""Measure the error and the time saved of Lattice's chunk approximation, and write lattice_chunks.json.
 
 python benchmarks/lattice_chunks.py
 """
@@ -33,7 +33,7 @@ Call = dict[str, Any]
 
 
 def random_call(objective: str) -> Call:
-    """Keys and values of about unit length, without order in time."""
+    """Random keys and values of about unit length, independent between tokens."""
     batch, tokens, heads, width = 4, 256, 4, 64
     q, k, v = torch.randn(3, batch, tokens, heads, width).unbind()
     slots = torch.linalg.qr(torch.randn(batch, heads, width, width)).Q
@@ -55,7 +55,7 @@ def train(objective: str, folder: Path) -> tuple[nn.Module, float]:
 
 
 def layer_calls(model: nn.Module) -> list[Call]:
-    """What the recurrence of each layer, in each direction, is called with on images."""
+    """The arguments of the recurrence of each layer, in each direction, for a batch of images."""
     images = torch.as_tensor(load_digits().images[-64:], dtype=torch.float32).unsqueeze(1) / 16
     with torch.no_grad(), mock.patch.object(compression, "orthogonal_recurrence", wraps=orthogonal_recurrence) as spy:
         model((images - 0.3053) / 0.3760)
@@ -78,7 +78,7 @@ def relative_error(calls: list[Call], chunk_size: int) -> float:
 
 
 def processor_seconds(calls: list[Call], chunk_size: int) -> float:
-    """Processor time of a forward and backward pass of all calls, the least of three."""
+    """CPU time of a forward and backward pass of all calls, the least of three."""
     leaves = ("q", "k", "v", "gamma")
     calls = [{**call, **{name: call[name].clone().requires_grad_() for name in leaves}} for call in calls]
     seconds = []

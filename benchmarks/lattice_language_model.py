@@ -34,7 +34,7 @@ def build(mixer: str, options: dict[str, Any], device: torch.device) -> TokenBac
 
 
 def measure(training: Tensor, validation: Tensor, device: torch.device, updates: int) -> list[dict[str, Any]]:
-    """One row for each chunk size, and one for DeltaNet beside them."""
+    """One row for each chunk size, and one for DeltaNet for comparison."""
     rows = []
     for mixer, chunk_size in [("deltanet", None), *(("lattice", size) for size in CHUNK_SIZES)]:
         model = build(mixer, {} if chunk_size is None else {"chunk_size": chunk_size}, device)

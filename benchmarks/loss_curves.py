@@ -1,12 +1,12 @@
-"""Train every mixer by its Triton kernels and by the torch form; write loss_curves.json and loss_curves.png.
+"""Train every mixer with its Triton kernels and with the torch form; write loss_curves.json and loss_curves.png.
 
 python benchmarks/loss_curves.py FOLDER [UPDATES] [JOBS] [OUTPUT.json]
 
-What two runs of one form may differ by is measured beside it: the torch form trains in float32 too, and in bfloat16
-from weights that were rounded to bfloat16 at random, which is what autocast does to them in every product.
+Runs of the torch form show how much two runs of one form differ: in float32, and in bfloat16 from weights that were
+rounded to bfloat16 at random, as autocast rounds them in every product.
 
-FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, spread over torch's CUDA
-devices, those first whose torch form takes longest. The files are written after every mixer, and mixers that OUTPUT
+FOLDER holds text files; every tenth one, by name, is left out. JOBS mixers train at a time, distributed over torch's
+CUDA devices, those with the slowest torch form first. The files are written after every mixer, and mixers that OUTPUT
 holds from this commit are not trained again.
 """
 
@@ -33,19 +33,19 @@ from longseq.tools.benchmark.measure import one_line
 
 HERE = Path(__file__).parent
 TOKENS, BATCH, UPDATES = 256, 32, 200
-LOOPED = {"lattice": 64, "ttt": 64}  # tokens where the torch form is a loop over them
+LOOPED = {"lattice": 64, "ttt": 64}  # tokens for mixers whose torch form is a loop over them
 LEARNING_RATE = 1e-3
-SMOOTH = 10  # updates whose losses are averaged before two curves are compared
-ROUNDINGS = 2  # further runs of the torch form, each from weights rounded in another way
+SMOOTH = 10  # updates over which losses are averaged before two curves are compared
+ROUNDINGS = 2  # further runs of the torch form, each from differently rounded weights
 
 
 def operations_with_kernels(name: str) -> list[str]:
-    """Those operations of a mixer that have a Triton form."""
+    """The operations of a mixer that have a Triton form."""
     return [op for op in mixers.get(name).operations if explain(op, device="cuda").get("triton") == []]
 
 
 def backend_with_kernels(name: str) -> str:
-    """The backend that runs them: where another operation has none, the preferred one of each."""
+    """The backend that runs them: if another operation has no Triton form, "auto" prefers the best backend of each."""
     return "triton" if len(operations_with_kernels(name)) == len(mixers.get(name).operations) else "auto"
 
 
@@ -62,9 +62,9 @@ def round_at_random(model: torch.nn.Module, seed: int) -> None:
 def curve(
     name: str, backend: str, bfloat16: bool, text: Tensor, updates: int, device: torch.device, rounding: int = 0
 ) -> Tensor:
-    """The smoothed losses of one training run, the same weights and batches in every run of a mixer.
+    """The smoothed losses of one training run; all runs of a mixer have the same weights and batches.
 
-    With a `rounding` other than 0, that one of these weights.
+    A `rounding` other than 0 seeds a random rounding of the weights.
     """
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def kept_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier call that have their curves."""
+    """The rows of an earlier call that have curves."""
     return [row for row in json.loads(file.read_text())["rows"] if "curves" in row] if file.is_file() else []
 
 

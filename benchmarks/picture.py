@@ -2,7 +2,7 @@
 
 python benchmarks/picture.py
 
-A star marks a mixer whose layer or kernels have changed since.
+A star marks a mixer whose layer or kernels have changed since the measurement.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ COLORS = {
 }
 WIDTH, HEIGHT = 760, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 130, 46, 52  # margins around the plot
-MOST = 200_000  # tokens a second at the upper edge
+MOST = 200_000  # tokens per second at the upper edge
 STEP = 50_000
-APART = 17  # pixels between two labels, at least
+APART = 17  # the least distance of two labels, in pixels
 
 
 def read_rows() -> dict[str, dict[int, Row]]:

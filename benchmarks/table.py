@@ -1,9 +1,9 @@
-"""Write the tables of the README beside this script, of the README above it and of the pages of docs/ from the rows.
+"""Write the tables of the README in this folder, of the main README and of the pages of docs/ from the rows.
 
 python benchmarks/table.py
 
-A row is marked as older where changes.json names a later change of its mixer or operation that moves figures of its
-kind (accuracy, speed, or both). Tables of kind "history" tell of the past and are not marked.
+A row is marked as older if changes.json names a later change of its mixer or operation that affects figures of its kind
+(accuracy, speed, or both). Tables of kind "history" report the past and are not marked.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from longseq.tools.benchmark.report import format_mean, to_markdown
 
 HERE = Path(__file__).parent
 ABOVE = HERE.parent
-OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can move
-NO_TABLES = ("changes", "compilations")  # files of what changed, and of kernels compiled for GPUs that were not there
+OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
+NO_TABLES = ("changes", "compilations")  # files of changes, and of kernels compiled for GPUs that were absent
 SUBJECTS = ("mixer", "model", "op", "call")
 HEAD = """# Measured results
 
@@ -52,7 +52,7 @@ def changes() -> list[dict[str, Any]]:
 
 
 def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
-    """Numbers of the changes, counted from 1, that came after the row's commit and move its figures.
+    """The numbers of the changes, counted from 1, that came after the row's commit and affect its figures.
 
     A change names mixers and operations, or whole tables.
     """
@@ -72,7 +72,7 @@ def find_later_changes(row: Row, kind: str, table: str = "") -> list[int]:
 
 
 def mark(name: str) -> dict[str, Any]:
-    """The result with a column of the changes since a row was measured, where there are any."""
+    """The result, with a column of the changes since a row was measured if there are any."""
     result, rows = read(name), []
     for row in result["rows"]:
         later = find_later_changes(row, result["kind"], name)
@@ -86,9 +86,6 @@ def results_page() -> str:
     return "\n".join([HEAD + "\n".join(listed) + "\n", *(to_markdown(result) + "\n" for result in results)])
 
 
-# ---- the tables of the README above and of docs/
-
-
 def draw(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -99,14 +96,14 @@ def name_of(row: Row, kind: str, name: str, table: str = "") -> str:
 
 
 def mean(cell: Any) -> str:
-    """A cell of a page: mean and spread without the value of each seed."""
+    """A cell of a page: mean and standard deviation, without the value of each seed."""
     if isinstance(cell, Mapping):
         return format_mean(cell)
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
 def millions(count: int, beside: int | None = None) -> str:
-    """Parameters, and by how much they differ from those of the row to compare with, where by more than 2 %."""
+    """The number of parameters, and its difference from that of the reference row if it is more than 2 %."""
     text = f"{count / 1e6:.2f}M" if count < 1e7 else f"{count / 1e6:.0f}M"
     if beside is None or abs(count / beside - 1) <= 0.02:
         return text
@@ -114,7 +111,9 @@ def millions(count: int, beside: int | None = None) -> str:
 
 
 def surroundings(rows: Sequence[Row], seeds: int | None = None) -> str:
-    """On what rows were measured, in one line: device, versions that decide, commits; the page of results has all."""
+    """The circumstances of rows in one line: device, the versions that matter, commits; the page of results has the
+    rest.
+    """
     places: dict[str, list[str]] = {}
     for measured in (row["measured"] for row in rows):
         versions = [
@@ -135,7 +134,7 @@ def most_seeds(rows: Sequence[Row]) -> int:
 
 
 def trained(name: str, heading: str) -> str:
-    """A table of runs of `longseq train`: size, accuracy, and speed where each run had its machine to itself."""
+    """A table of runs of `longseq train`: size, accuracy, and speed where each run had a machine to itself."""
     result = read(name)
     rows, kind = result["rows"], result["kind"]
     beside = next((row for row in rows if row.get("model", row.get("mixer")) == "attention"), None)
@@ -167,7 +166,7 @@ def language_models() -> str:
 
 
 def recompute() -> str:
-    """Speed and memory of language models of 8,192 tokens by what is computed twice."""
+    """Speed and memory of language models of 8,192 tokens, by what the backward pass computes again."""
     result = read("language_models")
     rows = [row for row in result["rows"] if row["task"] == "text" and row["tokens"] == 8192 and "mixer" in row]
     chosen = [row for row in rows if any(other.get("recompute") for other in rows if other["mixer"] == row["mixer"])]
@@ -226,7 +225,7 @@ def recall() -> str:
 
 
 def costs() -> str:
-    """What one layer of each mixer costs. No measurement: the code counts it."""
+    """The cost of one layer of each mixer. This is not measured: the code counts it."""
     cards = list_mixers(d_model=256, tokens=1024)
     lines = [
         [
@@ -245,7 +244,7 @@ SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba
 
 
 def summary() -> str:
-    """Accuracy, recall and speed of mixers from three tables; a star marks a figure that has become older."""
+    """Accuracy, recall and speed of mixers from three tables; a star marks an older figure."""
     trained = [row for row in read("language_models")["rows"] if row["task"] == "text" and not row.get("recompute")]
     speeds = {(row.get("mixer"), row["tokens"]): row for row in trained}
     accuracies = {row["model"]: row for row in read("cifar10")["rows"]}
@@ -288,7 +287,7 @@ MARKER = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end of \1 -->\n", re.DOTALL)
 
 
 def with_tables(page: Path) -> str:
-    """The text of a page, with every table between its markers made anew."""
+    """The text of a page, with every table between its markers written anew."""
     made = MARKER.sub(
         lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of {found[1]} -->\n",
         page.read_text(),
@@ -299,7 +298,7 @@ def with_tables(page: Path) -> str:
 
 
 def list_pages() -> dict[Path, Callable[[], str]]:
-    """Every page that has tables, and what writes it."""
+    """Every page with tables, and the function that writes it."""
     pages = [ABOVE / "README.md", *sorted((ABOVE / "docs" / "pages").glob("*.md"))]
     return {HERE / "README.md": results_page} | {page: partial(with_tables, page) for page in pages}
 

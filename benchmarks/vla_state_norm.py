@@ -1,4 +1,4 @@
-"""Follow the memories of linear attention, the delta rule and VLA over random tokens and write vla_state_norm.json.
+"""Measure the norms of the memories of linear attention, the delta rule and VLA; write vla_state_norm.json.
 
 python benchmarks/vla_state_norm.py
 """
@@ -24,7 +24,13 @@ from longseq.kernels import (
 from longseq.tools.benchmark.report import add_circumstances
 
 HERE = Path(__file__).parent
-BATCH, TOKENS, HEADS, HEAD_DIM, EVERY = 8, 1000, 4, 32, 10  # heads of the paper's table 3; norms every tenth token
+BATCH, TOKENS, HEADS, HEAD_DIM, EVERY = (
+    8,
+    1000,
+    4,
+    32,
+    10,
+)  # heads as in the paper's table 3; norms at every tenth token
 WIDTH = HEADS * HEAD_DIM
 
 # a part of a sequence and the state before it -> the state after it, whose first tensor is the memory
@@ -44,7 +50,7 @@ def random_tokens(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def follow(advance: Advance) -> tuple[Tensor, Any]:
-    """Frobenius norms [T / EVERY, B, H] of the memory on the way, and the final state."""
+    """The Frobenius norms [T / EVERY, B, H] of the memory over time, and the final state."""
     norms, state = [], None
     for start in range(0, TOKENS, EVERY):
         state = advance(slice(start, start + EVERY), state)

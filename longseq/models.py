@@ -36,12 +36,13 @@ from typing import Any, ClassVar, TypeVar
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments, complete
-from longseq.blocks.sharding import unsharded_class
+from longseq.blocks.sharding import gather, is_sharded, unsharded_class
+from longseq.checksum import CHECKSUM, checksum
 from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import options_by_name
@@ -161,6 +162,8 @@ class SavedModel:
 def save_pretrained(model: nn.Module, folder: str | Path, *, metrics: Mapping[str, Any] | None = None) -> Path:
     """Write config.json, model.safetensors and, where the folder has none, README.md; returns the folder.
 
+    Of a model that `fully_shard` has spread over processes all of them call this, and the first one writes.
+
     `metrics`, such as the contents of a run's metrics.json, are listed in README.md, the model card.
 
     Raises:
@@ -171,15 +174,27 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metrics: Mapping[st
     state = model.state_dict()
     _check_description(config, state)
     folder = Path(folder)
+    if not any(map(is_sharded, state.values())):
+        _write(folder, config, _separate(state), model_card(model, config, metrics or {}))
+        return folder
+    whole = gather(state)
+    try:
+        if whole is not None:
+            _write(folder, config, whole, model_card(model, config, metrics or {}))
+    finally:
+        distributed.barrier()  # the others do not wait for a file that cannot be written
+    return folder
+
+
+def _write(folder: Path, config: Mapping[str, Any], state: dict[str, Tensor], card: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    weights = _partial(folder / WEIGHTS_FILE)
-    save_file(_separate(state), weights, metadata={"format": "pt"})
+    metadata = {"format": "pt", CHECKSUM: checksum(state)}
+    save_file(state, _partial(folder / WEIGHTS_FILE), metadata=metadata)
     _partial(folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in (WEIGHTS_FILE, CONFIG_FILE):
         os.replace(_partial(folder / name), folder / name)
     if not (folder / CARD_FILE).exists():
-        (folder / CARD_FILE).write_text(model_card(model, config, metrics or {}), encoding="utf-8")
-    return folder
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def push_to_hub(
@@ -370,9 +385,14 @@ def _read_folder(folder: Path, weights: str, label: str) -> SavedModel:
     if not path.is_file():
         raise ValueError(f"{label} has no {WEIGHTS_FILE}: timm writes it with safe_serialization=True")
     try:
-        return SavedModel(label, config, load_file(path))
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        state = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{label}: {WEIGHTS_FILE} is damaged or cut short: {error}") from error
+    if metadata.get(CHECKSUM, "") not in ("", checksum(state)):
+        raise ValueError(f"{label}: {WEIGHTS_FILE} is damaged: its weights do not have the checksum that it states")
+    return SavedModel(label, config, state)
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The modules of the tasks are Lightning's, for a program of one's own:
 
-    data = ImageDataModule(name="digits", source="digits", img_size=8, in_chans=1, batch_size=64)
+    keys = ImageDataKeys(name="digits", source="digits", img_size=8, in_chans=1)
+    data = ImageDataModule(keys, batch_size=64)
     module = ImageClassifier(model, num_classes=10, training=Training(learning_rate=2e-3))
     Trainer(max_epochs=3).fit(module, datamodule=data)
 """
@@ -13,8 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longseq.tasks.image.config import ImageDataKeys
     from longseq.tasks.image.data import ImageDataModule
     from longseq.tasks.image.module import ImageClassifier
+    from longseq.tasks.probe.config import ProbeDataKeys
     from longseq.tasks.probe.data import ProbeDataModule
     from longseq.tasks.probe.module import ProbeTask
     from longseq.tasks.training.length import RunLength
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ImageClassifier",
+    "ImageDataKeys",
     "ImageDataModule",
+    "ProbeDataKeys",
     "ProbeDataModule",
     "ProbeTask",
     "RunLength",
@@ -31,10 +36,12 @@ __all__ = [
     "Training",
 ]
 
-# Imported when they are asked for: a module below this package must not wait for all tasks.
+# Imported on first use: a module below this package must not wait for all tasks.
 _MODULES = {
     "ImageClassifier": "image.module",
+    "ImageDataKeys": "image.config",
     "ImageDataModule": "image.data",
+    "ProbeDataKeys": "probe.config",
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",
     "RunLength": "training.length",

@@ -1,4 +1,4 @@
-"""What a figure was measured on and by: commit, date, processor, GPU and versions."""
+"""The circumstances of a measurement: commit, date, processor, GPU and versions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 PACKAGES = ("torch", "triton", "timm", "lightning", "flash-linear-attention", "mamba-ssm", "transformers")
-COMMIT_VARIABLE = "GIT_COMMIT"  # where the sources have no git: the commit, as `git log -1 --format='%h %cI'` prints it
+COMMIT_VARIABLE = "GIT_COMMIT"  # for sources without git: the commit, as `git log -1 --format='%h %cI'` prints it
 
 
 def find_circumstances(device: torch.device) -> dict[str, Any]:
-    """Commit, date, processor, GPU (of a CUDA device) and versions. `commit` is None where nothing tells it."""
+    """Commit, date, processor, GPU (of a CUDA device) and versions. `commit` is None if it is unknown."""
     found: dict[str, Any] = {
         "commit": find_commit(),
         "date": datetime.date.today().isoformat(),
@@ -34,7 +34,7 @@ def find_commit() -> str | None:
     if told := os.environ.get(COMMIT_VARIABLE):
         return told
     here = Path(__file__).resolve()
-    # A file that git does not know lies in someone else's repository: an installed package inside a project.
+    # A file that git does not track belongs to another repository: an installed package inside a project.
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None
     told = _git(here.parent, "log", "-1", "--format=%h %cI")
@@ -51,7 +51,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def name_processor() -> str:
-    """The processor's model, as far as the system tells it."""
+    """The processor's model, if the system reports it."""
     file = Path("/proc/cpuinfo")
     for line in file.read_text().splitlines() if file.is_file() else ():
         if line.startswith("model name"):
@@ -60,7 +60,7 @@ def name_processor() -> str:
 
 
 def find_versions() -> dict[str, str]:
-    """Versions of what decides a speed, where it is installed."""
+    """The installed versions of the packages that affect speed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -71,12 +71,12 @@ def find_versions() -> dict[str, str]:
 
 
 def describe(measured: Mapping[str, Any]) -> str:
-    """One line of what `find_circumstances` found."""
+    """One line with the results of `find_circumstances`."""
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     parts = [measured.get("gpu"), measured.get("processor") or "a processor whose model was not recorded"]
     if (threads := measured.get("threads")) is not None:
         parts.append("1 thread" if threads == 1 else f"{threads} threads")
-    if "recorded" in measured:  # figures from before commits were kept
+    if "recorded" in measured:  # measurements from before commits were recorded
         commit = f"recorded in commit {measured['recorded'].split()[0]}"
     else:
         commit = f"commit {(measured['commit'] or 'unknown').split()[0]}"

@@ -1,4 +1,4 @@
-"""`longseq compare`: train models side by side, of any task, and compare them in a table and a plot."""
+"""`longseq compare`: train models of any task side by side, and compare them in a table and a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -34,39 +34,26 @@ from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
 
-# Keys of this command; every other override goes to each `longseq train`.
-OWN_KEYS = (
-    "comparison",
-    "mixers",
-    "rows",
-    "overrides",
-    "seeds",
-    "sweep",
-    "learning_rates",
-    "jobs",
-    "report",
-    "plot",
-    "output",
-)
+# Keys of `longseq train` that this command sets itself.
 TAKEN_KEYS = {
     "mixer": "give mixers=[...]",
     "mixer.name": "give mixers=[...]",
     "seed": "give seeds=[...]",
     "resume": "the same command continues by itself",
 }
-# Text that means itself in an override.
+# Text that needs no quotes in an override.
 UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
-SAMPLES = "samples"  # what the runs share
+SAMPLES = "samples"  # the folder of samples that the runs share
 RESULTS_FILE = "results.json"
 LOG_FILE = "log.txt"
 MEASURED_FILE = "measured.json"  # the commit, the hardware and the versions of a run
-ERROR = "longseq: error: "  # how a run begins the line that tells its failure
+ERROR = "longseq: error: "  # how a run begins its error message
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareKeys:
-    """The keys that `longseq compare` has beside those of `longseq train`; conf/compare.yaml says what they mean."""
+    """The keys of `longseq compare` beside those of `longseq train`; conf/compare.yaml documents them."""
 
     mixers: list[str]
     rows: Mapping[str, str] | None
@@ -78,6 +65,26 @@ class CompareKeys:
     report: str | None
     plot: bool
     output: str
+
+    def __post_init__(self) -> None:
+        for key in ("mixers", "seeds", "learning_rates"):
+            listed = getattr(self, key) or []
+            if not all(str(value).strip() for value in listed):
+                raise ValueError(f"{key}={listed} has an entry without a word: leave it out")
+            if repeated := [value for value in listed if listed.count(value) > 1]:
+                raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
+        if not self.mixers and not self.rows:
+            raise ValueError("mixers is empty: give at least one, such as mixers=[deltanet,mamba]")
+        for key in self.sweep or {}:
+            if key in OWN_KEYS or key in TAKEN_KEYS:
+                remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
+                raise ValueError(f"sweep: {key} is set by longseq compare itself: {remedy}")
+        if self.report is not None and not self.report.startswith("test/"):
+            raise ValueError(f"report={self.report} must be a metric of the test, such as test/accuracy")
+
+
+# Keys of this command; every other override is passed to each `longseq train`.
+OWN_KEYS = ("comparison", *(entry.name for entry in fields(CompareKeys)))
 
 
 class Trial(NamedTuple):
@@ -101,20 +108,20 @@ class Trial(NamedTuple):
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Train every row with every setting, learning rate and seed; write and return the results.
 
-    The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A run that is
-    finished is not repeated, one that was interrupted continues.
+    The folder `cfg.output` receives results.json, table.md, plot.png and one run folder each below runs/. A finished
+    run is not repeated, an interrupted one continues.
     """
-    own = _own_keys(cfg)
-    _check(own)
-    if own["plot"]:
-        comparison.require_matplotlib()
-    folder = Path(own["output"])
     words = HydraConfig.get().overrides.task
+    _check_overrides(words)
+    own = _own_keys(cfg)
+    if own.plot:
+        comparison.require_matplotlib()
+    folder = Path(own.output)
     trials = plan(own, [override for override in words if _key(override) not in OWN_KEYS])
     trained = _compose(trials[0])
-    metric, report = trained["task"]["metric"], own["report"] or trained["task"]["metric"].replace("val/", "test/")
+    metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
     places = _places(trained)
-    jobs = own["jobs"] or max(1, len(places))
+    jobs = own.jobs or max(1, len(places))
     done = sum(runs.finished(trial.folder) is not None for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
     results: dict[str, Any] = {
@@ -131,30 +138,30 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         results["rows"] = [rows[number] for number in sorted(rows)]
         results["seconds"] = round(time.monotonic() - started, 1)
         seconds = [one["metrics"]["seconds"] for one in results["rows"] if one["status"] == "finished"]
-        results["training_seconds"] = round(sum(seconds), 1)  # of all runs, also of those finished before
+        results["training_seconds"] = round(sum(seconds), 1)  # of all runs, including those that had finished before
         results["summary"] = comparison.summarize(results["rows"], report, metric)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
         print(f"[{len(rows)}/{len(trials)}] {_line(trials[index], row, report)}", flush=True)
-    _conclude(results, own["plot"], folder)
+    _conclude(results, own.plot, folder)
     return results
 
 
-def plan(own: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
-    """Every trial; the folder of each is named by all that its outcome depends on.
+def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
+    """All trials. The folder of each is named by everything that its outcome depends on.
 
-    `own` are the keys of this command, `given` the overrides of every run. Of two values of a key the last counts: the
-    overrides of a row replace those of every run, and those of the sweep replace both.
+    `own` are the keys of this command, `given` the overrides of every run. If a key is given several times, the last
+    value counts: the overrides of a row replace those of every run, and those of the sweep replace both.
     """
-    rates = own["learning_rates"] or [None]
-    swept = own["sweep"] or {}
+    rates = own.learning_rates or [None]
+    swept = own.sweep or {}
     settings = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
-    output = Path(own["output"]).absolute()
-    rows = {mixer: [f"mixer={mixer.split()[0]}", *mixer.split()[1:]] for mixer in own["mixers"]}
-    rows |= {name: shlex.split(words) for name, words in (own["rows"] or {}).items()}
+    output = Path(own.output).absolute()
+    rows = {mixer: [f"mixer={mixer.split()[0]}", *mixer.split()[1:]] for mixer in own.mixers}
+    rows |= {name: shlex.split(words) for name, words in (own.rows or {}).items()}
     trials = []
-    for (name, words), setting, rate, seed in product(rows.items(), settings, rates, own["seeds"]):
-        overrides = [*(own["overrides"] or []), *given, *words, f"seed={seed}"]
+    for (name, words), setting, rate, seed in product(rows.items(), settings, rates, own.seeds):
+        overrides = [*(own.overrides or []), *given, *words, f"seed={seed}"]
         overrides += [f"{key}={_spell(value)}" for key, value in setting.items()]
         overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
         overrides = _last_of_each_key(overrides)
@@ -170,7 +177,7 @@ def plan(own: Mapping[str, Any], given: Sequence[str]) -> list[Trial]:
 
 
 def _makes_samples(overrides: Sequence[str]) -> bool:
-    """Whether the data of a run is generated, for all runs to share it, and no folder for it was given."""
+    """True if the data is generated, so that all runs share it, and no folder was given for it."""
     groups = tuple(word for word in overrides if _key(word) in ("task", "data", "experiment"))
     return all(_key(word) != "data.cache" for word in overrides) and _has_cache(groups)
 
@@ -185,44 +192,27 @@ def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
     return [override for index, override in enumerate(overrides) if last[_key(override)] == index]
 
 
-def _own_keys(cfg: DictConfig) -> dict[str, Any]:
-    values = {key: cfg[key] for key in OWN_KEYS if key in cfg}
-    return {
-        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()
-    }
+def _own_keys(cfg: DictConfig) -> CompareKeys:
+    # One by one: interpolations that the rows' own overrides complete may not resolve yet.
+    values = {entry.name: cfg[entry.name] for entry in fields(CompareKeys)}
+    return read(
+        CompareKeys,
+        {key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()},
+    )
 
 
 def _compose(trial: Trial) -> dict[str, Any]:
-    """What the configuration of a run says of its task and trainer."""
+    """The configuration of a run, for its task and trainer."""
     config = compose("train", trial.overrides)
     return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("task", "trainer")}
 
 
-def _check(own: Mapping[str, Any]) -> None:
-    for override in HydraConfig.get().overrides.task:
-        if (remedy := TAKEN_KEYS.get(_key(override))) is not None:
-            raise ValueError(f"longseq compare sets {_key(override)} itself: {remedy}")
-    read(CompareKeys, own)
-    for key in ("mixers", "seeds", "learning_rates"):
-        listed = own[key] or []
-        if not all(str(value).strip() for value in listed):
-            raise ValueError(f"{key}={listed} has an entry without a word: leave it out")
-        if repeated := [value for value in listed if listed.count(value) > 1]:
-            raise ValueError(f"{key} names {repeated[0]} more than once: name each once")
-    if not own["mixers"] and not own["rows"]:
-        raise ValueError("mixers is empty: give at least one, such as mixers=[deltanet,mamba]")
-    _check_swept(own["sweep"] or {})
-    if any(re.fullmatch(r"\+*trainer\.fast_dev_run=[^0fF].*", word) for word in HydraConfig.get().overrides.task):
-        raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
-    if own["report"] is not None and not str(own["report"]).startswith("test/"):
-        raise ValueError(f"report={own['report']} must be a metric of the test, such as test/accuracy")
-
-
-def _check_swept(sweep: Mapping[str, Sequence[Any]]) -> None:
-    for key in sweep:
-        if key in OWN_KEYS or key in TAKEN_KEYS:
-            remedy = TAKEN_KEYS.get(key, f"give {key}=... beside it")
-            raise ValueError(f"sweep: {key} is set by longseq compare itself: {remedy}")
+def _check_overrides(words: Sequence[str]) -> None:
+    for word in words:
+        if (remedy := TAKEN_KEYS.get(_key(word))) is not None:
+            raise ValueError(f"longseq compare sets {_key(word)} itself: {remedy}")
+        if re.fullmatch(r"\+*trainer\.fast_dev_run=[^0fF].*", word):
+            raise ValueError("a trainer.fast_dev_run measures nothing to compare: try with recipe.epochs=1")
 
 
 def _key(override: str) -> str:
@@ -230,7 +220,7 @@ def _key(override: str) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A value in the grammar of Hydra's overrides, in quotes where a character has a meaning there."""
+    """A value in the grammar of Hydra's overrides, in quotes if it has special characters."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_spell(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -242,7 +232,7 @@ def _spell(value: Any) -> str:
 
 
 def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run the trials, `jobs` at a time, spread over `places`, and yield each with its index as it ends."""
+    """Run the trials, `jobs` at a time, distributed over `places`; yield each with its index when it ends."""
     devices: queue.Queue[str | None] = queue.Queue()
     for slot in range(jobs):
         devices.put(places[slot % len(places)] if places else None)
@@ -266,7 +256,7 @@ def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Itera
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             told: set[subprocess.Popen[bytes]] = set()
-            # Again until all have ended, for a run that was just being started.
+            # Repeated until all have ended, for a run that was just being started.
             while not all(future.done() for future in futures):
                 for process in started - told:
                     process.terminate()
@@ -277,13 +267,13 @@ def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Itera
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """End this process in order where it is told to; its runs end with it, and each writes its checkpoint."""
+    """End this process in order when it is told to; its runs end with it, and each writes its checkpoint."""
 
     def leave(number: int, _: Any) -> None:
         print("stopping; the same command continues", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
-    # A shell that puts a command into the background has it ignore Ctrl-C.
+    # A shell makes a background command ignore Ctrl-C.
     heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in heeded}
     try:
@@ -338,13 +328,13 @@ def _device(place: str | None) -> torch.device:
 
 
 def _config_folder() -> list[str]:
-    """The words by which this command was given a folder of configuration beside ours."""
+    """The arguments that gave this command a folder of configuration beside ours."""
     sources = HydraConfig.get().runtime.config_sources
     return [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
 
 
 def _last_error(log: Path, start: int, code: int) -> str:
-    """What a run said last of its failure, in the log from `start` on: earlier attempts stand before it."""
+    """The last error message of a run in the log from `start` on, after those of earlier attempts."""
     text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if told := [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]:
@@ -354,7 +344,7 @@ def _last_error(log: Path, start: int, code: int) -> str:
 
 
 def _places(trained: Mapping[str, Any]) -> list[str]:
-    """The GPUs of each place where a run fits, as CUDA_VISIBLE_DEVICES names them; none for the CPU.
+    """For each place where a run fits, its GPUs as CUDA_VISIBLE_DEVICES names them; none for the CPU.
 
     A run on two devices takes two of them.
     """
@@ -377,7 +367,7 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
 
 
 def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
-    """Write the table and the plot and say where; ValueError if a run failed."""
+    """Write the table and the plot, and print where; ValueError if a run failed."""
     report, written = results["report"], [RESULTS_FILE]
     finished = [row for row in results["rows"] if row["status"] == "finished"]
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]

@@ -16,9 +16,9 @@ Row = Mapping[str, Any]
 def summarize(rows: Sequence[Row], report: str, selected_by: str) -> list[dict[str, Any]]:
     """For each row and setting the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
 
-    The runs tell which values of a metric are better. A rate at which a run failed gives way to one at which more runs
-    finished. `metrics` holds mean, standard deviation
-    (None for one seed) and number of runs of `report` and of its slices.
+    The runs state which values of a metric are better. A rate at which a run failed loses to one at which more runs
+    finished. `metrics` holds the mean, the standard deviation (None for one seed) and the number of runs for `report`
+    and for its slices.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -48,7 +48,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
         "learning_rate": rate,
         "failed": sum(row["status"] != "finished" for row in group),
         "metrics": {
-            # In the order in which the first run tells them, which is that of the slices.
+            # in the order of the first run, which is that of the slices
             key: _spread([metrics[key] for metrics in finished[rate] if key in metrics])
             for key in (finished[rate][0] if finished[rate] else ())
             if key in names
@@ -57,7 +57,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
 
 
 def find_direction(found: Sequence[Mapping[str, Any]], metric: str) -> bool | None:
-    """Whether higher values of a metric are better, as the metrics of finished runs tell; None where they do not."""
+    """True if higher values of a metric are better, as the metrics of finished runs state; None if they do not."""
     told = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
     return told.pop() if len(told) == 1 else None
 
@@ -68,13 +68,13 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """The columns of the table: a heading, the setting and the metric; each slice of the test has its own."""
+    """The columns of the table: heading, setting and metric; each slice of the test has its own."""
     found: list[tuple[str, dict[str, Any], str]] = []
     report = results["report"]
     measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
     for entry in results["summary"]:
         if not entry["metrics"] and entry["setting"] in measured:
-            continue  # a row all of whose runs failed knows no slices; the others tell them
+            continue  # a row without finished runs knows no slices; the others name them
         slices = [key for key in entry["metrics"] if key != report] or [report]
         for metric in slices:
             parts = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in entry["setting"].items()]
@@ -86,7 +86,7 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
 
 
 def table(results: Mapping[str, Any]) -> list[list[str]]:
-    """Heading and rows of the table; a cell is the mean over the seeds, with the standard deviation of several."""
+    """The heading and rows of the table; a cell is the mean over the seeds, with the standard deviation of several."""
     shown = columns(results)
     rows = [["model", *(heading for heading, _, _ in shown)]]
     for name in dict.fromkeys(entry["name"] for entry in results["summary"]):
@@ -129,7 +129,7 @@ def _chosen(entry: Mapping[str, Any]) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raise ValueError with the remedy where plots cannot be drawn."""
+    """Raise ValueError with the remedy if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -137,7 +137,7 @@ def require_matplotlib() -> None:
 
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
-    """Draw the table: a line a row over the columns, bars where there is only one column."""
+    """Draw the table: a line for each row over the columns, or bars for a single column."""
     from matplotlib.figure import Figure
 
     shown = columns(results)
@@ -164,7 +164,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_bars(axes: Any, values: Mapping[str, Row | None], upwards: bool) -> None:
-    """The best on top."""
+    """Draw bars with the best value on top."""
     known = {name: value for name, value in values.items() if value is not None}
     ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=not upwards)
     axes.barh(ordered, [known[name]["mean"] for name in ordered], xerr=[known[one]["std"] or 0.0 for one in ordered])

@@ -1,8 +1,8 @@
-"""`longseq evaluate`: measure a checkpoint on its own data or on other data of the same classes."""
+"""`longseq evaluate`: evaluate a checkpoint on its own data or on other data of the same classes."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,20 +15,20 @@ from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training import processes
 from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
-from longseq.tasks.training.callbacks.unreadable import UnreadableImages
+from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import write_text
-from longseq.tasks.training.options import read, refuse_unknown
+from longseq.tasks.training.options import read, read_part
 from longseq.tasks.training.trainer import build_trainer
 
-# Samples at a time where data.eval_batch_size does not say.
+# The batch size if data.eval_batch_size is not given.
 EVALUATION_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateKeys(CommandKeys):
-    """The keys of `longseq evaluate`; conf/evaluate.yaml says what they mean."""
+    """The keys of `longseq evaluate`; conf/evaluate.yaml documents them."""
 
     checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     weights: Literal["auto", "ema", "model"]
@@ -40,7 +40,7 @@ class EvaluateKeys(CommandKeys):
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, float]:
-    """Measure `cfg.checkpoint` on `cfg.split`; prints the metrics, writes them as json and returns them."""
+    """Evaluate `cfg.checkpoint` on `cfg.split`; print the metrics, write them as json and return them."""
     processes.follow_parent()
     config = resolve(cfg)
     keys = read(EvaluateKeys, config)
@@ -50,9 +50,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     changes = {key: value for key, value in keys.data.items() if value is not None}
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
-    refuse_unknown(changes, [key.name for key in fields(task.config.data)], "data")
-    if "data" in loaded.config:  # else the data module says what is missing
-        read(task.config.data, {**loaded.config["data"], **changes}, "data")
+    changes = read_part(task.config.data, changes, "data")
     trained = task.data.read_info(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
@@ -61,7 +59,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     )
     task.model.check_reads(loaded.backbone, trained, datamodule.info)
     module = task.module.from_config(loaded.config, loaded.backbone, datamodule.info, None)
-    trainer = build_trainer(config, [StopTogether(), UnreadableImages()])
+    unit = loaded.config.get("task", {}).get("unit", "samples")
+    trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
     datamodule.test_dataloader = lambda: loader  # type: ignore[method-assign]

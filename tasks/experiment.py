@@ -1,4 +1,4 @@
-"""The keys of a training, and their check before anything is opened, fetched, built or written."""
+"""The keys of a training, and their check before anything is opened, downloaded, built or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from longseq.tasks.training.options import (
 from longseq.tasks.training.recipe import device_batch_size
 from longseq.tasks.training.trainer import refuse_mode, refuse_recipe_keys
 
-# Arguments of the Trainer that the program gives itself.
+# Arguments of the Trainer that the program passes itself.
 _TRAINER_OWN = (
     "callbacks",
     "default_root_dir",
@@ -44,7 +44,7 @@ _TRAINER_OWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainKeys(CommandKeys):
-    """The keys of `longseq train`: its own, and the configuration groups; conf/train.yaml says what they mean."""
+    """The keys of `longseq train`: its own, and the configuration groups; conf/train.yaml documents them."""
 
     task: Mapping[str, Any]
     data: Mapping[str, Any]
@@ -93,7 +93,7 @@ class AverageKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKeys:
-    """Keys of `recipe.optimizer`; the others are those of timm's `create_optimizer_v2` and of the optimizer's class."""
+    """Keys of `recipe.optimizer`; timm's `create_optimizer_v2` and the optimizer's class have more."""
 
     opt: Annotated[str, OneOf(timm.optim.list_optimizers)]
     weight_decay: Annotated[float, Range(0)] = 0.0
@@ -105,13 +105,13 @@ class OptimizerKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKeys:
-    """Keys of `recipe.schedule`; the others are those of timm's `create_scheduler_v2`."""
+    """Keys of `recipe.schedule`; timm's `create_scheduler_v2` has more."""
 
-    # Without plateau, which waits for a metric: the schedule is stepped by updates alone.
+    # Without plateau, which needs a metric: the schedule is stepped by updates only.
     sched: Literal["cosine", "tanh", "step", "multistep", "poly", "wsd"]
     min_lr: Annotated[float, Range(0)] = 0.0
     warmup_lr: Annotated[float, Range(0)] = 0.0
-    warmup_epochs: Any = None  # this and the next two: see `RunLength`, which checks them
+    warmup_epochs: Any = None  # `RunLength` checks this and the next two
     warmup_updates: Any = None
     warmup_tokens: Any = None
     decay_rate: Annotated[float, Range(0)] = 0.1
@@ -120,10 +120,10 @@ class ScheduleKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeKeys:
-    """The keys of `recipe` that every task has; a task's own are below `loss` and `augment`."""
+    """The keys of `recipe` that every task has; `loss` and `augment` hold those of the task."""
 
     name: str
-    epochs: Any = None  # this and the next five: see `RunLength`, which checks them
+    epochs: Any = None  # `RunLength` checks this and the next five
     updates: Any = None
     tokens: Any = None
     validate_every_epochs: Any = None
@@ -143,7 +143,7 @@ class RecipeKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerKeys:
-    """Keys of `trainer`; the others are those of Lightning's Trainer."""
+    """Keys of `trainer`; Lightning's Trainer has more."""
 
     accelerator: str = "auto"
     devices: Annotated[int, Range(-1)] | str | Annotated[list[int], Range(0)] = 1
@@ -157,12 +157,12 @@ class TrainerKeys:
 
 
 def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKeys) -> None:
-    """ValueError, in one line, for a key of a resolved configuration that nothing reads or a value that cannot be.
+    """Raise ValueError, in one line, for a key of a resolved configuration that nothing reads, or an impossible value.
 
     `keys` are those of the command. Each task checks the keys of its own dataclasses (see `TaskKeys`).
     """
     if isinstance(config.get("task"), Mapping) and "name" in config["task"]:
-        registry.of(config)  # before the check of what it may name: a task brings callbacks of its own
+        registry.of(config)  # before the check of callbacks: a task may register its own
     targets.check(config)
     read(keys, config)
     task = registry.of(config).config
@@ -184,7 +184,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
-    """ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not take."""
+    """Raise ValueError, in one line, for a key of `trainer` that Lightning's Trainer does not have."""
     refuse_recipe_keys(trainer)
     read_beside(TrainerKeys, Trainer, trainer, "trainer", given=_TRAINER_OWN)
 
@@ -218,7 +218,7 @@ def _check_schedule(node: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(node: Mapping[str, Any]) -> None:
-    """The options of timm's factory, and of the class that it makes, of which some have no betas and others no eps."""
+    """Check the options of timm's factory and of the optimizer's class: some classes have no betas, others no eps."""
     function, place = targets.find(node, targets.OPTIMIZERS, "recipe.optimizer"), "recipe.optimizer"
     options = _without_target(node)
     if function is not create_optimizer_v2:
@@ -246,7 +246,7 @@ def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
 
 
 def _first(function: Any) -> tuple[str, ...]:
-    """The first parameter of a function: the model of an optimizer, the optimizer of a schedule."""
+    """The first parameter of a function: the model for an optimizer, the optimizer for a schedule."""
     return tuple(list(signature_options(function))[:1])
 
 

@@ -29,7 +29,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictKeys(CommandKeys):
-    """The keys of `longseq predict`; conf/predict.yaml says what they mean."""
+    """The keys of `longseq predict`; conf/predict.yaml documents them."""
 
     checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     input: Annotated[str | None, Required("give input=FILE or input=FOLDER: the file or files to classify")]
@@ -66,7 +66,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     passed_over = files.passed_over
     (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
-    unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run names no unit
+    unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run has no unit
     print(
         f"{len(predictions)} {unit} classified, {len(unreadable)} unreadable, {len(passed_over)} passed over{more}; "
         f"written to {output}"

@@ -1,4 +1,4 @@
-"""The table of tasks: the name that `task=NAME` chooses, and the five things that make it a task."""
+"""The table of tasks: the name that `task=NAME` chooses, and the five parts of a task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("config", "data", "model", "module", "report")
 
 @dataclass(frozen=True)
 class Task:
-    """What training, evaluation and prediction need of a task; each field lives in the file of its name.
+    """The parts of a task for training, evaluation and prediction; each field is defined in the file of its name.
 
     config: the keys that the task reads, as dataclasses, and their check.
     data: the class of the data module.
@@ -40,7 +40,7 @@ _registered: dict[str, Task | Callable[[], Task]] = {}
 
 
 def register(name: str, task: Task | Callable[[], Task]) -> None:
-    """Add a task, or a function that makes it when it is first asked for.
+    """Add a task, or a function that makes it on first use.
 
     ValueError for a name that another task has. Registering the same object again does nothing.
     """
@@ -52,7 +52,7 @@ def register(name: str, task: Task | Callable[[], Task]) -> None:
 
 
 def get(name: str) -> Task:
-    """The task of a name. ValueError, with the names that there are, for an unknown one."""
+    """The task of a name. ValueError, which lists the names, for an unknown one."""
     if name not in names():
         raise ValueError(f"task.name={name} is unknown: choose one of {', '.join(names())}")
     found: Task | Callable[[], Task] = _registered.get(name) or importlib.import_module(f"longseq.tasks.{name}").task
@@ -65,12 +65,12 @@ def of(config: Mapping[str, Any]) -> Task:
 
 
 def like(name: str) -> list[str]:
-    """The names of the tasks that have the data of the task `name`: itself, and variants of it that plug-ins add."""
+    """The names of the tasks with the data of the task `name`: itself, and variants of it that plug-ins add."""
     return [other for other in names() if issubclass(get(other).data, get(name).data)]
 
 
 def names() -> list[str]:
-    """The names of all tasks: the folders here that hold the files of a task, and those that were registered."""
+    """The names of all tasks: the folders here with the files of a task, and the registered tasks."""
     here = Path(__file__).parent
     folders = {path.parent.name for path in here.glob("*/config.py")}
     whole = [name for name in sorted(folders) if all((here / name / f"{part}.py").is_file() for part in PARTS)]

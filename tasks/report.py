@@ -1,4 +1,4 @@
-"""What the commands tell the user: warnings, tables, and what each task reports of a run."""
+"""What the commands print: warnings, tables, and each task's report of a run."""
 
 import logging
 import sys
@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-# Warnings that ask for nothing: data.num_workers is chosen on purpose, resumed runs write to their own folder,
-# short epochs log less often, and damaged EXIF data leaves an image as it is.
+# Warnings that need no action: data.num_workers is chosen on purpose, resumed runs write to their own folder, short
+# epochs log less often, and damaged EXIF data leaves an image unchanged.
 UNWANTED = (
     ".*does not have many workers.*",
     ".*exists and is not empty.*",
@@ -33,11 +33,11 @@ class Report:
     headline: ClassVar[tuple[str, ...]] = ("loss",)
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
-        """What metrics.json holds beside the metrics of `split` that `module` has just measured; plain containers."""
+        """Additional entries of metrics.json after `module` was evaluated on `split`, in forms that JSON has."""
         return {}
 
     def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
-        """How much was measured, printed above the metrics of an evaluation and written with them."""
+        """The numbers of samples of an evaluation, printed above its metrics and written with them."""
         return {}
 
     def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
@@ -45,11 +45,11 @@ class Report:
         return []
 
     def closing(self, module: Any, info: Any) -> str | None:
-        """What a run prints below the closing table, after the test with the best model."""
+        """A line that a run prints below the closing table, after the test with the best model; or None."""
         return None
 
     def next_commands(self, checkpoint: str) -> list[str]:
-        """Commands that a user may want to give next, printed below the closing table."""
+        """Commands that the user may want next, printed below the closing table."""
         return [f"longseq evaluate checkpoint={checkpoint}"]
 
 
@@ -80,7 +80,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class _WarningLines(logging.Handler):
-    """Writes warnings to stderr, from one process of several."""
+    """Writes warnings to stderr, from only one of several processes."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -91,13 +91,13 @@ class _WarningLines(logging.Handler):
 
 
 def shorten(path: str | Path) -> str:
-    """A path as it is typed from the working directory, where it lies below it."""
+    """A path relative to the working directory, if it is below it."""
     absolute, here = Path(path).resolve(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
 
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:
-    """Print a borderless table; long commands stay on one line, to be copied."""
+    """Print a table without borders; long commands stay on one line, for copying."""
     columns = list(zip(*rows, strict=True))
     table = Table(show_header=False, box=None, pad_edge=False)
     for _ in columns:

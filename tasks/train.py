@@ -40,7 +40,7 @@ RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms")
 
 
 class Parts(NamedTuple):
-    """What a configuration trains: the model is the module's `backbone`."""
+    """What is built from a configuration for training; the model is the module's `backbone`."""
 
     datamodule: TaskData
     module: TrainedModule
@@ -50,8 +50,8 @@ class Parts(NamedTuple):
 def run(cfg: DictConfig) -> float | None:
     """Train as configured and return the value of `optimized_metric`, for sweeps.
 
-    The run folder `cfg.output` receives config.yaml, checkpoints/, TensorBoard events and, at the end, metrics.json and
-    model/, the best model as `longseq.from_pretrained` and timm load it.
+    The run folder `cfg.output` receives config.yaml, checkpoints/ and TensorBoard events. At the end it also receives
+    metrics.json and model/, the best model in the form for `longseq.from_pretrained` and timm.
     """
     processes.follow_parent()
     config = resolve(cfg)
@@ -91,9 +91,9 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
 
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
-    """The data module, set up, and the module around a new model, which starts from `config.init` if `initialized`.
+    """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`.
 
-    ValueError, in one line, for what the user can mend.
+    ValueError, in one line, for errors that the user can correct.
     """
     config = resolve(config)
     task = registry.of(config)
@@ -110,13 +110,13 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
 def _find_plugins(
     config: Config, datamodule: TaskData, model: torch.nn.Module, module: type[TrainedModule]
 ) -> list[str]:
-    """The plug-ins that the command declared, and those that define the data, the model or the steps of training."""
+    """The plug-ins that the command declares, and those that define the data, the model or the training steps."""
     parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
     return sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:
-    """Whether this is the process of a run that writes; Lightning counts the processes of each machine from 0."""
+    """True in the process of a run that writes; Lightning counts the processes of each machine from 0."""
     rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
     return rank == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
@@ -170,7 +170,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
-    """Test with the best checkpoint (the last weights in a fast_dev_run, which writes none)."""
+    """Test with the best checkpoint, or with the last weights in a fast_dev_run, which writes none."""
     best = best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
     with _memory_explained(trainer, module, datamodule, config["task"]["unit"]):
@@ -181,7 +181,7 @@ def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config:
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
-    """Path of the checkpoint with the best validation metric."""
+    """The path of the checkpoint with the best validation metric."""
     return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
 
@@ -242,7 +242,7 @@ def _data_line(config: dict[str, Any], info: Info) -> str:
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
-    """metrics.json, the hyper-parameters with the final metrics in TensorBoard, and the closing table."""
+    """Write metrics.json, log hyper-parameters with the final metrics to TensorBoard, and print the closing table."""
     folder, report = Path(config["output"]), registry.of(config).report
     if isinstance(trainer.logger, RunLogger):
         in_force = dict(runs.flatten(values_in_force(config, module.backbone)))
@@ -271,7 +271,7 @@ def _record(
 
 
 def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
-    """Write the model of the best checkpoint alone, as others load it, with its card."""
+    """Write the model of the best checkpoint alone, in the form for other programs, with its card."""
     (folder / CARD_FILE).unlink(missing_ok=True)
     return save_pretrained(from_pretrained(checkpoint), folder, metrics=metrics)
 

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread a process, GPU tests skipped with a reason where there is no GPU."""
+"""Settings of the whole suite: one thread per process, and GPU tests are skipped with a reason without a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-# Set before torch is imported anywhere: the suite runs one process a core.
+# Set before torch is imported anywhere: the suite runs one process per core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The suite compares the kernels with float64 itself, and more of them.
+# The suite itself compares the kernels with float64, in more cases.
 os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 
 import pytest
@@ -19,14 +19,15 @@ torch.set_num_threads(1)
 
 # All of this before another conftest.py imports Triton.
 if not torch.cuda.is_available():
-    # Triton decides at its import whether its own functions are emulated, and each kernel of ours when it is imported,
-    # in the tests that set the variable again. Elsewhere in the suite `auto` must not choose the emulation.
+    # Triton decides at its import whether its own functions are interpreted, and for each of our kernels when that is
+    # imported, in the tests that set the variable again. Elsewhere in the suite, `auto` must not choose the
+    # interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
     language = importlib.import_module("triton.language")
     del os.environ["TRITON_INTERPRET"]
 
-    # The interpreter puts its functions in the place of the language's when a kernel is launched, and again whenever
-    # the kernel calls a function, when all of them stand there already: the search for more takes half of the time.
+    # The interpreter replaces the language's functions when a kernel is launched, and again whenever the kernel calls a
+    # function, though they are replaced already: the search for them takes half of the time.
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch_language = getattr(interpreter, "_patch_lang", None)
     restores_nothing = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
@@ -39,8 +40,8 @@ if not torch.cuda.is_available():
     if patch_language is not None:
         interpreter._patch_lang = patch_language_once
 
-# In a run of the fast tests, one that takes more seconds of a processor than this fails: it is to be marked as slow.
-# What takes a tenth of them may have to import torch's compiler first.
+# In a run of only the fast tests, a test that takes more CPU seconds than this fails, so that it gets marked as slow. A
+# test that takes a tenth of it may have to import torch's compiler first.
 LONGEST_FAST = 5.0
 
 # The fast cases of the whole suite: file, name of the test, and operation or mixer.
@@ -84,20 +85,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def processor_seconds() -> float:
-    """Of this process and of those it has waited for."""
+    """The CPU seconds of this process and of those that it has waited for."""
     return sum(os.times()[:4])
 
 
 @pytest.fixture(scope="session")
 def fast_cases(request: pytest.FixtureRequest) -> set[tuple[str, ...]]:
-    """The fast cases of the suite, where all of it was collected."""
+    """The fast cases of the suite, if the whole suite was collected."""
     if request.config.args != request.config.getini("testpaths"):
         pytest.skip("a part of the suite was collected, and this test is about the whole")
     return request.config.stash[FAST_CASES]
 
 
 def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU: the first case of each test stands for all, which are told by their number."""
+    """Skip what needs a GPU; the first case of each test stands for all its cases, whose number it names."""
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -112,7 +113,7 @@ def skip_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def choices_of_this_test() -> None:
-    """No choice of a backend that an earlier test has made: tests change what decides."""
+    """Forget the backends that earlier tests chose: tests change what determines the choice."""
     from longseq.kernels.operation import forget
 
     forget()

@@ -140,9 +140,6 @@ def test_new_rows_replace_those_of_the_same_model_and_others_stay(script):
     assert keep.merge(kept, all_new, {})["command"] == "second"
 
 
-# ---- tables
-
-
 def test_tables_are_those_of_the_rows(script):
     pages = script("table").list_pages()
     stale = [page.relative_to(ROOT).as_posix() for page, make in pages.items() if page.read_text() != make()]

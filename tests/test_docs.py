@@ -1,4 +1,4 @@
-"""The README and docs/: the site builds, the examples and the notebook run, and the top level holds what it should."""
+"""The README and docs/: the site builds, the examples and the notebook run, and the top level has the right files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((DOCS / "pages").glob("*.md")))}
 
-# A block of code, and the comment before it: why it is not run, or the file that it is.
+# A block of code, and the comment before it: why it is not run, or which file it is.
 BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+|test command|file \S+) -->\n+)?^```(\w+)\n(.*?)^```$", re.M | re.S)
 
-# Words added to `longseq train` in examples, so that it takes seconds; of a timm model there is no width to change.
+# Arguments added to `longseq train` in examples, so that it takes seconds; a timm model's width cannot be changed.
 SHORT = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
 SHORT += ("recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "recipe.batch_size=8")
 NARROW = ("model.embed_dim=16", "model.depth=2", "data.num_workers=0")
@@ -61,7 +61,7 @@ def find_examples(page: Path) -> list[Example]:
 
 
 def find_commands(example: Example) -> Iterator[list[str]]:
-    """The words behind `longseq` of each command of a block."""
+    """The arguments of `longseq` in each command of a block."""
     for line in example.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         places = [index for index, word in enumerate(words) if Path(word).name == "longseq"]
@@ -71,12 +71,9 @@ def find_commands(example: Example) -> Iterator[list[str]]:
             assert not words or example.not_run, f"only commands of longseq are run here: {line}"
 
 
-# ---- examples
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the examples run: two finished runs called RUN, a FOLDER of images and one of DIGITS."""
+    """The folder where the examples run: two finished runs called RUN, a FOLDER of images and one of DIGITS."""
     here = tmp_path_factory.mktemp("examples")
     random = np.random.default_rng(0)
     layouts = {"FOLDER/train": (("ant", "bee"), (40, 40, 3)), "FOLDER/val": (("ant", "bee"), (40, 40, 3))}
@@ -112,7 +109,7 @@ def run_longseq(words: Sequence[str]) -> str:
 
 
 def shorten(words: list[str]) -> list[str]:
-    """The words of an example as they run here: on the processor, and for a few batches where it trains."""
+    """The arguments of an example as they run here: on the CPU, and for a few batches if it trains."""
     words = [INSTEAD.get(word, word) for word in words]
     if words[0] != "train" or "--help" in words or "--cfg" in words:
         return words
@@ -166,9 +163,6 @@ def test_examples_that_are_not_run_say_why_and_are_the_few():
     assert len(reasons) < 20
 
 
-# ---- the site
-
-
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path):
     site = tmp_path / "site"
@@ -185,9 +179,6 @@ def test_the_site_builds_strictly_and_fetches_nothing(tmp_path: Path):
     operations = [name for name in kernels.__all__ if not name.endswith("_step")]
     for name in ("ImageBackbone", "TokenBackbone", "Mixer", "create", "export_image_classifier", *operations):
         assert re.search(rf'id="[\w.]*\b{name}"', pages["reference.html"]), f"the reference lacks {name}"
-
-
-# ---- the notebook
 
 
 @pytest.mark.slow
@@ -210,8 +201,6 @@ def test_the_picture_of_the_readme_is_that_of_the_rows(monkeypatch: pytest.Monke
     picture = __import__("picture")
     assert picture.draw() == picture.FILE.read_text(), "run python benchmarks/picture.py"
 
-
-# ---- the top level
 
 TOP = {
     ".ci",

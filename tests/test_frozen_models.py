@@ -1,4 +1,4 @@
-"""Models that were saved in the past load, and give the logits of their time."""
+"""Models that were saved in the past load, and give the same logits as then."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,11 @@ def test_configs_that_fit_no_model(change: Any, message: str, tmp_path: Path) ->
     assert "\n" not in str(raised.value)
 
 
+def change_weights(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -206,6 +212,9 @@ def test_configs_that_fit_no_model(change: Any, message: str, tmp_path: Path) ->
         (lambda folder: (folder / "config.json").write_text("[]"), "is no dictionary"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"weights"), "damaged or cut short"),
+        (lambda folder: change_weights(folder, lambda data: data[:-1]), "damaged or cut short"),
+        (lambda folder: change_weights(folder, lambda data: data[:-2] + bytes([data[-2] ^ 4, data[-1]])), "checksum"),
+        (lambda folder: change_weights(folder, lambda data: data.replace(b"head.bias", b"head.bios")), "checksum"),
     ],
 )
 def test_damaged_folders(damage: Any, message: str, tmp_path: Path) -> None:
@@ -214,6 +223,13 @@ def test_damaged_folders(damage: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         longseq.from_pretrained(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_weights_that_another_program_writes_load_without_a_checksum(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    state = {name: value + 1 for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(longseq.from_pretrained(tmp_path).head.bias, state["head.bias"])
 
 
 def test_a_model_that_was_changed_is_not_saved(tmp_path: Path) -> None:

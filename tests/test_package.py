@@ -1,4 +1,4 @@
-"""What a built package carries, and that Python in the repository's root finds the whole package, too."""
+"""The content of a built package, and that Python in the repository's root finds the whole package, too."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_wheel_holds_every_file_once_and_only_ours(sources: Path) -> None:
 
 
 def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    # As a user does: without the variable that keeps the folder one stands in from Python's path.
+    # As for a user: without the variable that keeps the working folder off Python's path.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -34,7 +34,7 @@ def test_types(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_editor_resolves_every_import(tmp_path: Path) -> None:
-    """What pyright says of the package and of a user's script; pyproject.toml says which of its rules are off."""
+    """pyright's messages for the package and for a user's script; pyproject.toml turns some of its rules off."""
     # As a module, in a folder that holds no other: its script is not in every environment's folder.
     command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", ROOT]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Programs of users, as the type checker reads them: each runs as it stands."""
+"""Users' programs, as the type checker reads them; each of them runs."""
 
 from __future__ import annotations
 

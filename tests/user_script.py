@@ -1,5 +1,5 @@
 # pyright: basic
-"""What a user's own program writes: the type checker reads it as a user's editor does, with all of its rules."""
+"""A user's own program: the type checker reads it as a user's editor does, with all of its rules."""
 
 import timm
 import torch

@@ -1,1 +1,1 @@
-"""The command line: train, evaluate, predict, describe, export. Each verb is a Hydra application on `longseq.conf`."""
+"""The command line: train, evaluate, describe, export and more. Each verb is a Hydra application on `longseq.conf`."""

@@ -1,4 +1,4 @@
-"""The console script `longseq`: one verb, of one word or two, then Hydra overrides."""
+"""The console script `longseq`: a verb of one word or two, then Hydra overrides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Verb(NamedTuple):
-    """A verb of the command line: where its `run(cfg)` lives and what it is for."""
+    """A verb of the command line: the module of its `run(cfg)`, and its purpose."""
 
     module: str
     summary: str
@@ -32,6 +32,9 @@ VERBS = {
     ),
     "generate": Verb(
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
+    ),
+    "prepare": Verb(
+        "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
     "compare": Verb(
         "longseq.tasks.compare",
@@ -68,14 +71,14 @@ VERBS = {
     ),
 }
 
-# Former verbs, and what says the same now.
+# Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
 
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
 
 
 def overview() -> str:
-    """Return what `longseq` alone prints."""
+    """The text that `longseq` alone prints."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
     examples = "\n".join(f"  {verb.example}" for verb in VERBS.values())
@@ -106,7 +109,7 @@ def main() -> int:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
-    # Here and not above: `longseq` alone and `longseq --version` answer without Hydra.
+    # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
     from longseq.tools.mistakes import check_arguments, explain, is_users
     from longseq.tools.plugin_options import load_plugins
 
@@ -128,17 +131,19 @@ def _run_verb(name: str, overrides: list[str]) -> None:
     from hydra.types import RunMode
 
     from longseq import plugins
+    from longseq.tools import key_help
     from longseq.tools.groups import check_choices
     from longseq.tools.mistakes import explain, is_users
 
+    key_help.register()
     run: Callable[..., Any] = importlib.import_module(VERBS[name].module).run
     command_line = sys.argv
 
     def task(cfg: Any) -> Any:
-        # Lightning starts the other processes of a run by repeating the command line, which must hold the verb again.
+        # Lightning starts the other processes of a run with the same command line, which must contain the verb.
         sys.argv = command_line
         try:
-            plugins.check_loaded(cfg.plugins, "the configuration")  # a file that names a plug-in imports nothing
+            plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
         except Exception as error:
@@ -147,11 +152,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             _fail(explain(error, name, overrides))
             _remove_empty(Path(HydraConfig.get().runtime.output_dir))
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # one bad trial does not end a sweep: Hydra goes on and fails at the end
-            # Leaving here and not through Hydra keeps Hydra's own lines about a failed job out of the message.
+                raise  # one bad trial does not end a sweep: Hydra continues, and fails at the end
+            # Exiting here and not through Hydra omits Hydra's own lines about a failed job.
             raise SystemExit(2) from None
 
-    # Hydra prints several lines about an error and exits by itself unless this is set.
+    # Otherwise Hydra prints several lines about an error and exits by itself.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = [f"{command_line[0]} {name}", *overrides]
     try:
@@ -161,7 +166,7 @@ def _run_verb(name: str, overrides: list[str]) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Remove the folder that Hydra made for a run that did not begin, with those above it that hold nothing else."""
+    """Remove the folder that Hydra made for a run that did not begin, and the folders above it that are empty then."""
     here = Path.cwd()
     while folder != here and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""`longseq describe`: what a model is made of, what it costs, and which kernels it would run on."""
+"""`longseq describe`: the parts of a model, its cost, and the kernels that it would use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
     "run",
 ]
 
-# The part of a model that a parameter belongs to, by a piece of its name; the first that fits.
+# The part of a model to which a parameter belongs, by a piece of its name; the first match counts.
 PARTS = (
     ("mixers", (".mixer.", ".attn.")),
     ("mlp", (".mlp.",)),
@@ -60,7 +60,7 @@ def _lists() -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DescribeKeys(TrainKeys):
-    """The keys of `longseq describe`: those of `longseq train`, and others of which conf/describe.yaml tells."""
+    """The keys of `longseq describe`: those of `longseq train`, and others; conf/describe.yaml documents them."""
 
     checkpoint: str | None
     list: Annotated[str | None, OneOf(_lists)]
@@ -69,7 +69,7 @@ class DescribeKeys(TrainKeys):
 
 
 def run(cfg: DictConfig) -> Any:
-    """Print and return what `describe.yaml` asks for: facts about a model, or a list of what there is."""
+    """Print and return what `describe.yaml` selects: facts about a model, or a list."""
     keys = read_command(DescribeKeys, cfg)
     if keys.list is None:
         model, data = _model_and_data(cfg)
@@ -95,12 +95,13 @@ def _device(name: str) -> str:
 
 
 def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of the checkpoint, or the one that training would begin with, and what it knows of its data."""
+    """The model of the checkpoint, or the initial model of a training, and what it knows of its data."""
     if cfg.checkpoint is not None:
         loaded = checkpoint.load(cfg.checkpoint, tasks=registry.like("image"))
         return loaded.backbone, loaded.data
     config = resolve(cfg)
-    check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)  # whose paths are in a run folder
+    # Without logger and callbacks: their paths are in a run folder, which this command does not have.
+    check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)
     if (task := config["task"]["name"]) not in registry.like("image"):
         raise ValueError(f"longseq describe takes image models, not those of task={task}")
     info = _data_info(config)
@@ -108,11 +109,11 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _data_info(config: Mapping[str, Any]) -> DataInfo:
-    """What the model must know of the data, which is opened only where the configuration leaves out the classes."""
+    """What the model must know of the data; the data is opened only if the configuration does not name the classes."""
     data = config["data"]
     if data.get("num_classes") is None:
         try:
-            # No batch is read; two images are the least that Mixup pairs.
+            # No batch is read; Mixup needs at least two images.
             return registry.of(config).data.from_config(config, batch_size=2).info
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
@@ -123,10 +124,10 @@ def _data_info(config: Mapping[str, Any]) -> DataInfo:
 
 
 def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str = "cpu") -> dict[str, Any]:
-    """Facts about an image classifier as plain containers.
+    """Facts about an image classifier, as dictionaries, lists and numbers.
 
-    `data` tells img_size and in_chans, `device` for which device the kernels are judged. FLOPs are those of one image's
-    forward pass, a multiply-add counted as two; state sizes are numbers kept for one image.
+    `data` has img_size and in_chans; kernels are judged for `device`. FLOPs are those of one image's forward pass, a
+    multiply-add counts as two; state sizes are the numbers that are kept for one image.
     """
     size = data["img_size"]
     height, width = (size, size) if isinstance(size, int) else size
@@ -149,7 +150,7 @@ def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str 
 
 
 def _count_tokens(model: nn.Module, height: int, width: int) -> int | None:
-    """Length of the sequence that the blocks read; None for models that read none."""
+    """The length of the sequence that the blocks read; None for models without sequences."""
     grid = getattr(getattr(model, "patch_embed", None), "dynamic_feat_size", None)
     if grid is None:
         return None
@@ -176,7 +177,7 @@ def _part_of(name: str) -> str:
 
 
 def _count_decayed(model: nn.Module) -> dict[str, int]:
-    """Parameters by whether weight decay acts on them: it spares vectors, and what the model names."""
+    """The numbers of parameters with and without weight decay: vectors, and those that the model names, have none."""
     spared: Any = getattr(model, "no_weight_decay", set)()
     counts = {"decayed": 0, "undecayed": 0}
     for group in param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=spared):
@@ -185,7 +186,7 @@ def _count_decayed(model: nn.Module) -> dict[str, int]:
 
 
 def _count_flops(model: nn.Module, channels: int, height: int, width: int) -> dict[str, Any]:
-    """The model's own count; for other models of timm, the products that torch counts in a pass without data."""
+    """The model's own count; for other models of timm, the matrix products that torch counts in a pass without data."""
     analytic: Any = getattr(model, "flops", None)
     if analytic is not None:
         return {"forward": analytic((height, width)), "source": "analytic"}
@@ -196,7 +197,7 @@ def _count_flops(model: nn.Module, channels: int, height: int, width: int) -> di
 
 
 def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
-    """For each mixing layer whose state has a fixed size: how many readings, and what they keep for one image."""
+    """For each mixing layer with a state of fixed size: the number of readings, and the numbers kept for one image."""
     states = []
     for name, reading in mixers.named_readings(model):
         mixer = reading.readers[0]
@@ -215,9 +216,10 @@ def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict[str, Any]:
-    """For each operation that the mixing layers call: the backend that runs, and what speaks against the others.
+    """For each operation that the mixing layers call: the backend that runs, and the reasons against the others.
 
-    Layers that call one operation differently can have one backend each, and reasons that hold for some of them.
+    Layers that call one operation with other arguments may have other backends; then some reasons hold only for some
+    layers.
     """
     judged: dict[str, Any] = {}
     for op, requested, call in _find_calls(model):
@@ -232,7 +234,7 @@ def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict
 
 
 def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
-    """The calls of operations in a pass through each mixing layer, without data and over a few tokens."""
+    """The calls of operations in a pass through each mixing layer, without data, over a few tokens."""
     with record_calls() as calls, torch.no_grad():
         for _, reading in mixers.named_readings(model):
             empty = copy.deepcopy(reading).to("meta").eval()
@@ -242,7 +244,7 @@ def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
 
 
 def find_devices() -> list[str]:
-    """Devices that torch can use here, in words."""
+    """The devices that torch can use here, in words."""
     devices = [f"cpu: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -253,12 +255,14 @@ def find_devices() -> list[str]:
 
 
 def list_mixers() -> list[dict[str, Any]]:
-    """The cards of the mixers (see `longseq.mixers.MixerCard`) and their options with defaults, as plain containers."""
+    """The cards of the mixers (see `longseq.mixers.MixerCard`) and their options with defaults, as dictionaries and
+    lists.
+    """
     return [{**dataclasses.asdict(card), "options": mixers.options(card.name)} for card in mixers.list_mixers()]
 
 
 def list_models() -> list[dict[str, Any]]:
-    """The image models that longseq registers with timm; timm's own are there beside them."""
+    """The image models that longseq registers with timm, without timm's own."""
     with torch.device("meta"):
         return [
             {"name": name, "parameters": count_parameters(timm.create_model(name))}
@@ -267,7 +271,7 @@ def list_models() -> list[dict[str, Any]]:
 
 
 def print_mixers(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print what `list_mixers` found, but for the options: what a layer costs, and the kernels with their mixers."""
+    """Print the result of `list_mixers` without the options: the cost of a layer, and the kernels with their mixers."""
     table = Table(title="one layer of d_model=256; FLOPs a token over 1,024 tokens", title_justify="left")
     for heading in ("mixer", "state", "/token", "weights", "FLOPs", "source"):
         figure = heading not in ("mixer", "source")
@@ -286,7 +290,7 @@ def print_mixers(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def print_models(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print what `list_models` found."""
+    """Print the result of `list_models`."""
     table = Table()
     table.add_column("name", overflow="fold")
     table.add_column("parameters", justify="right")
@@ -296,7 +300,7 @@ def print_models(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 class List(NamedTuple):
-    """What `list=NAME` gathers, and how it is shown to people."""
+    """The function that collects `list=NAME`, and the one that prints it."""
 
     gather: Callable[[], list[dict[str, Any]]]
     show: Callable[[list[dict[str, Any]], Console], None]
@@ -308,7 +312,7 @@ LISTS: Mapping[str, List] = MappingProxyType(
 
 
 def print_description(facts: Mapping[str, Any], console: Console) -> None:
-    """Print what `describe_image_model` found: a table of figures, a table of kernels, the devices."""
+    """Print the result of `describe_image_model`: a table of figures, a table of kernels, the devices."""
     table = Table(title=_title(facts), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()

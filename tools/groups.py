@@ -1,4 +1,4 @@
-"""Options of configuration groups and the tasks that they are for: `tasks: [image]` in an option's file."""
+"""Options of configuration groups and their tasks, which an option's file states: `tasks: [image]`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks.training.options import nearest
 
-# The group that chooses the others, first; then the one that all samples come from.
+# The group that chooses the others, then the one that defines the samples, and so on.
 _FIRST = ("experiment", "data", "model", "recipe")
 
 
 def check_choices(cfg: DictConfig, runtime: Any) -> None:
-    """ValueError, in one line with the remedy, where a chosen option is for another task than `cfg.task`, or is none.
+    """Raise ValueError, in one line with the remedy, if a chosen option is for another task than `cfg.task`, or does
+    not exist.
 
-    `runtime` is Hydra's `hydra.runtime`: the option of each group, and where the files lie. A file without the key
-    `tasks` is for every task; a task's key `like: [NAME]` says that it takes the options of another task too.
+    `runtime` is Hydra's `hydra.runtime`: the option of each group, and the folders of the files. A file without the key
+    `tasks` is for every task. With its key `like: [NAME]`, a task also takes the options of another task.
     """
     groups = _Groups(runtime.config_sources)
     chosen = {group: option for group, option in runtime.choices.items() if not group.startswith("hydra/")}
@@ -40,7 +41,7 @@ def check_choices(cfg: DictConfig, runtime: Any) -> None:
 
 
 class _Groups:
-    """The files of the configuration groups, those of plug-ins among them."""
+    """The files of the configuration groups, including those of plug-ins."""
 
     def __init__(self, places: Iterable[Any]) -> None:
         found: list[Any] = Plugins.instance().discover(ConfigSource)
@@ -52,7 +53,7 @@ class _Groups:
         return any(source.is_config(f"{group}/{option}") for source in self.sources)
 
     def tasks(self, group: str, option: str) -> list[str] | None:
-        """The tasks that an option names, or the option that it begins with; None where it is for every task."""
+        """The tasks in an option's file, or in the file that it extends; None for every task."""
         path = f"{group}/{option}"
         source = next((source for source in self.sources if source.is_config(path)), None)
         if source is None:
@@ -71,7 +72,7 @@ class _Groups:
         ]
 
     def names(self, group: str, prefix: str = "") -> list[str]:
-        """All options of a group, those of its folders as FOLDER/NAME."""
+        """All options of a group; those of its folders are FOLDER/NAME."""
         path = f"{group}/{prefix}".rstrip("/")
         names, folders = set(), set()
         for source in self.sources:

@@ -1,4 +1,4 @@
-"""What the command line says of a mistake in it: one line, with the nearest name that there is."""
+"""The command line's message for a mistake: one line, with the nearest name that exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longseq.tasks.training.options import nearest, unknown_key
 
 CONF = "longseq.conf"
 
-# Hydra's flags; argparse takes the beginnings of the long ones too.
+# Hydra's flags; argparse also accepts beginnings of the long ones.
 FLAGS = ("-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun")
 FLAGS_WITH_VALUES = (
     *("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name"),
@@ -28,7 +28,7 @@ _NOT_THERE = re.compile(r"Could not override '(?P<key>[^']+)'")
 
 
 def check_arguments(verb: str, arguments: Sequence[str]) -> None:
-    """ValueError for an argument of `longseq VERB` that is neither key=value nor a flag of Hydra."""
+    """Raise ValueError for an argument of `longseq VERB` that is neither key=value nor a flag of Hydra."""
     value_of: str | None = None
     for argument in arguments:
         if argument.startswith("-"):
@@ -47,7 +47,7 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> None:
 
 
 def is_users(error: BaseException) -> bool:
-    """Tell a mistake in the command or the data, which one line explains, from a defect, which needs its traceback."""
+    """True for a mistake in the command or data, which one line explains; False for a bug, which needs a traceback."""
     return isinstance(error, (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException, YAMLError))
 
 
@@ -74,7 +74,7 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
-    """What is unknown in a dotted key, told from the configuration without that override."""
+    """What is unknown in a dotted key, found by composing the configuration without that override."""
     overrides = [argument for argument in arguments if "=" in argument or argument.startswith("~")]
     node: Any = _compose_without(key, verb, overrides)
     if node is None:
@@ -92,7 +92,7 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
 
 
 def _compose_without(key: str, verb: str, overrides: Sequence[str]) -> Any:
-    """The configuration without the overrides of a key, and of others that are not there either; None without one."""
+    """The configuration without the overrides of a key, and of other unknown keys; None if that fails, too."""
     kept = [override for override in overrides if _key_of(override) != key]
     try:
         with initialize_config_module(CONF, version_base="1.3"):
@@ -107,7 +107,7 @@ def _key_of(override: str) -> str:
 
 
 def _raised_by_resolver(error: BaseException) -> ValueError | None:
-    """The user's mistake that a resolver of ours found, which OmegaConf tells with the key that it was resolving."""
+    """The user's mistake that one of our resolvers found; OmegaConf wraps it with the key that it was resolving."""
     origin = error.__context__
     while origin is not None and type(origin) is not ValueError:
         origin = origin.__context__

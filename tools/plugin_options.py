@@ -16,12 +16,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 import longseq.conf
 from longseq import mixers, plugins
 
-# What a file of the group `mixer` leaves to the model and to the direction.
+# Options that a file of the group `mixer` leaves to the model and to the direction.
 _DECIDED = ("backend", "causal")
 
 
 class PluginFolders(SearchPathPlugin):
-    """Shows Hydra the folders `conf` of the plug-ins that are loaded, behind ours."""
+    """Adds the folders `conf` of the loaded plug-ins to Hydra's search path, after ours."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in plugins.conf_folders():
@@ -29,11 +29,11 @@ class PluginFolders(SearchPathPlugin):
 
 
 def load_plugins(overrides: Sequence[str]) -> list[str]:
-    """Load the plug-ins that a command declares and show Hydra what they add; return the overrides for Hydra.
+    """Load the plug-ins that a command declares, and add their options to Hydra; return the overrides for Hydra.
 
-    A mixer of a plug-in that has no file in the group `mixer` becomes an option of it, with its constructor's defaults.
-    `mixer.name=NAME` of one mixer means `mixer=NAME` where the command does not choose the group: the options of the
-    group's default belong to another mixer.
+    A plug-in's mixer without a file in the group `mixer` becomes an option of the group, with its constructor's
+    defaults. If `mixer.name=NAME` names one mixer and the command does not choose the group, it means `mixer=NAME`: the
+    options of the group's default belong to another mixer.
     """
     plugins.load(_declared(overrides))
     if plugins.loaded():
@@ -47,7 +47,7 @@ def load_plugins(overrides: Sequence[str]) -> list[str]:
 
 
 def _declared(overrides: Sequence[str]) -> Iterator[str]:
-    """The names behind `plugins=`."""
+    """The names after `plugins=`."""
     for override in overrides:
         if re.match(r"\+{0,2}plugins=", override):
             names: Any = OverridesParser.create().parse_override(override).value()

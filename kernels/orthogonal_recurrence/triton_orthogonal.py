@@ -7,8 +7,8 @@ For the backward pass, the exact form saves the state before every CHECKPOINT to
 token and head. The backward pass computes the other states again, in D M CHECKPOINT numbers of scratch memory for each
 program; there are as many programs as SCRATCH has room for. Chunks of C tokens save the states before each chunk and
 after the last one (float16 for half precision inputs with N), and H or a: D M / C + D or M numbers for each token and
-head. Their backward pass needs 2 D M / C + 2 D + 3 M more while it runs, or one M less for each token if chunks are
-short.
+head. Their backward pass needs 2 D M / C + 2 D + 3 M more while it runs; for short
+chunks, M in place of 3 M.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Token mixers, registered by name: `create("deltanet", d_model=192)`, `mixer_names()`.
 
-One mixer a file. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module here and write
-`conf/mixer/name.yaml`; contract tests, image models, export and `longseq describe` then cover it.
+Each mixer has a file of its own. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module
+here and write `conf/mixer/name.yaml`. The contract tests, image models, export and `longseq describe` then include it.
 """
 
 from longseq.mixers import (

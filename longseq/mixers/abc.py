@@ -23,18 +23,19 @@ class BoundedMemoryControl(SlotMixer):
         K̃ ← Diag(1 − w) K̃ + w kᵀ;   Ṽ ← Diag(1 − w) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    With the log normaliser z in the state this is K̃_t = Σ_s softmax(W_φ x_1, ..., W_φ x_t)_s k_s, the cumulative
-    softmax of causal attention, so GSA with α = 1 − w. `renormalize=False` leaves Diag(1 − w) out: each token keeps the
-    strength at which it was written, as the GSA paper states ABC (its equations 3 and 4), and slots grow with log T.
+    z is the log normaliser. The state holds it, so that K̃_t = Σ_s softmax(W_φ x_1, ..., W_φ x_t)_s k_s, the cumulative
+    softmax of causal attention. This is GSA with α = 1 − w. `renormalize=False` leaves out Diag(1 − w): each token
+    keeps the weight with which it was written, as the GSA paper states ABC (its equations 3 and 4), and slots grow with
+    log T.
 
     Args:
         num_heads: a divisor of `d_model`.
-        num_slots: M, of each head.
-        renormalize: whether the strengths of earlier tokens shrink so that all sum to one.
+        num_slots: M, the slots of each head.
+        renormalize: shrink the weights of earlier tokens, so that the weights of all tokens sum to one.
         feature_map: φ, one of silu, relu, relu_squared, identity. The default is that of the layer in which the GSA
             paper compares ABC; ABC itself has identity.
-        activation: f, softmax over the slots, or for each slot alone identity, silu, relu or relu_squared.
-        scale: of the scores. The papers have none; 1/√K is usual for softmax.
+        activation: f: softmax over the slots, or one of the elementwise identity, silu, relu, relu_squared.
+        scale: the factor of the scores. The papers have none; 1/√K is usual for softmax.
 
     Source: ABC: Attention with Bounded-memory Control (Peng et al., 2022), section 4, in the layer of Gated Slot
     Attention (Zhang et al., 2024), equations 8 and 9.

@@ -20,9 +20,9 @@ from longseq.mixers.registry import register
 
 
 class KeyValueState(NamedTuple):
-    """Keys and values `[B, S, G, D]` of earlier tokens; keys are kept rotated where positions are rotary.
+    """Keys and values `[B, S, G, D]` of earlier tokens; with rotary positions, the keys are stored rotated.
 
-    `length [B]` counts the real tokens so far, and so is the position of the next one.
+    `length [B]` counts the real tokens so far, and is thus the position of the next token.
     """
 
     key: Tensor
@@ -31,10 +31,10 @@ class KeyValueState(NamedTuple):
 
 
 class SoftmaxAttention(Mixer[KeyValueState]):
-    """Shared frame of the mixers with softmax attention; a subclass decides which tokens a token sees.
+    """Base of the mixers with softmax attention; a subclass decides which tokens a token sees.
 
-    H query heads and G = num_kv_heads heads of keys and values, each read by H/G query heads; `in_proj` gives queries,
-    keys and values, in this order.
+    There are H query heads, and G = num_kv_heads heads of keys and values, each for H/G query heads. `in_proj` computes
+    queries, keys and values, in this order.
 
     Sources: Attention Is All You Need (Vaswani et al., 2017), section 3.2; grouped queries as in GQA (Ainslie et al.,
     2023), section 2.2; rotary positions as in RoFormer (Su et al., 2021), equation 34.
@@ -89,7 +89,7 @@ class SoftmaxAttention(Mixer[KeyValueState]):
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
         packing = pack_like(cu_seqlens, projected)
         positions, length = None, None
-        if self.causal or self.rotary:  # else nobody asks for them
+        if self.causal or self.rotary:  # nothing else reads positions
             start = None if state is None else state.length
             positions, length = count_positions(projected, start, cu_seqlens=packing, mask=mask)
         q, k, v = self._heads(projected, positions, packing if state is None else None)
@@ -128,7 +128,7 @@ class SoftmaxAttention(Mixer[KeyValueState]):
             assert places is not None
             if packing is None:
                 angles = rotary_angles(q, places, base)
-            else:  # from the first token of each sequence: the same in all layers
+            else:  # positions in each sequence, the same in all layers
                 key = ("rotary", self.head_dim, base, q.dtype)
                 angles = packing.once(key, lambda: rotary_angles(q, places, base))
             q, k = (rotate_pairs(x, *angles) for x in (q, k))
@@ -139,16 +139,16 @@ class SoftmaxAttention(Mixer[KeyValueState]):
 class Attention(SoftmaxAttention):
     """Multi-head softmax attention; by default as in the Vision Transformer: biases, scale 1/√head_dim, no positions.
 
-    The state keeps the keys and values of all tokens. Where a batch holds sequences of different lengths, real entries
-    stand left of the unused ones.
+    The state keeps the keys and values of all tokens. If a batch has sequences of different lengths, each row of the
+    state begins with the real entries; the unused ones follow.
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
-        causal: each token sees itself and its past; without it every token sees all, `state` and `step` have no
-            meaning, and they are refused.
+        causal: each token sees itself and the tokens before it. False: every token sees all tokens; `state` and `step`
+            are then refused.
         qkv_bias: biases of the query, key and value projections; the output projection always has them.
-        rotary, rotary_base: turn queries and keys by their positions, and the base of the angles.
+        rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.2; grouped queries: GQA (Ainslie et al., 2023).
     """
@@ -213,7 +213,7 @@ class Attention(SoftmaxAttention):
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend to a carried state and to the call's own tokens, of which `mask` tells the real ones."""
+        """Attend to a state's keys and values and to the call's own tokens, of which `mask` marks the real ones."""
         batch, tokens = q.shape[:2]
         past = self.initial_state(batch, k.device, k.dtype) if state is None else state
         real = torch.ones(batch, tokens, dtype=torch.bool, device=k.device) if mask is None else mask
@@ -223,7 +223,7 @@ class Attention(SoftmaxAttention):
         causal = functional.pad(causal, (slots.numel(), 0), value=True)  # [T, P + T]
         allowed = seen.unsqueeze(1) & causal
         if mask is not None:
-            # A padded query may see nothing real; let it see itself, so that its undefined output is finite.
+            # A padded query may see no real token. It sees itself, so that its undefined output is finite.
             allowed = allowed | functional.pad(_own(mask), (slots.numel(), 0))
         key, value = torch.cat([past.key.to(k.dtype), k], dim=1), torch.cat([past.value.to(v.dtype), v], dim=1)
         order = (~seen).to(torch.uint8).argsort(dim=1, stable=True)
@@ -232,7 +232,7 @@ class Attention(SoftmaxAttention):
     def _continue_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, packing: Packing
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for packed sequences, one after the other: no mask is larger than one of them needs."""
+        """`_continue` for packed sequences, one after the other, so that no mask is larger than one sequence needs."""
         outputs, keys, values = [], [], []
         for row, (start, end) in enumerate(pairwise(packing.bounds)):
             own = KeyValueState(*(part[row : row + 1] for part in state))

@@ -44,21 +44,21 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         operations: names of the `longseq.kernels` operations over sequences that `scan` calls.
         no_weight_decay_names: names of parameters that weight decay must leave alone (see `longseq.parameters`).
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
-        reads_backwards: `scan` takes `reverse`. With True it reads from the last token to the first, without a copy of
-            the tokens in that order; the given state is then the one behind the last token. With "second_half" it
-            reads the second half of the rows of the batch so.
-        reads_pairs: it defines `scan_pair`, which reads the same tokens both ways.
+        reads_backwards: `scan` takes `reverse`. True reads from the last token to the first, without a reversed copy of
+            the tokens; the given state is then that of the tokens after the last one. "second_half" does so for the
+            second half of the rows of the batch.
+        reads_pairs: the class defines `scan_pair`, which reads the same tokens in both directions.
         growing_state: the state keeps all tokens, in their own type. False: its size does not depend on the number of
             tokens, and its floating-point tensors are float32 (float64 for float64 inputs).
-        recomputable: `recompute` saves memory. False where `scan` keeps little more than its arguments.
+        recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
 
     Attributes:
-        arguments: those of the constructor, with which a saved model builds the mixer again (see `KeepsArguments`).
-        revision: a number for the function that the layer computes from its weights. It goes up with every change of
+        arguments: the constructor's arguments, from which a saved model builds the mixer (see `KeepsArguments`).
+        revision: a number for the function that the layer computes from its weights. It increases with every change of
             that function, and checkpoints of an earlier revision are refused (see `check_revisions`).
-        reverse: set by models: the layer reads from the last token to the first. A state is then the one behind the
-            last token or that at the first, and `step` reads the token before.
-        recompute: set by models: the backward pass runs `scan` again, instead of keeping what lies between the
+        reverse: set by models: the layer reads from the last token to the first. `forward` then takes the state of the
+            tokens after `x` and returns the state before them with `x` read; `step` reads the token before that.
+        recompute: set by models: the backward pass runs `scan` again, in place of saving the activations between the
             projections.
     """
 
@@ -75,7 +75,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     reverse: bool = False
     recompute: bool = False
 
-    # What the last scan reported while it was watched: a callback puts a dictionary here (see `observe`).
+    # A callback that watches the layer puts a dictionary here, to which scans report (see `observe`).
     observed: dict[str, Tensor] | None = None
 
     in_proj: nn.Linear | None
@@ -113,12 +113,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         Args:
             x: `[B, T, d_model]`.
             state: what an earlier call returned, or None at the start of a sequence.
-            layout: where the patches of an image stand; a mixer reads tokens as they come and does not ask.
+            layout: the grid of an image's patches; a mixer reads tokens in their order and ignores it.
             cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`;
                 the state then has N rows.
-            mask: `[B, T]`, True at real tokens, of sequences that are not packed. Padding leaves the state alone; its
-                outputs are not defined.
-            output_final_state: False where nobody reads the state, which then is not computed.
+            mask: `[B, T]`, True at real tokens, for sequences that are not packed. Padding leaves the state unchanged;
+                its outputs are undefined.
+            output_final_state: False: no state is computed, and None is returned in its place.
 
         Returns:
             `y [B, T, d_model]` and the state after the last real token, or None.
@@ -147,10 +147,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, StateT | None]:
-        """`scan` in either direction, with activation checkpointing where the model wants to `recompute`.
+        """`scan` in either direction, with activation checkpointing if the model sets `recompute`.
 
-        With `reverse` each sequence is read from its last token; `reverse="second_half"` is for mixers that read
-        backwards alone. A mixer that does not read backwards gets the tokens turned round in memory.
+        With `reverse`, each sequence is read from its last token to its first. `reverse="second_half"` is only for
+        mixers with `reads_backwards`. For other mixers, `reverse=True` flips the tokens before and after the scan.
         """
         turned = bool(reverse) and not self.reads_backwards
         options: dict[str, Any] = {"reverse": reverse} if self.reads_backwards else {}
@@ -167,7 +167,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return y, last
 
     def read_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`scan_pair`, with activation checkpointing where the model wants to `recompute`."""
+        """`scan_pair`, with activation checkpointing if the model sets `recompute`."""
         return checkpoint_if(self.recompute and self.recomputable, self.scan_pair, backward, projected, mask)
 
     @gathers_parameters
@@ -178,12 +178,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
     @property
     def step_backend(self) -> str:
-        """The backend that the operations' one-token forms are asked for."""
+        """The backend for the one-token forms of the operations."""
         return backend_of_step(self.backend)
 
     @property
     def local_backend(self) -> str:
-        """The backend of the operations on each token alone."""
+        """The backend for the operations that act on each token alone."""
         return backend_of_local(self.backend)
 
     def project_in(self, x: Tensor) -> Tensor:
@@ -212,9 +212,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
         `backward` has the same class and options, and may be this mixer itself. Each operation over sequences is called
-        once for both: the second half of its rows is read from the end. The parts of both mixers are not called; only
-        their parameters are used. `Directions` therefore does not call this method where a part has hooks or was
-        replaced, where a callback watches (see `observe`), or for packed rows, which operations read in one direction.
+        once for both scans, and reads the second half of its rows from the end. The submodules of both mixers are not
+        called; only their parameters are used. `Directions` therefore does not call this method if a submodule has
+        hooks or was replaced, if a callback watches (see `observe`), or for packed rows, which operations read in one
+        direction.
         """
         raise NotImplementedError
 
@@ -229,7 +230,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
         """Report a number about the scan, such as the norm of its state. It costs nothing unless a callback watches.
 
-        `measure` returns a scalar. Of several reports under one name in one scan the last one is kept.
+        `measure` returns a scalar. If a scan reports several numbers under one name, the last one is kept.
         """
         if self.observed is not None:
             with torch.no_grad():
@@ -240,7 +241,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     ) -> StateT:
         """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.
 
-        `dtype` is that of the inputs; recurrent memories are float32 whatever it is (float64 for float64).
+        `dtype` is that of the inputs. Recurrent memories are float32 for every `dtype` but float64, which they keep.
         """
         raise NotImplementedError
 
@@ -254,8 +255,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return 2 * tokens * projections + self.scan_flops(tokens)
 
     def reset_parameters(self) -> None:
-        """Set the initial values of the mixer's own parameters and buffers, and of the weights of its parts that begin
-        with other values than the parts choose. It is called after the `reset_parameters` of the parts.
+        """Set the initial values of the mixer's own parameters and buffers.
+
+        It also sets the weights of submodules that start with other values than these submodules choose, and is
+        therefore called after their `reset_parameters`.
         """
 
     def release_projections(self) -> None:
@@ -264,13 +267,14 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         self.out_proj = None
 
 
-# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
-# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+# torch.fx must not trace into mixers: operations choose their backend by properties of tensors that a symbolic trace
+# does not have. This is a call and not a decorator, because timm declares that it returns nn.Module: type checkers
+# would lose the class.
 register_notrace_module(Mixer)
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
-    """Return the packing of tokens `x [B, T, ...]`; raise ValueError where it or the mask does not fit them."""
+    """Return the packing of tokens `x [B, T, ...]`, or None; raise ValueError if it or the mask does not fit them."""
     if cu_seqlens is not None and mask is not None:
         raise ValueError("mask and cu_seqlens are both given; packed sequences have no padding, leave the mask out")
     if mask is not None and not is_exporting():
@@ -286,7 +290,7 @@ Found = TypeVar("Found")
 
 
 def required(state: Found | None) -> Found:
-    """The state that an operation was asked for; it returns None only where nobody asked."""
+    """Return a state that cannot be None here: operations return None only if no final state was requested."""
     assert state is not None
     return state
 

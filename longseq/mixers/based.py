@@ -19,15 +19,15 @@ class Based(LinearAttention):
 
         φ(q)ᵀ φ(k) = 1 + s + s²/2,  s = qᵀ k / √F;   S ← S + φ(k) vᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / zᵀ φ(q))
 
-    with q and k of F = feature_dim channels a head. The weights are at least 1/2. The two products x_i x_j and x_j x_i
-    of the paper's feature map are one feature here, times √2: the same weights from 1 + F + F (F + 1) / 2 features
-    instead of 1 + F + F². Of the layers that the paper puts between these, that of sliding windows is the mixer
-    window_attention; that of a gated short convolution is not here.
+    where q and k have F = feature_dim channels in each head. The weights φ(q)ᵀ φ(k) are at least 1/2. The paper's
+    feature map has both products x_i x_j and x_j x_i; here they are one feature, times √2. This gives the same weights
+    with 1 + F + F (F + 1) / 2 features in place of 1 + F + F². The paper puts two other layers between these: sliding
+    windows, which is the mixer window_attention, and gated short convolutions, which longseq does not have.
 
     Args:
         feature_dim: F.
-        num_heads, head_dim: of the values, either or neither; by default heads of 64 channels (32, ... where 64 does
-            not divide).
+        num_heads, head_dim: of the values; give at most one. By default heads of 64 channels (32, ... where 64 does not
+            divide).
 
     Source: Simple Linear Attention Language Models Balance the Recall-Throughput Tradeoff (Arora et al., 2024), section
     4.

@@ -1,4 +1,4 @@
-"""What each mixer is and what one layer of it costs."""
+"""Descriptions of the mixers: papers, sizes of states, parameters and operations of one layer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class MixerCard:
     """A mixer with the options of its paper.
 
     Attributes:
-        state_size: numbers that the state holds for one sequence, whatever its length.
-        state_growth: numbers that each token of context adds to it; 0 where the size does not depend on the length.
-        parameters: of one layer.
-        flops_per_token: of one layer, forward, averaged over a sequence; a multiply-add counts as two.
-        backends: the kernel operations of the layer, each with its backends, the preferred one first. Mixers without
-            any run on torch's own.
+        state_size: numbers in the initial state of one sequence.
+        state_growth: numbers that each token adds to the state; 0 if the size does not depend on the length.
+        parameters: the number of parameters of one layer.
+        flops_per_token: operations of one layer, forward, averaged over a sequence; a multiply-add counts as two.
+        backends: the kernel operations of the layer, each with its backends, the preferred one first. Empty for mixers
+            that use torch's operations only.
     """
 
     name: str
@@ -37,8 +37,8 @@ class MixerCard:
 
 
 def list_mixers(d_model: int = 256, tokens: int = 1024) -> tuple[MixerCard, ...]:
-    """Describe one layer of every mixer, by name; `tokens` is the length over which FLOPs are averaged."""
-    # No weights are drawn on the meta device: neither their memory nor the caller's random state is touched.
+    """Describe one layer of every mixer, by name; FLOPs are averaged over a sequence of `tokens` tokens."""
+    # The meta device initialises no weights: this takes no memory and leaves the caller's random state unchanged.
     with torch.device("meta"), torch.no_grad():
         return tuple(_card(name, create(name, d_model), tokens) for name in mixer_names())
 

@@ -1,4 +1,4 @@
-"""The block of Lattice and of TTT beside it: queries and keys from one projection, a memory of slots, a gate."""
+"""The layer that Lattice and TTT share: queries and keys from one projection, a memory of slots, a gated output."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FORGET_BIAS = 4.0  # μ starts at 0.98
 
 
 class CompressionState(NamedTuple):
-    """The last W - 1 inputs `[B, H M, W - 1]`, which both convolutions share, and the memory `[B, H, D, M]`."""
+    """The last W - 1 inputs `[B, H M, W - 1]`, shared by both convolutions, and the memory `[B, H, D, M]`."""
 
     convolution: Tensor
     memory: Tensor
 
 
 class CompressionMixer(Mixer[CompressionState]):
-    """Shared frame of Lattice and TTT; a subclass chooses the rule of the memory by `recurrence`, options of the op.
+    """Base of Lattice and TTT; `recurrence`, options of the operation, defines how a subclass updates the memory.
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
 
-    The paper's text names no activation behind the convolutions: there is none, as in the code of TTT.
+    There is no activation after the convolutions: the paper names none, and the code of TTT has none.
 
-    The memory of a head is `[D, M]` with D = head_dim. Its first value has random orthonormal columns, drawn once per
-    head and kept (not trained). γ is one number a head, and so is μ, where there is a forget gate.
+    The memory of a head is `[D, M]` with D = head_dim. Its initial value has random orthonormal columns, drawn once for
+    each head, saved, and not trained. γ is one number for each head, and so is μ if there is a forget gate.
 
     Source: Lattice (Karami and Mirrokni, 2025), appendix A and figure 2, after the block of Mamba.
     """
@@ -135,7 +135,7 @@ class CompressionMixer(Mixer[CompressionState]):
         self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, *,
         cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """What the memory gives at the queries, `[B, T, H, D]`, and the last memory."""
+        """The memory read at the queries, `[B, T, H, D]`, and the last memory."""
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
         o, final = orthogonal_recurrence(
@@ -181,7 +181,9 @@ class CompressionMixer(Mixer[CompressionState]):
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What queries and keys share, values, the output's gate, and what γ and μ are made of `[..., H or 2 H]`."""
+        """The shared input of queries and keys, the values, the output gate, and the logits of γ and μ `[..., H or 2
+        H]`.
+        """
         shared, v, gate, rates = projected.split(self.widths, dim=-1)
         return shared, v, gate, at_least_float32(rates)
 
@@ -189,13 +191,13 @@ class CompressionMixer(Mixer[CompressionState]):
         return GAMMA_ACTIVATIONS[self.gamma_activation](rates[..., : self.num_heads])
 
     def _log_decay(self, rates: Tensor) -> Tensor | None:
-        """log μ `[..., H]`, where there is a forget gate."""
+        """log μ `[..., H]`; None without a forget gate."""
         if self.forget_bias is None:
             return None
         return functional.logsigmoid(rates[..., self.num_heads :] + self.forget_bias)
 
     def _log_decay_pair(self, backward: Self, rates: Tensor) -> Tensor | None:
-        """log μ of tokens that are read forward by this mixer and backward by another one: `[2 B, T, H]`."""
+        """log μ of tokens that are read forward by this mixer and backward by `backward`: `[2 B, T, H]`."""
         bias = stack_pair(self.forget_bias, backward.forget_bias)
         if bias is None:
             return None
@@ -208,7 +210,7 @@ class CompressionMixer(Mixer[CompressionState]):
         return self._to_heads(k)
 
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
-        """The options of the operation; `gamma [..., H]` gives the shape of those that are tensors."""
+        """The options of the operation; those that are tensors have the shape of `gamma [..., H]`."""
         return self.recurrence
 
     def _observe_gates(self, gamma: Tensor, g: Tensor | None, mask: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""DeltaNet: linear attention that corrects what a key already stores."""
+"""DeltaNet: linear attention whose memory follows the delta rule."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ class DeltaNet(Mixer[DeltaNetState]):
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
         S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o RMSNorm(Sᵀ q / √K)
 
-    The activation of v, whatever φ is, and 1/√K are those of the published code; the paper gives activations of q and k
-    alone, and no scale. The norm does not take the scale back where outputs are as small as its eps: with initial
-    weights and heads of 128 channels, layers with and without it differ by 22 %.
+    v has SiLU for every φ, and q the scale 1/√K, as in the published code; the paper gives activations of q and k only,
+    and no scale. RMSNorm does not cancel the scale where outputs are as small as its eps: with initial weights and
+    heads of 128 channels, layers with and without the scale differ by 22 %.
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).
+        num_heads, head_dim: give at most one; by default heads of 128 channels (64, ... where 128 does not divide).
         convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
         feature_map: φ, one of silu, relu, elu_plus_one, identity.
         key_norm: l2 or l1, with 1e-6 under the root (see `longseq.kernels.head_features`). The delta rule is stable
-            only with keys of norm at most one. For l1 the published code divides by the sum, not by the sum of sizes.
-        negative_eigenvalues: β in (0, 2), which lets a step reverse what a key stores.
+            only with keys of norm at most one. For l1, the published code divides by the sum, not by the sum of
+            magnitudes.
+        negative_eigenvalues: β in (0, 2), so that the transition matrix I − β k kᵀ can have a negative eigenvalue.
 
     Source: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (Yang et al., 2024), section 3.3.
     """
@@ -128,7 +129,7 @@ class DeltaNet(Mixer[DeltaNetState]):
         self, features: tuple[Tensor, ...], memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The recurrence over q, k, v and β: `[B, T, H, K]` and the last memory."""
+        """The recurrence over q, k, v and β: the outputs `[B, T, H, K]` and the last memory."""
         q, k, v, beta = features
         beta = self._scale(beta)
         self.observe("gate_saturation", lambda: saturation(beta / 2 if self.negative_eigenvalues else beta, mask))
@@ -168,14 +169,14 @@ class DeltaNet(Mixer[DeltaNetState]):
         return DeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the convolution `[..., 3 d_model]` and W_β x `[..., H]`."""
+        """The inputs of the convolution `[..., 3 d_model]`, and W_β x `[..., H]`."""
         widths = [3 * self.d_model, self.num_heads]
         mixed, logits, _ = projected.split([*widths, projected.shape[-1] - sum(widths)], dim=-1)
         return mixed, logits
 
     @property
     def _options(self) -> dict[str, Any]:
-        """How channels become features of heads."""
+        """The options of `head_features`."""
         return {
             "num_heads": self.num_heads,
             "key_dim": self.head_dim,

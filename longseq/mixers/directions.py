@@ -1,4 +1,4 @@
-"""Readings of a sequence in several directions, and the choice of the one that a model asks for."""
+"""Readings of a sequence in several directions, and the function that builds the reading a model asks for."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ AnyMixer = Mixer[Any]
 class Directions(nn.Module):
     """A reading in several orders: both ways along a sequence (bidirectional), or along rows and columns (cross).
 
-    What the orders share decides the parameter count; P counts those of a mixer's two projections, S those of its scan
-    (convolution, gates, recurrence), n the orders:
+    The parameter count depends on what the orders share. P is the count of a mixer's two projections, S that of its
+    scan (convolution, gates, recurrence), and n the number of orders:
 
         projections   P + n S   a scan for each order between one pair of projections (Vim, Vision Longhorn)
         all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
-    In the state dict `mixers.i` is the mixer of order i. `mixers.0` has the shared projections, and is the one mixer of
-    all orders.
+    In the state dict, `mixers.i` is the mixer of order i. `mixers.0` has the shared projections; with share="all" it is
+    the only mixer.
 
-    A mixer that can read an order and its reverse at once (`Mixer.scan_pair`) does so, and launches each operation once
-    for both. It reads one order after the other where a callback watches it, where its parts have hooks or were
-    replaced (adapters, quantisation), and in packed rows.
+    A mixer with `Mixer.scan_pair` reads an order and its reverse in one call, which launches each operation once for
+    both. It reads one order after the other if a callback watches it, if its submodules have hooks or were replaced
+    (adapters, quantisation), and for packed rows.
 
-    The two mixers of a pair are modules of their own, and `scan_pair` stacks their parameters in each call. One module
-    with stacked parameters `[2, ...]` would save these copies, but lose more. Hooks, adapters and quantisation look for
-    `nn.Linear` with a weight of two dimensions. Optimizers look at shapes: timm decays no vectors, and Muon takes
-    matrices; to them the norms of a pair would be a matrix. Each direction is also called by itself: for packed rows,
-    for telemetry and with share="none".
+    The two mixers of a pair are separate modules, and `scan_pair` stacks their parameters in each call. One module with
+    stacked parameters `[2, ...]` would save these copies, but it would lose more. Hooks, adapters and quantisation look
+    for `nn.Linear` with a weight of two dimensions. Optimizers decide by shapes: timm applies no weight decay to
+    vectors, and Muon takes matrices; the stacked norms of a pair would be a matrix. Each direction is also called
+    alone: for packed rows, for telemetry and with share="none".
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
-        orders: names of orders, as `reading_orders` gives them.
+        orders: the names of orders that `reading_orders` returns.
         share: one of `SHARING`.
-        merge: `sum` of the readings or their `mean`.
+        merge: "sum" or "mean" of the readings.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Directions(nn.Module):
         """Mix `x [B, T, D]`; the arguments are those of `longseq.blocks.reading.Reading`.
 
         Returns:
-            `y [B, T, D]` and None: what follows a sequence changes all of it, so that there is no state to go on from.
+            `y [B, T, D]` and None: later tokens change every output, so that there is no state to continue from.
 
         Raises:
-            ValueError: there is a state; columns are to be read without a layout, or in packed rows; `cu_seqlens` or
-                `mask` does not fit `x`, or both are given.
+            ValueError: a state is given; an order of columns has no layout, or packed rows; `cu_seqlens` or `mask` does
+                not fit `x`, or both are given.
         """
         if state is not None:
             raise ValueError(NO_STATE)
@@ -125,7 +125,7 @@ class Directions(nn.Module):
                 ]
             ), None
         projected = first.project_in(x)
-        # Operations read half of the rows of a batch backward, and packed sequences all one way.
+        # Operations read half of a batch backward, but packed sequences in one direction.
         if packing is None and first.reads_pairs and are_pairs(self.orders) and not self._must_read_separately():
             readings = self._read_pairs(projected, layout, mask)
         elif packing is None and self.share == "all":
@@ -136,13 +136,13 @@ class Directions(nn.Module):
         return first.project_out(self._merge(readings)), None
 
     def step(self, x: Tensor, state: Any) -> NoReturn:
-        """Raise ValueError: what follows a token changes its output."""
+        """Raise ValueError: later tokens change the output of a token."""
         raise ValueError(NO_STATE)
 
     def _must_read_separately(self) -> bool:
         """True if each mixer must be called by itself: a callback watches, or a part has hooks or was replaced."""
         if any(mixer.observed is not None for mixer in self.readers):
-            return True  # reports of two mixers in one call could not be told apart
+            return True  # one call reports for both mixers under the same names
         parts = list(self.mixers.modules())
         return [type(part) for part in parts] != self._kinds or any(is_hooked(part) for part in parts)
 
@@ -185,8 +185,9 @@ class Directions(nn.Module):
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
 
 
-# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
-# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+# torch.fx must not trace into readings: operations choose their backend by properties of tensors that a symbolic trace
+# does not have. This is a call and not a decorator, because timm declares that it returns nn.Module: type checkers
+# would lose the class.
 register_notrace_module(Directions)
 
 
@@ -211,15 +212,14 @@ def make_reading(
 ) -> AnyMixer | Directions:
     """Build the reading of a layer: a mixer for one direction, `Directions` for several.
 
-    A mixer that can see all tokens in one pass (attention) does so where several directions are asked for: the
-    direction sets its `causal`.
+    For several directions, a mixer that can see all tokens in one pass (attention) is built with `causal=False`.
 
     Args:
         mixer, options: a registered name, and keywords of its constructor.
         direction: one of `longseq.blocks.reading.DIRECTIONS`.
-        layer: the index of the layer among those of its mixer, by which directions alternate.
+        layer: the index of the layer among those with its mixer; direction="alternating" depends on it.
         share, merge: see `Directions`.
-        backend: the kernel backend of the mixer; auto leaves it to the options.
+        backend: the kernel backend of the mixer; with auto, the options decide.
 
     Raises:
         ValueError: an option has a value that does not exist, or contradicts the direction or the backend.
@@ -245,7 +245,7 @@ def make_reading(
 
 
 def named_readings(model: nn.Module) -> Iterator[tuple[str, AnyMixer | Directions]]:
-    """Yield the readings of a model's blocks and their names in it, without the mixers inside a `Directions`."""
+    """Yield the readings of a model's blocks with their names, without the mixers inside a `Directions`."""
     parts: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, Directions):
@@ -255,13 +255,13 @@ def named_readings(model: nn.Module) -> Iterator[tuple[str, AnyMixer | Direction
 
 
 def _stack(readings: list[Tensor]) -> Tensor:
-    """Readings in one batch, one after the other."""
+    """Concatenate readings along the batch."""
     return readings[0] if len(readings) == 1 else torch.cat(readings)
 
 
 def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
     """Undo `_stack`."""
-    # Not by chunk, of which the ONNX exporter does not know the size when that of the batch is open.
+    # Not `chunk`: the ONNX exporter does not know its sizes if the batch size is symbolic.
     return list(stacked.unflatten(0, (count, -1)).unbind())
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the delta rule on a memory that also decays."""
+"""Gated DeltaNet: the delta rule with a memory that decays."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         g = −exp(A_log) softplus(W_a x + dt_bias)
         S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x))
 
-    With the default widths the projections have 6 d_model² parameters, as those of Mamba-2. 1/√K is that of the
-    published code, which draws exp(A_log) from 0 to 16; here it starts from 1 to 16.
+    With the default widths, the projections have 6 d_model² parameters, as those of Mamba-2. The scale 1/√K is that of
+    the published code. That code draws exp(A_log) from [0, 16]; here it is drawn from [1, 16].
 
     Args:
-        num_heads, head_dim: of the keys; either or neither. By default the largest heads of at most 128 channels that
+        num_heads, head_dim: of the keys; give at most one. By default the largest heads of at most 128 channels that
             divide the width of the keys.
         expand_k: width of all keys relative to `d_model`.
         expand_v: channels of a head's values relative to those of its keys.
@@ -56,7 +56,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         key_norm: l2 or l1, with 1e-6 under the root (see `longseq.kernels.head_features`). The delta rule is stable
             only with keys of norm at most one.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
-        dt_min, dt_max: range of the first step sizes softplus(dt_bias).
+        dt_min, dt_max: range of the initial step sizes softplus(dt_bias).
 
     Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
     section 3.4; initial decays as in Mamba-2.
@@ -101,7 +101,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.mixed_width = 2 * self.key_width + self.value_width
-        # What features are made of, the rates of decay, the output gate.
+        # the inputs of the features, the logits of the decay, the output gate
         self.widths = [self.mixed_width + self.num_heads, self.num_heads, self.value_width if output_gate else 0]
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.convolution = (
@@ -164,7 +164,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         self, features: tuple[Tensor, ...], g: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """The recurrence over q, k, v and β: `[B, T, H, V]` and the last memory."""
+        """The recurrence over q, k, v and β: the outputs `[B, T, H, V]` and the last memory."""
         q, k, v, beta = features
         self.observe("gate_saturation", lambda: saturation(torch.stack([beta, g.exp()], dim=-1), mask))
         self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
@@ -205,18 +205,20 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         return GatedDeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What features are made of `[..., C + H]`, W_a x `[..., H]`, the output gate `[..., H V]` if any."""
+        """The inputs of the features `[..., C + H]`, W_a x `[..., H]`, and the output gate `[..., H V]` (empty without
+        one).
+        """
         mixed, rate, gate, _ = projected.split([*self.widths, projected.shape[-1] - sum(self.widths)], dim=-1)
         return mixed, rate, gate
 
     def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the convolution `[..., C]` and W_β x `[..., H]`."""
+        """The inputs of the convolution `[..., C]`, and W_β x `[..., H]`."""
         mixed, logits = mixed.split([self.mixed_width, self.num_heads], dim=-1)
         return mixed, logits
 
     @property
     def _options(self) -> dict[str, Any]:
-        """How channels become features of heads."""
+        """The options of `head_features`."""
         return {
             "num_heads": self.num_heads,
             "key_dim": self.key_dim,
@@ -232,7 +234,8 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y
 
     def scan_flops(self, tokens: int) -> int:
-        # The decay takes K V a head; reading at the key, writing there and reading at the query take 2 K V each.
+        # For each head, the decay takes K V; reading at the key, writing there and reading at the query take 2 K V
+        # each.
         recurrence = 7 * self.key_width * self.value_dim
         gate = 2 * self.value_width if self.output_gate else 0
         convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
@@ -240,5 +243,5 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
 
 
 def _log_decay(rate: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """g `[..., H]`."""
+    """The log decay g `[..., H]`."""
     return -at_least_float32(A_log).exp() * step_size(rate, dt_bias)

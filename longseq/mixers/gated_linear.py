@@ -1,4 +1,4 @@
-"""What the mixers on gated linear attention share: the recurrence with its masking, and the readout."""
+"""What the mixers with gated linear attention share: the recurrence with masks, and the output."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemoryState(NamedTuple):
 
 
 class GatedLinearMixer(Mixer[StateT]):
-    """Frame of GLA, HGRN2, RetNet and Mamba-2: keys written to a decaying memory.
+    """Base of GLA, HGRN2, RetNet and Mamba-2: keys written to a decaying memory.
 
-    S ← exp(g) S + k vᵀ;   o = scale Sᵀ q;   g ≤ 0, one a head or one a key channel
+    S ← exp(g) S + k vᵀ;   o = scale Sᵀ q;   g ≤ 0, one for each head or for each key channel
     """
 
     operations: ClassVar[tuple[str, ...]] = ("linear_attention",)
@@ -48,9 +48,9 @@ class GatedLinearMixer(Mixer[StateT]):
         reverse: Reverse = False,
         keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]`; returns `[B, T, H, V]`.
+        """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
 
-        The last memory comes with it if it is to be kept.
+        Returns `[B, T, H, V]`, and the last memory with `keep` or where a callback watches.
         """
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
@@ -73,7 +73,7 @@ class GatedLinearMixer(Mixer[StateT]):
     def recur_step(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor, *, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Run one token; the shapes of `recur` without T."""
+        """Run one token; the shapes are those of `recur` without T."""
         return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -81,11 +81,13 @@ class GatedLinearMixer(Mixer[StateT]):
         return silu_product(self.norm(o).flatten(-2), gate, backend=self.local_backend)
 
     def read_out_pair(self, backward: Self, o: Tensor, gate: Tensor) -> Tensor:
-        """Sum of `read_out` over both halves of the rows `o [2 B, ...]`, the second half by another mixer."""
+        """The sum of `read_out` over both halves of the rows `o [2 B, ...]`; the second half uses the norm of
+        `backward`.
+        """
         y = self.norm.norm_pair(backward.norm, o)
         return silu_product(y.flatten(-2), gate, backend=self.local_backend)
 
 
 def recurrence_flops(heads: int, key_dim: int, value_dim: int) -> int:
-    """Count the operations of one token: the decay takes K V a head, writing and reading 2 K V each."""
+    """The operations of one token: for each head, the decay takes K V, writing and reading take 2 K V each."""
     return 5 * heads * key_dim * value_dim

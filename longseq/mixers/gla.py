@@ -26,10 +26,10 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         q, k, v = W x;   g = log sigmoid(W₂ W₁ x + b) / τ
         S ← Diag(exp(g)) S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_r x))
 
-    RMSNorm, 1/√K and W_r without a bias are those of the published code.
+    RMSNorm, the scale 1/√K and W_r without a bias are those of the published code.
 
     Args:
-        num_heads: of the keys and of the values alike.
+        num_heads: the number of heads, of keys and of values.
         expand_k, expand_v: widths of all keys and of all values, relative to `d_model`.
         gate_rank: width of W₁ x.
         gate_temperature: τ, which keeps the gates near 1 at the start of training.

@@ -38,17 +38,17 @@ class GatedSlotAttention(SlotMixer):
         K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not one head. The activation of v, whatever φ is, is that of the published code.
+    The norm is over all channels, not over each head. v has SiLU for every φ, as in the published code.
 
     Args:
         num_heads: a divisor of `d_model`.
-        num_slots: M, of each head.
+        num_slots: M, the slots of each head.
         gate_temperature: τ, which keeps α near 1.
-        data_dependent_gate: False makes W_α x a learned number for each slot (an ablation of the paper).
+        data_dependent_gate: False replaces W_α x by a learned number for each slot (an ablation of the paper).
         feature_map: φ, one of silu, relu, relu_squared, identity.
-        activation: f, softmax over the slots, or for each slot alone identity, silu, relu or relu_squared (ablations of
-            the paper, table 2).
-        scale: of the scores. Neither the paper nor its code has one; 1/√K is usual for softmax.
+        activation: f: softmax over the slots, or one of the elementwise identity, silu, relu, relu_squared (ablations
+            of the paper, table 2).
+        scale: the factor of the scores. Neither the paper nor its code has one; 1/√K is usual for softmax.
 
     Source: Gated Slot Attention for Efficient Linear-Time Sequence Modeling (Zhang et al., 2024), equations 6, 8 and 9.
     """

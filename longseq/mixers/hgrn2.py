@@ -22,19 +22,19 @@ from longseq.mixers.registry import register
 
 @register("hgrn2")
 class HGRN2(GatedLinearMixer[MemoryState]):
-    """Linear recurrent network with an outer-product state: what a channel forgets, it takes from the new value.
+    """Linear recurrent network with an outer-product state, whose key is one minus the forget gate.
 
         f = b + (1 − b) sigmoid(W_f x);   S ← Diag(f) S + (1 − f) vᵀ;   y = W_o RMSNorm(Sᵀ SiLU(W_q x) / √K)
 
-    The paper learns b for each channel of each layer, as cumulative softmax over the layers, zero in the first and
-    growing with depth. A mixer knows no other layer: here b is the constant `lower_bound`. Activations, 1/√K with K
-    channels a head, norm and projections without biases are those of flash-linear-attention's layer; the authors' first
-    code has SiLU(v), sigmoid(W_q x), LayerNorm and biases.
+    The paper learns b for each channel of each layer, as a cumulative softmax over the layers: b is zero in the first
+    layer and grows with depth. A mixer does not know the other layers, so here b is the constant `lower_bound`. The
+    activations, the scale 1/√K with K channels in a head, the norm, and projections without biases are those of
+    flash-linear-attention's layer; the authors' first code has SiLU(v), sigmoid(W_q x), LayerNorm and biases.
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 128 channels (64, ... where 128 does not divide).
-            `head_dim` is the paper's expansion ratio: the state holds so many numbers for each channel.
-        lower_bound: b, the smallest forget gate, in [0, 1). Larger values remember for longer.
+        num_heads, head_dim: give at most one; by default heads of 128 channels (64, ... where 128 does not divide).
+            `head_dim` is the paper's expansion ratio: the state has `head_dim` numbers for each channel.
+        lower_bound: b, the smallest forget gate, in [0, 1). With larger values, the state decays more slowly.
 
     Source: HGRN2: Gated Linear RNNs with State Expansion (Qin et al., 2024), section 3.
     """
@@ -101,7 +101,7 @@ class HGRN2(GatedLinearMixer[MemoryState]):
         k = (1 - self.lower_bound) * (-f).sigmoid()
         g = functional.logsigmoid(f)
         if self.lower_bound > 0:
-            # log(b + (1 - b) sigmoid(f)), exact near f = 1 and near f = b
+            # log(b + (1 - b) sigmoid(f)), precise near 1 and near b
             g = g - functional.logsigmoid(f - math.log(self.lower_bound))
         return functional.silu(q), k, v, g
 

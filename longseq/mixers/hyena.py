@@ -1,4 +1,4 @@
-"""Hyena: gates and long convolutions whose filters are functions of the distance."""
+"""Hyena: long convolutions, whose filters are functions of the distance, between elementwise gates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.registry import register
 
-LOWEST_BAND = 1e-4  # of the inputs of filters
+LOWEST_BAND = 1e-4  # the lowest frequency in the inputs of filters
 
 
 class HyenaState(NamedTuple):
-    """The short convolution's last inputs `[B, (N + 1) d_model, W - 1]` and the long ones' inputs of all tokens so far.
+    """The short convolution's last inputs `[B, (N + 1) d_model, W - 1]`, and all inputs of the long convolutions so
+    far.
 
-    `inputs [B, S, N - 1, d_model]` holds those of `length [B]` real tokens in the order of reading, the rest is zero.
+    `inputs [B, S, N - 1, d_model]` begins with those of the `length [B]` real tokens in the order of reading; the rest
+    is zero.
     """
 
     convolution: Tensor
@@ -36,34 +38,34 @@ class HyenaState(NamedTuple):
 
 @register("hyena")
 class Hyena(Mixer[HyenaState]):
-    """Projections that gate one another between causal convolutions as long as the sequence.
+    """Causal convolutions as long as the sequence, with elementwise gates between them.
 
         x⁰, ..., x^{N−1}, v = conv(W_in u);   z ← h ∗ (x ⊙ z) + D x ⊙ z  for x = x^{N−1}, ..., x¹;   y = W_out (x⁰ ⊙ z)
 
-    starting from z = v. The first of the N convolutions of the definition is the short one, as in the published code,
-    and the other N - 1 have implicit filters: a small network of sines of the distance, times an exponential window
+    starting from z = v. Of the N convolutions in the definition, the first is the short one, as in the published code.
+    The other N - 1 have implicit filters: a small network f with sines as activations, times an exponential window
 
         h_c(t) = (e^{−α_c t} + window_bias) f_c(t, cos 2πbs, −sin 2πbs)
         t = distance / (max_length − 1),  s = distance / max_length
 
-    with b spread from 1e-4 to filter_bands − 1 and rates α_c from slow to fast, so that the windows fall to 1/100
-    between `slow_decay` for the first channel and `fast_decay` for the last. Beyond order 2 the N - 1 filters of a
-    channel have neighbouring rates. The published code also trains the inputs of f.
+    where b is spread evenly from 1e-4 to filter_bands − 1. The rates α_c increase with the channel: the window of the
+    first channel falls to 1/100 at t = `slow_decay`, that of the last channel at t = `fast_decay`. For orders above 2,
+    the N - 1 filters of a channel have neighbouring rates. The published code also trains the inputs of f.
 
-    A token's output depends on the inputs of all tokens before it, so the state keeps them all and grows, and a step
-    takes time in proportion to their number.
+    A token's output depends on the inputs of all tokens before it. Therefore the state keeps all inputs and grows, and
+    the time of a step is proportional to their number.
 
     Args:
         order: N.
         convolution_width: taps of the short convolution.
-        max_length: tokens over which t runs from 0 to 1, at least 2. It is a constant and not the length of the input,
-            so that a filter is the same for a sequence, for a part of it and for one token; longer sequences are
-            accepted, with filters continued beyond t = 1. By default the context length of the paper's language models.
+        max_length: the number of tokens over which t runs from 0 to 1, at least 2. It is a constant and not the length
+            of the input, so that a filter is the same for a sequence, for a part of it and for one token. For longer
+            sequences, filters continue beyond t = 1. The default is the context length of the paper's language models.
         filter_width, filter_depth: channels and linear layers of the network f.
-        filter_bands: frequencies of its input.
-        sine_frequency: initial factor, learned for each channel, in the sine that follows each of its hidden layers.
-        fast_decay, slow_decay: where, in t, the window of the last channel and that of the first fall to 1/100.
-        window_bias: what the windows do not fall below; 0 in the published configuration for The Pile.
+        filter_bands: the number of frequencies b.
+        sine_frequency: the initial factor in the sine after each hidden layer; it is learned for each channel.
+        fast_decay, slow_decay: t at which the window of the last channel and that of the first fall to 1/100.
+        window_bias: the lower bound of the windows; 0 in the published configuration for The Pile.
 
     Source: Hyena Hierarchy: Towards Larger Convolutional Language Models (Poli et al., 2023), section 3; the sizes of f
     are those of the published configuration for The Pile.
@@ -73,7 +75,7 @@ class Hyena(Mixer[HyenaState]):
     operations = ("short_convolution",)
     reads_backwards = True
     growing_state = True
-    revision = 2  # the first had fast windows first, b from 0 on, sin for −sin and t = s
+    revision = 2  # the first had fast windows first, b from 0 on, sin in place of −sin and t = s
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class Hyena(Mixer[HyenaState]):
         self.out_proj = nn.Linear(d_model, d_model)
 
     def reset_parameters(self) -> None:
-        self.filter.reset_parameters()  # a general initialisation may have drawn its layers in another way
+        self.filter.reset_parameters()  # an initialisation of the whole model may have changed them
 
     def scan(
         self,
@@ -164,12 +166,12 @@ class Hyena(Mixer[HyenaState]):
     ) -> tuple[Tensor, list[Tensor]]:
         """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
 
-        With `past [B, P, N - 1, d_model]`, token t of row b follows on it at `place[b, t]` of P + T, in the order of
-        reading. Without it tokens stand as they come, and `reverse` says how they are read.
+        With `past [B, P, N - 1, d_model]`, token t of row b is at index `place[b, t]` of the P + T tokens in the order
+        of reading. Without `past`, tokens are read in their own order, or from the end as `reverse` says.
         """
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
-        # The filters of a channel, one for each of its convolutions, stand side by side.
+        # The filters of a channel, one for each long convolution, are adjacent.
         filters = self.filter(length, self.max_length, at_least_float32(z).dtype).unflatten(-1, (self.d_model, -1))
         skips = self.filter.skip.unflatten(-1, (self.d_model, -1)).unbind(-1)
         inputs = []
@@ -187,7 +189,8 @@ class Hyena(Mixer[HyenaState]):
         return gates[0] * z, inputs
 
     def scan_flops(self, tokens: int) -> int:
-        # Three transforms of twice the length for a channel, and six for the product of two complex numbers.
+        # For each channel: three transforms of twice the length, and six operations for each product of complex
+        # numbers.
         transform = 5 * 2 * tokens * math.ceil(math.log2(2 * tokens))
         channel = 3 * transform + 6 * tokens + 3 * tokens
         filters = self.filter.flops(tokens)
@@ -195,7 +198,7 @@ class Hyena(Mixer[HyenaState]):
 
 
 class FilterLinear(nn.Linear):
-    """A linear layer of a filter, which weight decay leaves alone."""
+    """A linear layer of a filter, without weight decay."""
 
     no_weight_decay_names = ("weight", "bias")
 
@@ -203,8 +206,8 @@ class FilterLinear(nn.Linear):
 class ImplicitFilter(nn.Module):
     """Filters `[L, channels]` as functions of the distance: a network of sines times an exponential window.
 
-    The filters come in the type asked for, whatever that of the weights. The sines are computed in float64: each of
-    them multiplies the rounding errors before it by about its frequency, three of them a few thousand times.
+    The filters are computed in the requested type, whatever that of the weights. The sines are computed in float64:
+    each layer multiplies the rounding errors before it by about its frequency, three layers by a few thousand.
     """
 
     no_weight_decay_names = ("frequency", "skip")
@@ -242,7 +245,7 @@ class ImplicitFilter(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the layers as torch does, and the skip connections from a normal distribution."""
+        """Draw the layers as torch does, and the skips from a normal distribution."""
         for layer in self.layers:
             layer.reset_parameters()
         self.frequency.fill_(self.initial_frequency)
@@ -250,7 +253,7 @@ class ImplicitFilter(nn.Module):
 
     def forward(self, length: int, max_length: int, dtype: torch.dtype) -> Tensor:
         """Evaluate the filters at the distances 0 ... `length` - 1."""
-        wide = dtype if self.skip.device.type == "mps" else torch.float64  # which mps does not have
+        wide = dtype if self.skip.device.type == "mps" else torch.float64  # mps has no float64
         with without_autocast(self.skip):
             distance = torch.arange(length, device=self.skip.device, dtype=wide).unsqueeze(-1)
             time = distance / (max_length - 1)
@@ -264,12 +267,12 @@ class ImplicitFilter(nn.Module):
             return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
 
     def _rates(self, time: Tensor) -> Tensor:
-        """α of each channel, the slow ones first."""
+        """α of each channel, from slow to fast."""
         fast, slow = (math.log(100) / decay for decay in self.decays)
         return torch.linspace(slow, fast, self.channels, device=time.device, dtype=time.dtype)
 
     def flops(self, length: int) -> int:
-        """Count the floating-point operations of the network at so many distances."""
+        """Count the floating-point operations of the network at `length` distances."""
         return 2 * length * sum(layer.weight.numel() for layer in self.layers)
 
 
@@ -281,10 +284,11 @@ def _apply(layer: Any, x: Tensor) -> Tensor:
 def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Tensor:
     """Causal convolution of each channel of `x [B, L, D]` with `filters [L, D]`, in the type of the filters.
 
-    With `reverse` it is the correlation, which sees later tokens; with "second_half" so in that half of the rows.
+    With `reverse` it is the correlation, in which a token sees the later ones; with "second_half", this holds for the
+    second half of the rows.
 
-    By Fourier transforms of twice the length. Exported graphs hold the sum itself, as a convolution with L taps: the
-    transforms of ONNX runtimes have errors of 1e-4.
+    It is computed by Fourier transforms of twice the length. Exported graphs have a convolution with L taps instead,
+    because the Fourier transforms of ONNX runtimes have errors of 1e-4.
     """
     if reverse == "second_half":
         forward, backward = halves(x)

@@ -1,4 +1,4 @@
-"""Lattice: slots that take in only what is orthogonal to them."""
+"""Lattice: memory slots that are updated only orthogonally to themselves."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from longseq.kernels import map_features
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
 
-# Operations on each entry of the memory for one token: scale, write, measure and divide by the norm, and read at the
-# query take eight; each of the products that find what to write takes two.
+# Operations for one token and entry of the memory: eight to scale, write, measure the norm, divide by it, and read at
+# the query; two for each product that computes the update.
 FLOPS_PER_ENTRY = {"decode": 12, "encode": 10, "similarity": 10}
 
 
 @register("lattice")
 class Lattice(CompressionMixer):
-    """Compress the keys and values seen so far into slots of unit length, by gradient descent on the sphere.
+    """A memory of slots of unit length, updated at each token by a gradient step on the sphere.
 
         S ← N(μ S + Δ);   y = W_o (S q ⊙ GELU(W_g x))
         decode:      Δ_i = −γ k_i P(s_i) (S k − v)
         encode:      Δ_i = −γ (s_iᵀ v − k_i) P(s_i) v
         similarity:  Δ_i = γ k_i P(s_i) v
 
-    with s_i the columns of S, P(s) = I − s sᵀ, and N normalising columns. `longseq.kernels.orthogonal_recurrence` has
-    the details, `CompressionMixer` the block around it.
+    where s_i are the columns of S, P(s) = I − s sᵀ, and N divides each column by its length.
+    `longseq.kernels.orthogonal_recurrence` documents the recurrence, `CompressionMixer` the rest of the layer.
 
     Args:
-        objective: which reconstruction the slots serve; decode is the best of the paper's three.
-        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
-        num_slots: columns of a head's memory, at most head_dim, by default as many. The paper's text gives neither
-            this number nor that of the heads; the defaults give the memory the size of DeltaNet's with the same heads.
-        gamma_activation: sigmoid or softplus, of a projection of the token. The paper leaves it open; sigmoid is TTT's.
-        forget_gate: learn μ = sigmoid(W_μ x + b), else μ = 1. The last row of the paper's table 4 has the gate, and
-            finds it to change little.
-        normalize: without it N is left out (the second ablation of the paper's table 4).
+        objective: the reconstruction whose error the update reduces; decode is the best of the paper's three.
+        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_slots: columns of a head's memory, at most head_dim, which is the default. The paper's text gives neither
+            this number nor that of the heads; with the defaults, the memory is as large as DeltaNet's with these heads.
+        gamma_activation: sigmoid or softplus, of a projection of the token. The paper names none; TTT has sigmoid.
+        forget_gate: learn μ = sigmoid(W_μ x + b), else μ = 1. The last row of the paper's table 4 has the gate; it
+            changes little there.
+        normalize: False leaves out N (the second ablation of the paper's table 4).
         normalize_key: divide each head's key by its length, as DeltaNet does; the paper does not. See below.
-        sparsity: λ of the l1 norm of equation 17, which draws entries to zero; needs chunk_size=1.
-        chunk_size: 1 is the exact recurrence, and the default. More tokens from one frozen state are another function,
-            not a faster way to the same one: on a processor, chunks of 4 change the outputs of trained layers by 22 to
-            58 % and save little, chunks of 16 by 32 to 79 % to save half (benchmarks/lattice_chunks.json). Small
-            language models trained with chunks of 1, 4, 16 and 64 reach 1.540, 1.543, 1.556 and 1.577 bits a byte, and
-            the exact form was the fastest there (benchmarks/lattice_language_model.json). Use a model with the
-            chunk_size it was trained with; its one-token steps are those of the exact form.
+        sparsity: λ of the l1 norm in equation 17, which moves entries towards zero; needs chunk_size=1.
+        chunk_size: 1, the default, is the exact recurrence. With more, the updates of all tokens of a chunk are
+            computed from the state before the chunk. That is another function, not a faster way to the same one: on a
+            CPU, chunks of 4 change the outputs of trained layers by 22 to 58 % and save little time; chunks of 16
+            change them by 32 to 79 % and save half (benchmarks/lattice_chunks.json). Small language models trained with
+            chunks of 1, 4, 16 and 64 reach 1.540, 1.543, 1.556 and 1.577 bits per byte, and the exact form was the
+            fastest there (benchmarks/lattice_language_model.json). Use a model with the chunk_size of its training;
+            one-token steps are always those of the exact form.
 
-    A step of the decode objective overshoots where γ ‖k‖² > 2, and there small differences grow from token to token.
-    Nothing in the paper's layer bounds the keys. Training with clipped gradients and weight decay has kept them short
-    enough for text; where hundreds of tokens are the same filler, gradients overflow (benchmarks/README.md, zoology's
-    recall). `normalize_key` keeps γ ‖k‖² at or below 1, where γ is a sigmoid.
+    A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token. Nothing in
+    the paper's layer bounds the keys. In training on text, clipped gradients and weight decay have kept the keys short
+    enough. With hundreds of equal filler tokens, gradients overflow (benchmarks/README.md, zoology's recall).
+    `normalize_key` with the sigmoid keeps γ ‖k‖² at most 1.
 
     Source: Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni, 2025), equations 7, 10, 12, 14,
     16 and 18.

@@ -21,7 +21,7 @@ from longseq.mixers.registry import register
 
 
 class LinearAttentionState(NamedTuple):
-    """The memory `[B, H, K, V]`; with the normaliser its last value channel is the running sum of the keys."""
+    """The memory `[B, H, K, V]`; with the normaliser, its last value channel is the running sum of the keys."""
 
     memory: Tensor
 
@@ -33,7 +33,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
         S ← S + φ(k) vᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / zᵀ φ(q))
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         normalizer: divide by zᵀ φ(q). Without it the output grows with the sequence.
 
     Source: Transformers are RNNs (Katharopoulos et al., 2020), equations 16 to 20.
@@ -112,7 +112,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
         dtype = torch.promote_types(projected.dtype, torch.float32)
         q, k = (map_features(x, feature_map="elu_plus_one", dtype=dtype, backend=self.local_backend) for x in (q, k))
         if self.normalizer:
-            # A value channel of ones sums the keys: numerator and denominator in one pass over one state.
+            # A value channel of ones sums the keys: one pass computes numerator and denominator.
             v = functional.pad(at_least_float32(v), (0, 1), value=1.0)
         return q, k, v
 

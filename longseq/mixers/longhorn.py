@@ -1,4 +1,4 @@
-"""Longhorn with the diagonal approximation that the paper trains."""
+"""Longhorn with the diagonal approximation of its paper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longseq.mixers.selective import SelectiveMixer
 
 @register("longhorn")
 class Longhorn(SelectiveMixer):
-    """Online associative recall in closed form, the state transition reduced to its diagonal.
+    """Online associative recall in closed form, with the diagonal of the state transition.
 
         ε = β / (1 + β kᵀk);   S ← (1 − ε ⊗ k²) ⊙ S + (ε ⊙ x) ⊗ k;   y = S q;   β = sigmoid(rate)
 
@@ -73,7 +73,7 @@ class Longhorn(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
         cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        beta = rate.sigmoid()  # in the type of its logits, whose own rounding weighs more
+        beta = rate.sigmoid()  # in the logits' type: their own rounding is the larger error
         self.observe("gate_saturation", lambda: saturation(beta, mask))
         y, final = longhorn_scan(
             x,

@@ -16,12 +16,12 @@ from longseq.mixers.selective import SelectiveMixer
 
 @register("longhorn_exact")
 class LonghornExact(SelectiveMixer):
-    """Online associative recall in closed form, as derived, with one rate for a head of channels.
+    """Online associative recall in closed form, with the full state transition and one rate for each head.
 
         ε = β / (1 + β kᵀk);   S ← (I − ε k kᵀ) S + ε k xᵀ;   y = Sᵀ q;   β = sigmoid(rate)
 
-    The full transition matrix needs the delta rule, whose keys and rates are shared by the channels of a head: k and q
-    are common to all heads, as in the diagonal form, and β is one number a head instead of one a channel. The memory is
+    The full transition matrix needs the delta rule, in which the channels of a head share keys and rates. All heads
+    share k and q, as in the diagonal form; β is one number for each head, not for each channel. The memory is
     `[B, H, N, P]` with H heads of P = head_dim channels and N = state_size.
 
     Source: Longhorn: State Space Models are Amortized Online Learners (Liu et al., 2024), equation 6.
@@ -89,7 +89,7 @@ class LonghornExact(SelectiveMixer):
         return self.num_heads, self.state_size, self.head_dim
 
     def _strength(self, key: Tensor, rate: Tensor) -> Tensor:
-        """ε of equation 6: one write strength a head, `[..., H]`."""
+        """ε of equation 6, `[..., H]`: one write strength for each head."""
         key = at_least_float32(key)
         beta = at_least_float32(rate).sigmoid()
         return beta / (1 + beta * key.square().sum(-1, keepdim=True))

@@ -23,8 +23,8 @@ class Mamba(SelectiveMixer):
 
         Δ = softplus(rate + b);   S ← exp(Δ A) ⊙ S + (Δ x) ⊗ B;   y = S C;   A = −exp(A_log)
 
-    The memory is `[B, I, N]` with I = expand · d_model channels and N = state_size. The steps start between `dt_min`
-    and `dt_max`, spread evenly on a log scale, and A_n = −n.
+    The memory is `[B, I, N]` with I = expand · d_model channels and N = state_size. The initial steps are uniform on a
+    log scale between `dt_min` and `dt_max`, and initially A_n = −n.
 
     Source: Mamba: Linear-Time Sequence Modeling with Selective State Spaces (Gu and Dao, 2023), algorithm 2 and
     section 3.6.
@@ -104,10 +104,10 @@ class Mamba(SelectiveMixer):
         return selective_scan_step(x, delta, _rates(self.A_log), key, query, memory, backend=self.step_backend)
 
     def _saturation(self, step: Tensor, mask: Tensor | None) -> Tensor:
-        # One column of A at a time: the decays of all of them are as many as the states of all tokens.
+        # One column of A at a time: the decays of all columns would take as much memory as the states of all tokens.
         return torch.stack([saturation((step * a).exp(), mask) for a in _rates(self.A_log).unbind(-1)]).mean()
 
 
 def _rates(A_log: Tensor) -> Tensor:
-    """A = −exp(A_log), in float32 at least: bfloat16 would round the rates of decay by up to 0.4 %."""
+    """A = −exp(A_log), in float32 at least: bfloat16 would change the decay rates by up to 0.4 %."""
     return -at_least_float32(A_log).exp()

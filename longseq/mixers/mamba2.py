@@ -38,13 +38,13 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
         S ← exp(−Δ exp(A_log)) S + B (Δ x)ᵀ;   y = out_proj(RMSNorm((Sᵀ C + D x) ⊙ SiLU(z)))
 
-    I = expand · d_model channels make H heads of P = head_dim; the memory holds N = state_size numbers for each of
-    them. B and C are shared by the H / G heads of a group, and the norm is over a group's channels.
+    The I = expand · d_model channels are H heads of P = head_dim. The memory has N = state_size numbers for each
+    channel. The H / G heads of a group share B and C, and the norm is over a group's channels.
 
     Args:
         head_dim: P; by default 64 (32, ... where 64 does not divide I).
         n_groups: G, a divisor of H.
-        dt_min, dt_max: range of the first step sizes softplus(dt_bias).
+        dt_min, dt_max: range of the initial step sizes softplus(dt_bias).
 
     Source: Transformers are SSMs (Dao and Gu, 2024), section 7.
     """
@@ -149,10 +149,10 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         return z, mixed, rate
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x `[..., H, P]`; the keys B and the queries C `[..., H, N]`, each group's repeated for its heads."""
+        """x `[..., H, P]`, and the keys B and queries C `[..., H, N]`, repeated for the heads of each group."""
         group = self.n_groups * self.state_size
         x, key, query = mixed.split([self.inner, group, group], dim=-1)
-        # Of one group a view, which takes no memory of its own.
+        # With one group, this is a view without memory of its own.
         share = self.num_heads // self.n_groups
         key, query = (
             y.unflatten(-1, (self.n_groups, 1, self.state_size)).expand(*y.shape[:-1], -1, share, -1).flatten(-3, -2)

@@ -1,4 +1,4 @@
-"""What mixers report about a scan (see `Mixer.observe`)."""
+"""Measures of a scan that mixers report (see `Mixer.observe`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def mean_norm(memory: Tensor | None) -> Tensor:
-    """Frobenius norm of memories `[..., K, V]`, averaged over batch and heads; a scan that is watched has one."""
+    """The Frobenius norm of memories `[..., K, V]`, averaged over batch and heads; scans that are watched have one."""
     assert memory is not None
     return memory.flatten(-2).norm(dim=-1).mean()
 

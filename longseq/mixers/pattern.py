@@ -1,4 +1,4 @@
-"""Which mixer stands in which layer of a hybrid."""
+"""The mixer of each layer of a hybrid model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longseq.mixers.registry import get
 
-# One name; names in turn; or a name with others in chosen layers.
+# one name; names in turn; or a name, with other names at chosen layers
 Pattern = str | Sequence[str] | Mapping[str, Any]
 
 _TERM = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^\W\d]\w*)(?P<layers>(?:@\d+)*)")
@@ -20,7 +20,7 @@ _FORMS = (
 
 
 class _Parsed(NamedTuple):
-    """The names that take turns, and those placed at an index."""
+    """The names that repeat in turn, and the names at chosen layers."""
 
     cycle: tuple[str, ...]
     placed: dict[int, str]
@@ -35,7 +35,7 @@ def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
         "deltanet+attention@1@12"        attention in layers 1 and 12, counted from 0, and deltanet in the others
         {"default": "deltanet", "layers": {1: "attention", 12: "attention"}}        the same
 
-    Names that take turns may end in the middle of a turn, and there may not be more of them than layers.
+    The last turn may be incomplete. There may not be more names in turn than layers.
 
     Raises:
         ValueError: the pattern has none of these forms, names an unknown mixer, or does not fit `depth`.
@@ -52,7 +52,7 @@ def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
 
 
 def spell_pattern(pattern: Pattern) -> str:
-    """Write a pattern in one line that is fit for file names: `3xdeltanet+attention`, `deltanet+attention@1@12`.
+    """Write a pattern in one line that can be a file name: `3xdeltanet+attention`, `deltanet+attention@1@12`.
 
     Names that repeat within a turn, as in a list of all layers, are written once.
     """
@@ -71,11 +71,11 @@ def spell_pattern(pattern: Pattern) -> str:
 def options_by_name(pattern: Pattern, options: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
     """Return the constructor options of each mixer that a pattern names, by its name.
 
-    `options` are those of the mixer where the pattern names one, else a dictionary `{name: options}`, from which names
-    may be absent.
+    If the pattern names one mixer, `options` are that mixer's. Otherwise it is a dictionary `{name: options}`, which
+    need not have all names.
 
     Raises:
-        ValueError: the dictionary has a key that is no name of the pattern.
+        ValueError: the dictionary has a key that is not a name of the pattern.
     """
     cycle, placed = _parse(pattern)
     names = tuple(dict.fromkeys((*cycle, *placed.values())))

@@ -20,7 +20,7 @@ from longseq.mixers.registry import register
 
 
 class RetNetState(NamedTuple):
-    """The memory `[B, H, K, V]` and the position of the next token, whole numbers `[B]`."""
+    """The memory `[B, H, K, V]`, and the position of the next token as whole numbers `[B]`."""
 
     memory: Tensor
     position: Tensor
@@ -32,12 +32,12 @@ class RetNet(GatedLinearMixer[RetNetState]):
 
         q, k = rotary(W x);   S ← γ S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x));   γ_h = 1 − 2^{−5−h}
 
-    for the heads h = 0, 1, ...; the norm is over each head's values. The further decay of xPos is left out, and so are
-    the paper's factors on scores and memory, which the norm removes again.
+    for the heads h = 0, 1, ...; the norm is over each head's values. The additional decay of xPos is left out, and so
+    are the paper's factors on scores and memory, which the norm would cancel.
 
     Args:
-        num_heads, head_dim: of the keys; either or neither. By default heads of 256 channels (128, ... where 256 does
-            not divide), an even number.
+        num_heads, head_dim: of the keys; give at most one. By default heads of 256 channels (128, ... where 256 does
+            not divide); head_dim must be even.
         expand_v: width of the values relative to that of the keys, which is `d_model`.
         rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
 
@@ -85,7 +85,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         packing = pack_like(cu_seqlens, projected) if start is None and not reverse else None
         if packing is None:
             angles = rotary_angles(q, positions, self.rotary_base)
-        else:  # from the first token of each sequence: the same in all layers
+        else:  # positions in each sequence, the same in all layers
             key = ("rotary", q.shape[-1], self.rotary_base, q.dtype)
             angles = packing.once(key, lambda: rotary_angles(q, positions, self.rotary_base))
         q, k, g = self._turn(q, k, *angles)
@@ -122,7 +122,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         return q, k, v, gate
 
     def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys turned by their positions, and the log decay `[..., H]`."""
+        """Queries and keys rotated by their positions, and the log decay `[..., H]`."""
         return self._turn(q, k, *rotary_angles(q, positions, self.rotary_base))
 
     def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +131,6 @@ class RetNet(GatedLinearMixer[RetNetState]):
         return rotate_pairs(q, cosine, sine), rotate_pairs(k, cosine, sine), g
 
     def scan_flops(self, tokens: int) -> int:
-        rotary = 6 * self.d_model  # queries and keys, three for each of their channels
+        rotary = 6 * self.d_model  # queries and keys, three operations for each channel
         recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
         return tokens * (rotary + recurrence + 2 * self.num_heads * self.value_dim)

@@ -1,4 +1,4 @@
-"""Which functions of their weights the layers of a model compute, for weights that are older than the code."""
+"""Revisions of mixers: weights are refused if the code has come to compute another function from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def mixer_revisions(model: nn.Module) -> dict[str, int]:
 
 
 def check_revisions(model: nn.Module, saved: Mapping[str, int] | None) -> None:
-    """Raise ValueError where a mixer computed something else of its weights when `saved` was recorded.
+    """Raise ValueError if a mixer computed another function of its weights when `saved` was recorded.
 
-    Without a record all mixers are of the first revision.
+    Without a record, all mixers count as the first revision.
     """
     for name, revision in mixer_revisions(model).items():
         trained = (saved or {}).get(name, 1)

@@ -1,4 +1,4 @@
-"""Griffin's recurrent block: a gated linear recurrent unit behind a short convolution."""
+"""Griffin's recurrent block: a short convolution and a gated linear recurrent unit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 
 DECAY_EXPONENT = 8.0
-TAP_DEVIATION = 0.1  # of the sum of the initial taps
+TAP_DEVIATION = 0.1  # the standard deviation of the sum of the initial taps
 
 
 class RGLRUState(NamedTuple):
-    """The convolution's last inputs `[B, I, W - 1]` and the memory `[B, H, 1, I / H]`, one number a channel."""
+    """The convolution's last inputs `[B, I, W - 1]`, and the memory `[B, H, 1, I / H]`, one number for each channel."""
 
     convolution: Tensor
     memory: Tensor
@@ -38,16 +38,16 @@ class RGLRU(Mixer[RGLRUState]):
         x, z = W_in u;   x = conv(x);   r, i = sigmoid(W_a x + b_a), sigmoid(W_x x + b_x)
         log a = −8 softplus(Λ) r;   h ← a h + sqrt(1 − a²) (i x);   y = W_out (h GELU(z))
 
-    I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, one block a
-    head. GELU is the approximation by tanh, as in the published code. So are the initial taps of the convolution, of
-    deviation 0.1 / sqrt(convolution_width), and those of W_a and W_x, one over the root of a block's width, as in the
-    paper (transformers' RecurrentGemma draws these a tenth as large). a starts between 0.9 and 0.999 where r = 1,
-    spread evenly, as the paper has it; in the published code it is a^(1/8) that starts there, and a sequence's first
-    token is not multiplied by the root.
+    I channels run through the recurrence, each with a memory of one number. W_a and W_x are block-diagonal, with one
+    block for each head. GELU is the approximation by tanh, as in the published code. The initial taps of the
+    convolution have the standard deviation 0.1 / sqrt(convolution_width), as in the published code. The initial W_a and
+    W_x have the standard deviation 1 / sqrt(width of a block), as in the paper (transformers' RecurrentGemma draws them
+    a tenth as large). For r = 1, a starts uniformly between 0.9 and 0.999, as in the paper. The published code differs:
+    there a^(1/8) starts so, and the first token of a sequence is not multiplied by the root.
 
     Args:
-        width: I; by default the multiple of num_heads next to 4/3 d_model.
-        num_heads: blocks of W_a and W_x.
+        width: I; by default the multiple of num_heads that is nearest to 4/3 d_model.
+        num_heads: the number of blocks of W_a and W_x.
         convolution_width: taps of the short convolution.
 
     Source: Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient Language Models (De et al.,
@@ -77,7 +77,7 @@ class RGLRU(Mixer[RGLRUState]):
         self.num_heads, self.head_dim = choose_heads(self.width, num_heads, None, preferred=1)
         self.in_proj = nn.Linear(d_model, 2 * self.width)
         self.convolution = ShortConvolution(self.width, convolution_width, activation=None, bias=True, backend=backend)
-        # Λ, and both gates in one: the first half of a block's outputs is r, the second i.
+        # Λ, and the weights of both gates: the first half of a block's outputs is r, the second half i.
         self.decay = nn.Parameter(torch.empty(self.width))
         self.gate_weight = nn.Parameter(torch.empty(self.num_heads, self.head_dim, 2 * self.head_dim))
         self.gate_bias = nn.Parameter(torch.empty(self.num_heads, 2 * self.head_dim))
@@ -135,10 +135,11 @@ class RGLRU(Mixer[RGLRUState]):
         self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
         mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """h `[B, T, H, I / H]` and the last memory."""
+        """The recurrence: h `[B, T, H, I / H]` and the last memory."""
         if mask is not None:
             decay, update = decay * mask[..., None, None], update * mask[..., None, None]
-        query, key = (torch.ones_like(update[..., :1]) for _ in range(2))  # torch.compile takes no tensor twice
+        # Two tensors: torch.compile refuses one tensor for two arguments.
+        query, key = (torch.ones_like(update[..., :1]) for _ in range(2))
         h, memory = linear_attention(
             query,
             key,
@@ -168,7 +169,7 @@ class RGLRU(Mixer[RGLRUState]):
         return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
 
     def _gates(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """r and i side by side `[..., H, 2 I / H]`; of a pair x is `[2, B, T, I]` and the weight `[2, H, ...]`."""
+        """r and i, concatenated: `[..., H, 2 I / H]`. For a pair, x is `[2, B, T, I]` and the weight `[2, H, ...]`."""
         product = "...hi,hij->...hj" if weight.dim() == 3 else "pbthi,phij->pbthj"
         gates = torch.einsum(product, self._heads(x), weight.to(x.dtype))
         return (at_least_float32(gates) + bias).sigmoid()
@@ -187,10 +188,10 @@ class RGLRU(Mixer[RGLRUState]):
 
     def scan_flops(self, tokens: int) -> int:
         gates = 2 * self.gate_weight.numel()
-        recurrence = 3 * self.width  # the decay, the update and the sum
+        recurrence = 3 * self.width  # the decay, the update and their sum
         return tokens * (gates + recurrence + self.width) + self.convolution.flops(tokens)
 
 
 def sqrt_one_minus_square(log_a: Tensor) -> Tensor:
-    """sqrt(1 − a²) from log a <= 0: exact for a near 1, with a finite gradient at a = 1, where the root's is not."""
+    """sqrt(1 − a²) from log a <= 0, precise for a near 1, with a finite gradient at a = 1, where the root has none."""
     return (-torch.expm1(2 * log_a)).clamp_min(torch.finfo(log_a.dtype).tiny).sqrt()

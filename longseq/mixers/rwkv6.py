@@ -19,7 +19,7 @@ from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 
-PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, read mixtures of two tokens
+PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, each mix two tokens
 
 
 class RWKV6State(NamedTuple):
@@ -37,16 +37,16 @@ class RWKV6(Mixer[RWKV6State]):
         k, v, r = W_k x_k, W_v x_v, W_r x_r;   w = exp(−exp(d + tanh(x_w A) B))
         o_t = (S_{t−1} + (u ⊙ k) vᵀ)ᵀ r;   S_t = Diag(w) S_{t−1} + k vᵀ;   y = W_o (GroupNorm(o) ⊙ SiLU(W_g x_g))
 
-    Two tokens are mixed before they are projected, so there is no projection that acts on single tokens: `in_proj` is
-    None, `scan` reads the tokens themselves, and several scans over an image share the output projection alone.
+    Two tokens are mixed before they are projected, so no projection acts on single tokens: `in_proj` is None, `scan`
+    reads the tokens themselves, and several scans over an image share only the output projection.
 
-    μ, d and u start as the published code sets them in a layer half way up the network, for a mixer does not know its
-    layer; A starts small instead of zero, so that B learns from the first step on.
+    Initially, μ, d and u have the values of the published code for the middle layer of a network, because a mixer does
+    not know its layer. A starts with small numbers in place of zeros, so that B gets a gradient in the first step.
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         shift_rank, decay_rank: widths of the low-rank terms (A_□ and A above).
-        norm_eps: of the norm over each head's output.
+        norm_eps: eps of the norm over each head's output.
 
     Source: Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence (Peng et al., 2024), section 4.2.
     """
@@ -92,11 +92,11 @@ class RWKV6(Mixer[RWKV6State]):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         depth = 0.5  # of the layer in the network, from 0 to 1
-        place = torch.linspace(0, 1, self.d_model + 1)[:-1]  # of the channel
-        plain = 1 - place ** (1 - depth)
-        late = 1 - place ** ((1 - depth) / 2)
-        self.shift_base.copy_(plain)
-        self.shift_bases.copy_(torch.stack([plain, plain, plain - 0.3 * depth, late, late]))
+        place = torch.linspace(0, 1, self.d_model + 1)[:-1]  # of the channel, from 0 to 1
+        amount = 1 - place ** (1 - depth)
+        smaller = 1 - place ** ((1 - depth) / 2)
+        self.shift_base.copy_(amount)
+        self.shift_bases.copy_(torch.stack([amount, amount, amount - 0.3 * depth, smaller, smaller]))
         self.shift_down.weight.uniform_(-1e-2, 1e-2)
         self.shift_up.uniform_(-1e-2, 1e-2)
         ends = torch.linspace(0, 1, self.d_model)
@@ -147,7 +147,7 @@ class RWKV6(Mixer[RWKV6State]):
         return y, RWKV6State(required(latest), required(memory)) if output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        if backward is self:  # all rows are projected at once
+        if backward is self:  # one projection for the rows of both directions
             y, _ = self.scan(repeat_rows(projected), mask=repeat_rows(mask), reverse="second_half")
             return y.unflatten(0, (2, -1)).sum(0)
         taps = _previous_tap(projected).expand(2, -1, -1)
@@ -183,10 +183,10 @@ class RWKV6(Mixer[RWKV6State]):
         self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, packing: Packing | None,
         reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if it is to be kept.
+        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if `keep`.
 
-        Each token reads what the one before it has left: keys, values and decays go one token later into the operation,
-        and those of the last token do not.
+        A token reads the state that the token before it has left. Therefore keys, values and decays enter the operation
+        one token later, and those of the last token do not enter.
         """
         first = None if packing is None else _first_places(packing, reverse)
         o, memory = linear_attention(
@@ -203,7 +203,7 @@ class RWKV6(Mixer[RWKV6State]):
         return o, memory
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of a token."""
+        """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of each token."""
         change = previous - x
         hidden = torch.tanh(self.shift_down(x + change * self.shift_base.to(x.dtype)))
         hidden = hidden.unflatten(-1, (PARTS, self.shift_rank))
@@ -217,7 +217,7 @@ class RWKV6(Mixer[RWKV6State]):
         return r, k, v, decay, self.gate(for_gate)
 
     def _read_out(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
-        """Add the current token's own value, norm each head, and gate."""
+        """Add the bonus of the current token, normalise each head, and gate."""
         r, k, v, o = (at_least_float32(part) for part in (r, k, v, o))
         o = o + (r * self.bonus * k).sum(-1, keepdim=True) * v
         weight, bias = (part.to(o.dtype) for part in (self.norm.weight, self.norm.bias))
@@ -227,7 +227,7 @@ class RWKV6(Mixer[RWKV6State]):
     def scan_flops(self, tokens: int) -> int:
         layers = (self.shift_down, self.decay_down, self.decay_up, self.key, self.value, self.receptance, self.gate)
         weights = sum(layer.weight.numel() for layer in layers) + self.shift_up.numel()
-        # The decay takes K V, writing and reading 2 K V each; the bonus 3 K and 2 V.
+        # The decay takes K V, writing and reading 2 K V each, and the bonus 3 K and 2 V.
         recurrence = 5 * self.d_model * self.head_dim + 5 * self.d_model
         return tokens * (2 * weights + recurrence)
 
@@ -238,7 +238,9 @@ def _previous_tap(x: Tensor) -> Tensor:
 
 
 def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
-    """Shift `x [B, T, ...]` by one token in the order of reading; zeros come first, in packed sequences at `first`."""
+    """Shift `x [B, T, ...]` by one token in the order of reading. Zeros come first; in packed rows, at the tokens
+    `first`.
+    """
     if reverse == "second_half":
         ahead, behind = halves(x)
         return torch.cat((_later(ahead, None, False), _later(behind, None, True)))
@@ -248,7 +250,7 @@ def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
 
 
 def _latest(x: Tensor, packing: Packing | None, reverse: Reverse) -> Tensor:
-    """The token of each sequence of `x [B, T, ...]` that is read last; zeros where a packed sequence is empty."""
+    """The token of each sequence of `x [B, T, ...]` that is read last; zeros for an empty packed sequence."""
     if reverse == "second_half":
         ahead, behind = halves(x)
         return torch.cat((ahead[:, -1], behind[:, 0]))
@@ -260,5 +262,5 @@ def _latest(x: Tensor, packing: Packing | None, reverse: Reverse) -> Tensor:
 
 
 def _first_places(packing: Packing, reverse: Reverse) -> Tensor:
-    """Mark the tokens `[T]` that are read first in their sequence."""
+    """A mask `[T]` of the tokens that are read first in their sequence."""
     return packing.positions == (packing.lengths[packing.sequence] - 1 if reverse else 0)

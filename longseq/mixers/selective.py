@@ -1,4 +1,4 @@
-"""The block that Mamba introduced and Longhorn kept: expand, convolve, scan with input-dependent rates, gate."""
+"""The layer that Mamba and Longhorn share: expand, convolve, scan with input-dependent rates, gate."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from longseq.mixers.measures import mean_norm
 
 
 class SelectiveState(NamedTuple):
-    """What a selective mixer remembers: the convolution's last inputs `[B, I, W - 1]` and the recurrent memory."""
+    """The convolution's last inputs `[B, I, W - 1]`, and the recurrent memory."""
 
     convolution: Tensor
     memory: Tensor
 
 
 class SelectiveMixer(Mixer[SelectiveState]):
-    """Shared frame of Mamba and Longhorn; a subclass supplies the recurrence.
+    """Base of Mamba and Longhorn; a subclass supplies the recurrence.
 
         x, z = in_proj(u);  x = SiLU(conv(x));  r, k, q = x_proj(x)
         y = out_proj((recurrence(x, rate_proj(r), k, q) + D x) SiLU(z))
@@ -40,7 +40,7 @@ class SelectiveMixer(Mixer[SelectiveState]):
     no_weight_decay_names: ClassVar[tuple[str, ...]] = ("D",)
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
-    # Of the state, for one token: the decay and the input take two each, the update and the readout two each.
+    # For each entry of the state and each token: the decay, the input, the update and the readout take two each.
     flops_per_entry: ClassVar[int] = 8
 
     def __init__(
@@ -80,21 +80,22 @@ class SelectiveMixer(Mixer[SelectiveState]):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Run the recurrence over `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`.
 
-        Returns `[B, T, I]`, and the last memory if it is to be kept.
+        Returns `[B, T, I]`, and the last memory if `keep`.
         """
         raise NotImplementedError
 
     def recur_pair(
         self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Run the recurrence over rows `[2 B, ...]`: the first half forward, the second backward by another mixer.
+        """Run the recurrence over rows `[2 B, ...]`: the first half forward by this mixer, the second backward by
+        `backward`.
 
-        This is for recurrences without parameters of their own.
+        This default is for recurrences without parameters of their own.
         """
         return self.recur(x, rate, key, query, None, None, mask, "second_half")[0]
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the recurrence over one token; the shapes of `recur` without T."""
+        """Run the recurrence over one token; the shapes are those of `recur` without T."""
         raise NotImplementedError
 
     def scan(

@@ -1,4 +1,4 @@
-"""What gated slot attention and ABC share: the layer around a bounded number of memory slots."""
+"""What gated slot attention and ABC share: a layer with a fixed number of memory slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEATURE_MAPS = {
 
 
 class SlotState(NamedTuple):
-    """The slots' keys and values `[B, H, M, K]`; ABC's log normalisers `[B, H, M]`, None for gated slots."""
+    """The slots' keys and values `[B, H, M, K]`, and ABC's log normalisers `[B, H, M]` (None for gated slots)."""
 
     keys: Tensor
     values: Tensor
@@ -37,13 +37,13 @@ class SlotState(NamedTuple):
 
 
 class SlotMixer(Mixer[SlotState]):
-    """Frame of GSA and ABC: attention to M slots, which a subclass says how to write.
+    """Base of GSA and ABC: attention to M slots; a subclass defines how tokens are written to them.
 
         q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not one head. `value_map` is ψ, and `gate_width` how many channels of the input
-    projection the gates read. The options are those of the mixers.
+    The norm is over all channels, not over each head. `value_map` is ψ, and `gate_width` is the number of channels of
+    the input projection that the gates read. The other options are documented in the mixers.
     """
 
     reads_backwards: ClassVar[bool] = True
@@ -85,15 +85,15 @@ class SlotMixer(Mixer[SlotState]):
         self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
         reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """Log α and w `[B, T, H, M]`, w None where it is 1 - α, and the normalisers, from `gate_width` channels."""
+        """Log α and w `[B, T, H, M]` (w is None where it is 1 - α), and the normalisers, from `gate_width` channels."""
         raise NotImplementedError
 
     def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Log α and w of tokens that are read forward by this mixer and backward by another one: 2 B rows."""
+        """Log α and w for tokens that are read forward by this mixer and backward by `backward`: 2 B rows."""
         raise NotImplementedError
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`write` for one token; the same shapes without T."""
+        """`write` for one token; the shapes are the same without T."""
         raise NotImplementedError
 
     def scan(
@@ -176,5 +176,5 @@ class SlotMixer(Mixer[SlotState]):
         return self.norm(functional.silu(o.flatten(-2)))
 
     def scan_flops(self, tokens: int) -> int:
-        # For the keys and for the values of a head: the decay takes M K, writing and reading 2 M K each.
+        # For the keys and for the values of each head: the decay takes M K, writing and reading 2 M K each.
         return tokens * 2 * 5 * self.num_slots * self.d_model

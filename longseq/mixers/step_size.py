@@ -1,4 +1,4 @@
-"""Step sizes of discretised state spaces, Δ = softplus(rate + bias), and the decay that follows from them."""
+"""Step sizes of discretised state spaces, Δ = softplus(rate + bias), and their initial values."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from longseq.blocks.precision import at_least_float32
 
 
 def check_step_range(dt_min: float, dt_max: float) -> None:
-    """Refuse a range of first step sizes that is empty or not positive."""
+    """Raise ValueError for a range of initial step sizes that is empty or not positive."""
     if not 0 < dt_min <= dt_max:
         raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: step sizes are positive and dt_min is the smaller one")
 
 
 @torch.no_grad()
 def draw_step_bias(bias: nn.Parameter, dt_min: float, dt_max: float) -> None:
-    """Set `bias` so that softplus(bias) is spread evenly on a log scale between `dt_min` and `dt_max`."""
+    """Set `bias` so that softplus(bias) is uniform on a log scale between `dt_min` and `dt_max`."""
     step = torch.empty_like(bias).uniform_(math.log(dt_min), math.log(dt_max)).exp()
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 
 @torch.no_grad()
 def draw_decay_rates(A_log: nn.Parameter) -> None:
-    """Draw the decay rates of Mamba-2, one a head: exp(A_log) uniform in [1, 16]."""
+    """Draw Mamba-2's decay rates, one for each head: exp(A_log) is uniform in [1, 16]."""
     A_log.uniform_(1, 16).log_()
 
 

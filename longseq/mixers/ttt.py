@@ -1,4 +1,4 @@
-"""TTT with a linear inner model, as Lattice's paper writes it."""
+"""TTT with a linear inner model, as the Lattice paper states it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from longseq.mixers.registry import register
 
 @register("ttt")
 class TTT(CompressionMixer):
-    """A linear model trained while it reads: one gradient step a token on decoding the value from the key.
+    """A memory that is a linear model: each token is one gradient step on decoding its value from its key.
 
         z = S k;   S ← S − γ P(z) (z / ‖z‖ − v) kᵀ / ‖z‖;   y = W_o (S q ⊙ GELU(W_g x));   P(z) = I − z zᵀ / ‖z‖²
 
-    It is Lattice's neighbour in the same block: what is decoded is normalised here, the slots are there. The TTT paper
-    differs: its inner model is z + LayerNorm(z) with a learned scale and bias and an inner loss on v − k, its first
-    state is learned, it steps by mini-batches of 16 tokens (here chunk_size=16) and normalises the output before the
-    gate.
+    The layer is that of Lattice, but TTT normalises the decoded value and Lattice the slots. The TTT paper differs: its
+    inner model is z + LayerNorm(z) with a learned scale and bias and an inner loss on v − k, its initial state is
+    learned, it takes gradient steps over mini-batches of 16 tokens (here chunk_size=16), and it normalises the output
+    before the gate.
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         gamma_activation: sigmoid (the TTT paper's, with a base rate of 1) or softplus, of a projection of the token.
-        chunk_size: 1 takes each gradient at the state before its token; more takes those of so many tokens at one
-            state, which is faster and another function. One-token steps are those of chunk_size=1.
+        chunk_size: with 1, each gradient is taken at the state before its token. With more, the gradients of that many
+            tokens are taken at the state before them all, which is faster and another function. One-token steps are
+            always those of chunk_size=1.
 
     Source: Lattice (Karami and Mirrokni, 2025), equation 19, after Learning to (Learn at Test Time) (Sun et al., 2024).
     """
@@ -53,6 +54,6 @@ class TTT(CompressionMixer):
         )
 
     def scan_flops(self, tokens: int) -> int:
-        # Decoding at the key, writing there and reading at the query take 2 D M a head each.
+        # For each head, decoding at the key, writing there and reading at the query take 2 D M each.
         recurrence = 6 * self.d_model * self.num_slots
         return tokens * recurrence + self.query_convolution.flops(tokens) + self.key_convolution.flops(tokens)

@@ -1,4 +1,4 @@
-"""Variational linear attention: a delta rule that writes where earlier keys have not."""
+"""Variational linear attention: a delta rule whose write key avoids the directions of earlier keys."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from longseq.mixers.registry import register
 
 
 class VLAState(NamedTuple):
-    """What one layer keeps of a sequence.
+    """The state of one layer.
 
     convolution: the last inputs `[B, 3 d_model, W - 1]` (None without convolution)
     memory: S `[B, H, K, K]`
     inverse: A `[B, H, K, K]`, the inverse of λ0 I + Σ u uᵀ
     key_sum: z `[B, H, K]`
-    steps: tokens so far `[B]`, int64, by which the refresh falls due
+    steps: the number of tokens so far `[B]`, int64, which determines when a refresh is due
     """
 
     convolution: Tensor | None
@@ -45,25 +45,27 @@ class VLA(Mixer[VLAState]):
         A ← A − (A u)(A u)ᵀ / (1 + uᵀ A u);   A ← A + refresh I every `refresh_period` tokens
         α̂ = A k̂ / ‖A k̂‖;   S ← S + α̂ (v − Sᵀ k̂)ᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / max(zᵀ φ(q), eps))
 
-    A starts as I / λ0, each head has its own W_u `[K, K]`. The norm of W_u k has 1e-6 under its root, as those of the
-    delta rule's keys; the paper names no such number. The paper has no convolution and no positions; to compare the
-    layer with others that have a short convolution, give it one of width 4.
+    A starts as I / λ0, and each head has its own W_u `[K, K]`. The norm of W_u k has 1e-6 under its root, as those of
+    the delta rule's keys have; the paper has no such number. The paper has no convolution and no positions; to compare
+    the layer with others that have a short convolution, give it one of width 4.
 
-    No eigenvalue of the step I − α̂ k̂ᵀ is above one in size, but its spectral norm is above one wherever α̂ is not k̂ (see
-    `variational_linear_attention`): gradients can grow along the recurrence, which the paper's Corollary 1 denies.
+    The eigenvalues of the transition I − α̂ k̂ᵀ have magnitudes of at most one, but its spectral norm exceeds one unless
+    α̂ = k̂ (see `variational_linear_attention`). So gradients can grow along the recurrence, contrary to the paper's
+    Corollary 1.
 
     Args:
-        num_heads, head_dim: either or neither; by default heads of 32 channels, those of the paper.
+        num_heads, head_dim: give at most one; by default heads of 32 channels, as in the paper.
         convolution_width: taps of a short convolution on q, k and v; 0 leaves it out.
-        lambda0: weight of the identity before the first token.
-        refresh_period, refresh: how often the identity is added to A (0 or None: never), and how much of it.
+        lambda0: λ0, the weight of the identity before the first token.
+        refresh_period, refresh: the number of tokens between refreshes (0 or None: no refresh), and the multiple of the
+            identity that a refresh adds to A.
         eps: the least denominator.
         scale_penalty: the 1 / √K of u, as in Algorithm 1, line 10; False for unit u, as in equation 8.
         update_penalty: False keeps A at I / λ0 and has no W_u: the delta rule with β = 1 (an ablation).
-        normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖; the memory is not stable without them, as the
-            paper reports of its second version, which had no α̂ (ablations).
+        normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖ (ablations). Without them, the memory is not
+            stable; the paper reports this of its second version, which had no α̂.
         normalizer: the division by zᵀ φ(q), by which the output shrinks as 1 / t (an ablation). In the paper's recall
-            task it is what keeps VLA from more than 8 pairs: with 16 its accuracy is 0.09, and 0.88 without it
+            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.09, and 0.88 without the division
             (benchmarks/README.md).
 
     Source: Variational Linear Attention (Pandey and Singh, 2026), Algorithm 1.
@@ -196,7 +198,7 @@ class VLA(Mixer[VLAState]):
         return VLAState(convolution, memory, inverse, torch.zeros_like(memory[..., 0]), steps)
 
     def _options(self) -> dict[str, Any]:
-        """What a pass and a step tell the operation alike."""
+        """The options of the operation, for sequences and for one token."""
         return {
             "lambda0": self.lambda0,
             "refresh_period": self.refresh_period,
@@ -213,9 +215,9 @@ class VLA(Mixer[VLAState]):
         return self._map(q, k, v, None if self.penalty is None else self._direct(k))
 
     def _features_pair(self, backward: Self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The same of tokens `[B, T, ...]` that both mixers read, or of those of each, `[2, B, T, ...]`.
+        """`_features` of tokens `[B, T, ...]` that both mixers read, or of each mixer's own, `[2, B, T, ...]`.
 
-        u is that of both, `[2, B, T, H, K]`.
+        u is that of both mixers, `[2, B, T, H, K]`.
         """
         q, k, v = self._split(projected)
         if self.penalty is None:
@@ -241,14 +243,14 @@ class VLA(Mixer[VLAState]):
         return torch.einsum("...hk,hjk->...hj", k, self.penalty.to(k.dtype))
 
     def scan_flops(self, tokens: int) -> int:
-        # Reading at k̂, writing at α̂ and reading at q take 2 K V each, the product A k̂ takes 2 K²; W_u k, A u and the
-        # update of A as much again each.
+        # Reading at k̂, writing at α̂ and reading at q take 2 K V each, and the product A k̂ takes 2 K². W_u k, A u and
+        # the update of A take 2 K² each, too.
         products = 4 if self.penalty is None else 7
         convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
         return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer)) + convolution
 
 
 def _smallest_eigenvalue(inverse: Tensor) -> Tensor:
-    """The smallest eigenvalue of all matrices `[..., K, K]`: at or below zero, A is no inverse any more."""
+    """The smallest eigenvalue of all matrices `[..., K, K]`; if it is not positive, A is no longer an inverse."""
     smallest = torch.linalg.eigvalsh(inverse.nan_to_num()).amin()
-    return torch.where(inverse.isfinite().all(), smallest, torch.nan)  # which the decomposition would refuse
+    return torch.where(inverse.isfinite().all(), smallest, torch.nan)  # the decomposition would refuse NaN

@@ -20,20 +20,19 @@ from longseq.mixers.registry import register
 class WindowAttention(SoftmaxAttention):
     """Multi-head softmax attention in which a token sees itself and the `window` - 1 tokens before it.
 
-    The state keeps the last `window` - 1 keys and values, the latest one last and zeros in front while there are fewer.
+    The state keeps the last `window` - 1 keys and values, the latest one last, with zeros in front if there are fewer.
     Time and memory of a pass grow with the number of tokens times the window.
 
     Args:
         window: tokens that a token sees, itself included.
-        num_heads, head_dim: either or neither; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
-        causal: without it a token also sees the `window` - 1 tokens after it; `state` and `step` have no meaning, and
-            they are refused.
+        causal: False lets a token also see the `window` - 1 tokens after it; `state` and `step` are then refused.
         qkv_bias: biases of the query, key and value projections; the output projection always has them.
-        rotary, rotary_base: turn queries and keys by their positions, and the base of the angles.
+        rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
 
-    Source: Longformer (Beltagy et al., 2020), section 3.1; causal, between recurrent layers, with a window of 1024, in
-    Griffin (De et al., 2024), sections 2.3 and 3.1, which the hybrids of DeltaNet follow, with num_kv_heads=1.
+    Source: Longformer (Beltagy et al., 2020), section 3.1. Griffin (De et al., 2024), sections 2.3 and 3.1, has the
+    causal form with window=1024 and num_kv_heads=1 between recurrent layers; the hybrids of DeltaNet follow it.
     """
 
     paper = "Sliding-window attention (arXiv:2004.05150), section 3.1"
@@ -94,7 +93,8 @@ class WindowAttention(SoftmaxAttention):
             o = attend_nearby(q, k, v, self.window, self.causal)
             return o, (self._latest(k), self._latest(v)) if keep else None
         if packing is not None:
-            mask = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)  # what unpacking puts behind them is not
+            # True at all tokens; the tokens that unpacking adds are padding.
+            mask = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
         o, kept = run_recurrence(
             self._attend_rows,
             (q, k, v, mask),
@@ -108,12 +108,12 @@ class WindowAttention(SoftmaxAttention):
         return o, (kept.key, kept.value) if keep else None
 
     def _latest(self, x: Tensor) -> Tensor:
-        """The last `window` - 1 of the tokens `x [B, T, G, D]` as the state keeps them."""
+        """The last `window` - 1 of the tokens `x [B, T, G, D]`, in the type of the state."""
         x = functional.pad(x, (0, 0, 0, 0, self.window - 1, 0))
         return x[:, x.shape[1] - self.window + 1 :].to(memory_dtype(x.dtype))
 
     def _attend_rows(self, sequences: Sequences, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
-        """Attend within rows: queries, keys, values, and which of them are real (or None)."""
+        """Attend within each row: queries, keys, values, and a mask of the real tokens (or None)."""
         q, k, v, real = sequences
         batch, tokens = q.shape[:2]
         past = self.window - 1
@@ -143,14 +143,15 @@ class WindowAttention(SoftmaxAttention):
 
 
 def _known(tokens: int) -> bool:
-    """Whether a number of tokens can be compared: if it is symbolic, that would become a condition of an export."""
+    """True if a number of tokens can be compared. Comparing a symbolic number would add a condition to the export."""
     return torch.jit.is_tracing() or isinstance(tokens, int)
 
 
 def _plan_blocks(tokens: int, reach: int) -> tuple[int, int]:
     """The length and the number of the blocks of queries.
 
-    If the number of tokens is symbolic, at least two: a number that could be one would become a condition, too.
+    A symbolic number of tokens gives at least two blocks: a number of blocks that could be one would be a condition,
+    too.
     """
     if not _known(tokens):
         return reach, (tokens + 2 * reach - 1) // reach

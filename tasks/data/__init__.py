@@ -1,1 +1,1 @@
-"""What the data of every task shares: batch samplers, loaders that resume, and seeds."""
+"""What the data of all tasks share: samplers, loaders that resume, units of batches, and seeds."""

@@ -1,4 +1,4 @@
-"""What a data set hands to its loader."""
+"""The batches that a data set gives to its loader."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Failure(NamedTuple):
-    """A sample that could not be read, and why."""
+    """A sample that could not be read, and the reason."""
 
     path: str
     reason: str
 
 
 class Batch(NamedTuple):
-    """A whole batch: what the model reads `[B, ...]`, what it is measured by, and the samples that were skipped.
+    """A whole batch: the model's inputs `[B, ...]`, the targets, and the samples that were skipped.
 
     A loader reports the failures and yields (inputs, targets).
     """

@@ -1,4 +1,4 @@
-"""Files that a trained model reads one by one: what `longseq predict` takes."""
+"""The input files of `longseq predict`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NAMED = 5
 
 
 class PassedOver(NamedTuple):
-    """A file that was not read (or a hidden folder, with a slash at its end), and why."""
+    """A file that was not read (or a hidden folder, with a slash at its end), and the reason."""
 
     path: str
     reason: str
 
 
 class InputFiles(Dataset[Any]):
-    """The files below a path that a model classifies, made from the path and the info of the model's data.
+    """The files below a path that a model classifies, built from the path and the info of the model's data.
 
-    `passed_over` are the files there that are no inputs of the task. ValueError where there are no inputs.
+    `passed_over` lists the files there that are not inputs of the task. ValueError if there are no inputs.
     """
 
     passed_over: list[PassedOver]
@@ -40,12 +40,12 @@ class InputFiles(Dataset[Any]):
         """A batch `[B, ...]` of items, the paths of its B inputs, and the paths of those that cannot be read."""
 
     def prepare(self, batch: Tensor) -> Tensor:
-        """What the model reads of a batch, on the device of the batch."""
+        """The model's input for a batch, on the device of the batch."""
         return batch
 
 
 def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
-    """How many, of which kinds, and the first of them, in one line."""
+    """Describe in one line how many files were passed over, of which kinds, and the first ones."""
     kinds = Counter(reason for _, reason in passed_over)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_NAMED))
     rest = sum(count for _, count in kinds.most_common()[_NAMED:])

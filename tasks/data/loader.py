@@ -15,7 +15,8 @@ from longseq.tasks.training.processes import prepare_data_worker
 
 _log = logging.getLogger(__name__)
 
-# What the order of samples depends on, and how an effective batch is spread over processes and accumulated batches.
+# SAME: the sampler's values that determine the order of samples. SPREAD: those that determine how an effective batch is
+# divided over processes and accumulated batches.
 SAME = ("num_samples", "effective_batch_size", "repeats", "seed")
 SPREAD = ("batch_size", "world_size", "accumulate")
 
@@ -44,22 +45,23 @@ class BatchLoader(DataLoader[Batch]):
             persistent_workers=num_workers > 0,
             collate_fn=_as_it_is,
             worker_init_fn=prepare_data_worker if num_workers else None,
-            generator=torch.Generator(),  # keeps the loader from drawing its workers' seed from the global generator
+            generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )
         self._report = report
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
-        """Nothing starts before the first batch is asked for: Lightning tells the epoch after it calls iter()."""
+        """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
         for inputs, targets, failures in super().__iter__():
             self._report(failures)
             yield inputs, targets
 
 
 class TrainingLoader(BatchLoader):
-    """A BatchLoader with the state that Lightning saves: the epoch and how many of its batches are done.
+    """A BatchLoader with the state that Lightning saves: the epoch and the number of its batches that are done.
 
-    `trained` tells how many batches of the epoch have been trained on; a batch that was handed out but failed is given
-    again. `respread(then, now)` is called where a checkpoint is continued with another number of accumulated batches.
+    `trained` returns the number of batches of the epoch on which the model was trained; a batch that was yielded but
+    failed is yielded again. `respread(then, now)` is called if a checkpoint is continued with another number of
+    accumulated batches.
     """
 
     sampler: UpdateSampler[Any]
@@ -78,7 +80,7 @@ class TrainingLoader(BatchLoader):
         super().__init__(dataset, sampler, num_workers=num_workers, pin_memory=pin_memory, report=report)
         self._trained = trained
         self._respread = respread
-        self._position = (0, 0)  # epoch, batches handed out
+        self._position = (0, 0)  # epoch, batches that were yielded
         self._resuming = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
@@ -93,16 +95,16 @@ class TrainingLoader(BatchLoader):
             yield inputs, targets
 
     def state_dict(self) -> dict[str, int]:
-        """Plain integers: where training stands, and what the order of samples depends on."""
+        """Integers: the position in the epoch, and the values that determine the order of samples."""
         epoch, batches = self._position
         if self._trained is not None and not self._resuming:
             batches = min(batches, self._trained())
         return {"epoch": epoch, "batches": batches, **self._read_sampler(SAME + SPREAD)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continues there, also over another number of devices or of accumulated batches.
+        """Continue at the saved position, also with another number of devices or of accumulated batches.
 
-        ValueError where another order of samples would follow.
+        Raises ValueError if the order of samples would differ.
         """
         then, now = state_dict, self._read_sampler(SAME + SPREAD)
         for name in SAME:

@@ -1,4 +1,4 @@
-"""What every task's data module has."""
+"""The interface of every task's data module."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Info(Protocol):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Samples of each split, None where a stream does not tell."""
+        """The number of samples of each split; None if a stream does not know it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, for checkpoints."""
+        """Dictionaries, lists and numbers, for checkpoints."""
 
     def describe(self) -> str:
         """The data in a few words."""
 
 
 class TaskData(LightningDataModule, ABC):
-    """The data of a task: loaders, and what a model must know of the data.
+    """The data of a task: its loaders, and what a model must know of the data.
 
-    `batch_size` is what one device takes in a step, `eval_batch_size` what it takes when it only measures. The first
-    element of a batch is what the model reads, `[B, ...]`. A training loader that resumes in the middle of an epoch is
-    a `longseq.tasks.data.loader.TrainingLoader`. `inputs` is the class of the files that `longseq predict` gives to a
-    model, None where the task predicts nothing; the infos of a task with inputs have `class_names`.
+    `batch_size` is the size of a device's training batch, `eval_batch_size` that of its evaluation batch. The first
+    element of a batch is the model's input `[B, ...]`. A training loader that can resume in the middle of an epoch is a
+    `longseq.tasks.data.loader.TrainingLoader`. `inputs` is the class of the files for `longseq predict`, None if the
+    task has no predictions; infos of a task with inputs have `class_names`.
     """
 
     batch_size: int
@@ -43,12 +43,12 @@ class TaskData(LightningDataModule, ABC):
     @classmethod
     @abstractmethod
     def from_config(cls: type[Self], config: Mapping[str, Any], batch_size: int) -> Self:
-        """The data module of a configuration, set up. ValueError, in one line, for what the user can mend."""
+        """The data module of a configuration, set up. ValueError, in one line, for errors that the user can correct."""
 
     @classmethod
     @abstractmethod
     def read_info(cls, values: Mapping[str, Any]) -> Info:
-        """The inverse of `Info.to_dict`; keys of others are ignored."""
+        """The inverse of `Info.to_dict`; other keys are ignored."""
 
     @classmethod
     def for_evaluation(
@@ -60,10 +60,10 @@ class TaskData(LightningDataModule, ABC):
         trained: Any,
         batch_size: int,
     ) -> Self:
-        """The data on which a trained model is measured: that of its training with `changes` of its keys.
+        """The data for evaluating a trained model: those of its training, with `changes` of their keys.
 
-        `split` (test, val) is what will be measured, `trained` the info of the model's own data. ValueError where the
-        model cannot be measured on the data.
+        `split` (test, val) will be evaluated; `trained` is the info of the model's own data. ValueError if the model
+        cannot be evaluated on the data.
         """
         return cls.from_config({**config, "data": {**config["data"], **changes}}, batch_size)
 
@@ -75,16 +75,16 @@ class TaskData(LightningDataModule, ABC):
     @property
     @abstractmethod
     def batches_per_epoch(self) -> int:
-        """Training batches that one device takes in an epoch."""
+        """Training batches of one device in an epoch."""
 
     @property
     def tokens_per_epoch(self) -> int | None:
-        """Tokens of an epoch over all devices, None of data that has none."""
+        """Tokens of an epoch over all devices; None for data without tokens."""
         return None
 
     @property
     def registered_parts(self) -> list[Any]:
-        """Functions and classes that a plug-in may have registered and that make this data: a checkpoint names them."""
+        """Functions and classes of this data that a plug-in may have registered; a checkpoint records their modules."""
         return []
 
     @property

@@ -1,4 +1,4 @@
-"""Which samples make a batch: pure functions of the seed, the epoch and the place in the epoch."""
+"""The samples of each batch: pure functions of the seed, the epoch and the position in the epoch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BatchT = TypeVar("BatchT")
 
 
 class SampleIndex(NamedTuple):
-    """One training sample: its position in the split, which repeat of it this is, and the epoch."""
+    """One training sample: its position in the split, the number of its repeat, and the epoch."""
 
     position: int
     repeat: int
@@ -24,13 +24,13 @@ class SampleIndex(NamedTuple):
 
 
 class UpdateSampler(Sampler[BatchT]):
-    """Yields what one process trains on in an epoch, from its batch `start` of epoch `epoch` on.
+    """Yields one process's batches of epoch `epoch`, from batch `start` on.
 
-    An epoch is a row of effective batches, one for each update of the weights. It depends on the seed, the epoch and
-    the size of the effective batch alone. An effective batch is dealt out to `world_size * accumulate` parts of
-    `batch_size` samples, as cards are: sample i goes to part `i % parts`. At its n-th accumulated batch a process takes
-    part `n * world_size + rank`. So two processes see the samples that one process sees with twice the accumulated
-    batches, and with the same parts. Samples that do not fill an effective batch are left out.
+    An epoch is a sequence of effective batches, one for each update of the weights. It depends only on the seed, the
+    epoch and the size of the effective batch. An effective batch is divided into `world_size * accumulate` parts of
+    `batch_size` samples: sample i belongs to part `i % parts`. The n-th accumulated batch of a process is part `n *
+    world_size + rank`. So two processes get the same parts as one process with twice the accumulated batches. Samples
+    that do not fill an effective batch are left out.
     """
 
     def __init__(self, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> None:
@@ -43,29 +43,29 @@ class UpdateSampler(Sampler[BatchT]):
 
     @property
     def parts(self) -> int:
-        """Into how many batches an effective batch is dealt out, over processes and accumulated batches."""
+        """The number of parts of an effective batch, over processes and accumulated batches."""
         return self.world_size * self.accumulate
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples of an update."""
+        """The samples of an update."""
         return self.batch_size * self.parts
 
     @property
     @abstractmethod
     def updates(self) -> int:
-        """Updates of a whole epoch."""
+        """The updates of a whole epoch."""
 
     @abstractmethod
     def shuffle(self) -> Callable[[int, int], BatchT]:
-        """Order the epoch; returns the function of (update, part) that gives a batch."""
+        """Draw the order of the epoch; returns the function of (update, part) that gives a batch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Lightning calls this before each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on one process, whatever `start` is."""
+        """The batches of a whole epoch on one process, whatever `start` is."""
         return self.updates * self.accumulate
 
     def __iter__(self) -> Iterator[BatchT]:
@@ -78,8 +78,8 @@ class UpdateSampler(Sampler[BatchT]):
 class TrainingSampler(UpdateSampler[list[SampleIndex]]):
     """Yields the samples of each batch.
 
-    An epoch is a permutation of the samples, each `repeats` times in a row, cut to the number of samples (repeated
-    augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours go to different processes.
+    An epoch is a permutation of the samples, each repeated `repeats` times in a row, cut to the number of samples
+    (repeated augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours belong to different processes.
     """
 
     def __init__(
@@ -121,10 +121,11 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
 
 
 class EvaluationSampler(Sampler[list[int]]):
-    """Yields batches of sample positions: over all ranks every sample once, and as many batches on each rank.
+    """Yields batches of sample positions: each sample once over all ranks, and the same number of batches on each rank.
 
-    Nothing is padded: batches differ in size by at most one, and are empty on some ranks when there are fewer samples
-    than ranks. A batch strides over the whole set, so that sets sorted by class give mixed batches.
+    There is no padding: batches differ in size by at most one, and some ranks have empty batches if there are fewer
+    samples than ranks. A batch takes its samples at a constant stride over the whole set, so that sets sorted by class
+    give mixed batches.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:

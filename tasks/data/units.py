@@ -1,4 +1,4 @@
-"""How much a batch holds, in the unit of its task: images, sequences, tokens."""
+"""The size of a batch in the unit of its task: images, sequences or tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 def count_units(batch: Any) -> int:
     """The units in a batch of this process.
 
-    A batch (inputs, targets), or its inputs, tells them by the attribute `units`, a whole number: a packed row of
-    documents holds so many real tokens. Where neither has it each row is a unit: the first dimension of the inputs.
+    A batch (inputs, targets), or its inputs, may have the whole number `units`: for packed rows of documents, the
+    number of real tokens. Otherwise each row, of the first dimension of the inputs, is a unit.
     """
     for told in (batch, batch[0]):
         if (units := getattr(told, "units", None)) is not None:

@@ -1,4 +1,4 @@
-"""The keys that image classification reads of a configuration."""
+"""The configuration keys of image classification."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from longseq.tasks.training.options import Range, read, read_beside, refuse_unkn
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
 
-# Options of our image models that the data and the group `mixer` decide.
+# Options of our image models that are set by the data and by the group `mixer`.
 _DECIDED = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataKeys:
-    """The keys of `data`; what they mean stands in `ImageDataModule`."""
+    """The keys of `data`; `ImageDataModule` documents them."""
 
     name: str
     source: str
@@ -49,7 +49,7 @@ class ImageDataKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLossKeys:
-    """The keys of `recipe.loss`: `bce` takes each class for a question of its own."""
+    """The keys of `recipe.loss`; `bce` is binary cross entropy, one decision for each class."""
 
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
     bce: bool = False
@@ -76,7 +76,7 @@ class ImageAugmentKeys(Augmentation):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of any image model; null leaves an option to the recipe (`recipe.model`), and then to the model."""
+    """Options of any image model. A null option has the value of the recipe (`recipe.model`), or else of the model."""
 
     patch_size: Size | None = None
     drop_rate: Share | None = None
@@ -85,7 +85,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LongseqModelOptions(ModelOptions):
-    """Options of our image models; the others are those of `longseq.backbones.image.ImageBackbone`."""
+    """Options of our image models; `longseq.backbones.image.ImageBackbone` has more."""
 
     embed_dim: Annotated[int | None, Range(1)] = None
     depth: Annotated[int | None, Range(1)] = None
@@ -101,21 +101,21 @@ class LongseqModelOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TimmModelOptions(ModelOptions):
-    """Options of timm's models; the others are those of the model's constructor."""
+    """Options of timm's models; the constructor of the model has more."""
 
     pretrained: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelName:
-    """The keys of `model` that are no options of a constructor."""
+    """The keys of `model` that are not options of a constructor."""
 
     name: str
     label: str
 
 
 def _check_model(config: Mapping[str, Any]) -> None:
-    """ValueError for an unknown model, and for options of `model` or of `recipe.model` that it does not have."""
+    """ValueError for an unknown model, and for options of `model` or `recipe.model` that the model does not have."""
     own = [entry.name for entry in fields(ModelName)]
     name = read(ModelName, {key: value for key, value in config["model"].items() if key in own}, "model").name
     check_model_name(name)
@@ -132,7 +132,7 @@ def _check_model(config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ImageKeys(TaskKeys):
-    """The keys of images."""
+    """The keys of image classification."""
 
     data: type = ImageDataKeys
     loss: type | None = ImageLossKeys

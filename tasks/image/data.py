@@ -1,4 +1,4 @@
-"""The data module of image classification: sources, splits, loaders, and what the model must know of them."""
+"""The data module of image classification: sources, splits, loaders, and what the model must know of the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import ImageKeys
+from longseq.tasks.image.config import ImageDataKeys, ImageKeys
 from longseq.tasks.image.datasets import (
     EvaluationBatches,
     ImageFiles,
@@ -37,6 +37,8 @@ from longseq.tasks.image.sources import (
     timm_splits,
 )
 from longseq.tasks.image.transforms import Augmentation, evaluation_transform, normalize, training_transform
+from longseq.tasks.training.options import read
+from longseq.tasks.training.processes import usable_cores
 
 _log = logging.getLogger(__name__)
 
@@ -44,60 +46,35 @@ _MOST_WORKERS = 16
 
 
 class ImageDataModule(TaskData):
-    """Images of one source, augmented for training, with a fixed set for validation and one for the test.
+    """Images of one source, augmented for training, with fixed sets for validation and test.
 
     `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), or a name that timm
-    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images float32 [B, C, S, S]
-    normalised, targets int64 [B]) after the transfer to the device, uint8 before. `batch_size` is what one device takes
-    in one step. Training draws are functions of (seed, epoch, sample, repeat); `split_seed` chooses the validation
-    images where the source has none, so that runs of several seeds share them. ValueError for what the user can mend.
+    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. After the transfer to the device, batches are
+    (images float32 [B, C, S, S] normalised, targets int64 [B]); before it, images are uint8. `batch_size` is the
+    training batch of one device. Training draws are functions of (seed, epoch, sample, repeat). `split_seed` chooses
+    the validation images if the source has none, so that runs with different seeds share them. ValueError for errors
+    that the user can correct.
     """
 
     inputs = ImageFiles
 
     def __init__(
         self,
+        keys: ImageDataKeys,
         *,
-        name: str,
-        source: str,
         batch_size: int,
-        img_size: int,
-        root: str | None = None,
-        download: bool = False,
-        in_chans: int = 3,
-        num_classes: int | None = None,
-        class_map: str | Mapping[str, int] | None = None,
-        train_split: str = "train",
-        val_split: str | None = "validation",
-        test_split: str | None = None,
-        val_fraction: float = 0.1,
-        split_seed: int = 0,
-        train_samples: int | None = None,
-        mean: Sequence[float] = (0.5,),
-        std: Sequence[float] = (0.5,),
-        interpolation: str = "bicubic",
-        crop_pct: float = 1.0,
-        eval_batch_size: int | None = None,
-        num_workers: int | None = None,
-        pin_memory: bool = True,
-        on_error: str = "skip",
         seed: int = 0,
         augment: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if in_chans not in (1, 3):
-            raise ValueError(f"data.in_chans={in_chans} must be 1 (grey) or 3 (RGB)")
-        self.name, self.source, self.download = name, source, download
-        self.root = None if root is None else os.path.expanduser(root)
-        self.img_size, self.in_chans, self.num_classes, self.class_map = img_size, in_chans, num_classes, class_map
-        self.split_names = {"train": train_split, "validation": val_split, "test": test_split}
-        self.val_fraction, self.split_seed, self.train_samples = val_fraction, split_seed, train_samples
-        self.mean, self.std = _per_channel("mean", mean, in_chans), _per_channel("std", std, in_chans)
-        self.interpolation, self.crop_pct = interpolation, crop_pct
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.num_workers, self.pin_memory, self.seed = num_workers, pin_memory, seed
+        self.keys = keys = read(ImageDataKeys, vars(keys), "data")
+        self.root = None if keys.root is None else os.path.expanduser(keys.root)
+        self.split_names = {"train": keys.train_split, "validation": keys.val_split, "test": keys.test_split}
+        self.mean, self.std = (_per_channel(name, getattr(keys, name), keys.in_chans) for name in ("mean", "std"))
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
+        self.seed = seed
         self.augmentation, self.repeats = _augmentation(augment or {}, batch_size)
-        self._unreadable = Unreadable(on_error)
+        self._unreadable = Unreadable(keys.on_error)
         self._info: DataInfo | None = None
         self._splits: Splits | None = None
 
@@ -105,7 +82,8 @@ class ImageDataModule(TaskData):
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ImageDataModule:
         ImageKeys().check(config)
         augment = config["recipe"]["augment"]
-        datamodule = cls(**config["data"], batch_size=batch_size, seed=config["seed"], augment=augment)
+        keys = read(ImageDataKeys, config["data"], "data")
+        datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=augment)
         datamodule.prepare_data()
         datamodule.setup()
         return datamodule
@@ -127,15 +105,16 @@ class ImageDataModule(TaskData):
         if "data" not in config and "source" not in changes:
             raise ValueError("the model does not say where its data lie: give data.source=folder data.root=FOLDER")
         own = config.get("data") or trained.to_keys()
-        datamodule = cls(**{**own, **changes}, batch_size=batch_size, seed=config.get("seed", 0))
-        foreign = datamodule.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
+        keys = read(ImageDataKeys, {**own, **changes}, "data")
+        datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
+        foreign = keys.source != own.get("source") or _absolute(datamodule.root) != _absolute(own.get("root"))
         datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
         datamodule._adopt_classes(trained, mapped="class_map" in changes)
         return datamodule
 
     @property
     def info(self) -> DataInfo:
-        """What models, checkpoints and exported files need to know; there after `setup`."""
+        """What models, checkpoints and exported files need to know of the data; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
@@ -150,28 +129,29 @@ class ImageDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
-        return [SOURCES[self.source]] if self.source in SOURCES else []
+        return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches that one device takes in an epoch."""
+        """Training batches of one device in an epoch."""
         return len(self.train_dataloader())
 
     def prepare_data(self) -> None:
-        """Fetches the data where data.download=true asks for it, in one process of each machine."""
-        if self.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.source):
+        """Download the data if data.download=true, in one process of each machine."""
+        if self.keys.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.keys.source):
             self._splits = self._splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the data; `stage` does not matter, and a second call does nothing."""
+        """Open the data; `stage` has no effect, and a second call does nothing."""
         if self._info is not None:
             return
+        keys = self.keys
         sizes: dict[str, int | None]
-        if is_stream(self.source):
+        if is_stream(keys.source):
             _log.warning(
                 "data.source=%s is a stream: its order is its own, so a resumed run begins the epoch anew and is not "
                 "exact; hfds/, a folder or a tar resume exactly",
-                self.source,
+                keys.source,
             )
             sizes, class_names = self._describe_stream()
         else:
@@ -182,37 +162,38 @@ class ImageDataModule(TaskData):
             require_readable(splits.validation, "validation")
             if splits.test is not splits.validation:
                 require_readable(splits.test, "test")
-        if len(class_names) == 1 or self.num_classes == 1:
+        if len(class_names) == 1 or keys.num_classes == 1:
             raise ValueError(
-                f"{self.root or self.source} has one class alone ({''.join(class_names) or '0'}), and nothing to tell "
+                f"{self.root or keys.source} has one class alone ({''.join(class_names) or '0'}), and nothing to tell "
                 "apart: give a folder with one folder per class"
             )
-        if self.num_classes is not None and self.num_classes < len(class_names):
+        if keys.num_classes is not None and keys.num_classes < len(class_names):
             raise ValueError(
-                f"data.num_classes={self.num_classes} is less than the {len(class_names)} classes of the data: "
+                f"data.num_classes={keys.num_classes} is less than the {len(class_names)} classes of the data: "
                 "leave it null, or pick classes with data.class_map"
             )
         self._info = self._describe(class_names, sizes)
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
-        """Opens what measuring on `split` (val, test) needs, its classes numbered as those of a trained model.
+        """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
 
-        Folders and what else timm reads by index need no training images then. `foreign` says that the data is not what
-        the model was trained on: a folder of class folders only is then all measured, and nothing is split off.
+        Folders, and sources that timm reads by index, then need no training images. `foreign` means that the model was
+        not trained on this data: of a folder with class folders only, all images are then evaluated, and nothing is
+        split off.
         """
-        if self.source == "folder" or self.source.startswith(("hfds/", "torch/")):
+        if self.keys.source == "folder" or self.keys.source.startswith(("hfds/", "torch/")):
             held_out = held_out_split(
-                self.source,
+                self.keys.source,
                 self.root,
                 kind={"val": "validation", "test": "test"}[split],
                 names=self.split_names,
                 class_names=class_names,
-                class_map=self.class_map,
-                download=self.download,
+                class_map=self.keys.class_map,
+                download=self.keys.download,
                 whole=foreign,
             )
             if held_out is not None:
-                numbered = self.source == "folder" and self.class_map is None
+                numbered = self.keys.source == "folder" and self.keys.class_map is None
                 own = list(class_names) if numbered else held_out.source.class_names
                 self._splits = Splits(Split(held_out.source, held_out.indices[:0]), held_out, held_out)
                 self._info = self._describe(own, {split: len(held_out)})
@@ -222,9 +203,9 @@ class ImageDataModule(TaskData):
         self.setup()
 
     def _adopt_classes(self, trained: DataInfo, *, mapped: bool) -> None:
-        """Name the classes as the model does. ValueError where the data's own are not the model's.
+        """Use the model's class names. ValueError if the data's own names differ.
 
-        With `mapped`, data.class_map has numbered the data's classes as the model numbers its own.
+        With `mapped`, data.class_map has given the data's classes the model's numbers.
         """
         found = self.info
         if mapped:
@@ -250,18 +231,18 @@ class ImageDataModule(TaskData):
             )
 
     def _describe(self, class_names: list[str], sizes: dict[str, int | None]) -> DataInfo:
-        class_names = class_names + [str(index) for index in range(len(class_names), self.num_classes or 0)]
+        class_names = class_names + [str(index) for index in range(len(class_names), self.keys.num_classes or 0)]
         if not class_names:
-            raise ValueError(f"data.source={self.source} does not tell its classes: give data.num_classes=N")
+            raise ValueError(f"data.source={self.keys.source} does not tell its classes: give data.num_classes=N")
         return DataInfo(
             class_names=class_names,
             num_classes=len(class_names),
-            img_size=self.img_size,
-            in_chans=self.in_chans,
+            img_size=self.keys.img_size,
+            in_chans=self.keys.in_chans,
             mean=self.mean,
             std=self.std,
-            interpolation=self.interpolation,
-            crop_pct=self.crop_pct,
+            interpolation=self.keys.interpolation,
+            crop_pct=self.keys.crop_pct,
             sizes=sizes,
         )
 
@@ -290,24 +271,25 @@ class ImageDataModule(TaskData):
         return self._evaluation_loader("test")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
-        """Normalises on the device: the host moves a quarter of the bytes."""
+        """Normalise on the device: the host then transfers a quarter of the bytes."""
         images, targets = batch
         return normalize(images, self.info), targets
 
     def _open_splits(self) -> Splits:
+        keys = self.keys
         options: dict[str, Any] = {
-            "download": self.download,
-            "val_fraction": self.val_fraction,
-            "split_seed": self.split_seed,
+            "download": keys.download,
+            "val_fraction": keys.val_fraction,
+            "split_seed": keys.split_seed,
         }
-        if self.source in SOURCES:
-            return SOURCES[self.source](self.root, **options)
-        if self.source != "folder" and "/" not in self.source:
+        if keys.source in SOURCES:
+            return SOURCES[keys.source](self.root, **options)
+        if keys.source != "folder" and "/" not in keys.source:
             raise ValueError(
-                f"data.source={self.source} is unknown: choose {', '.join(SOURCES)}, folder, hfds/NAME, hfids/NAME, "
+                f"data.source={keys.source} is unknown: choose {', '.join(SOURCES)}, folder, hfds/NAME, hfids/NAME, "
                 "wds/NAME or torch/NAME"
             )
-        return timm_splits(self.source, self.root, names=self.split_names, class_map=self.class_map, **options)
+        return timm_splits(keys.source, self.root, names=self.split_names, class_map=keys.class_map, **options)
 
     def _evaluation_loader(self, kind: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
@@ -319,22 +301,23 @@ class ImageDataModule(TaskData):
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
 
     def _stream(self, kind: str, training: bool) -> Any:
+        keys = self.keys
         name = self.split_names[kind] or self.split_names["validation"]
         if name is None:
-            raise ValueError(f"data.source={self.source} is a stream and cannot be split: give data.val_split=NAME")
+            raise ValueError(f"data.source={keys.source} is a stream and cannot be split: give data.val_split=NAME")
         return open_stream(
-            self.source,
+            keys.source,
             self.root,
             name=name,
             training=training,
             batch_size=self.batch_size,
             seed=self.seed,
-            class_map=self.class_map,
-            num_samples=self.train_samples if training else None,
+            class_map=keys.class_map,
+            num_samples=keys.train_samples if training else None,
         )
 
     def _describe_stream(self) -> tuple[dict[str, int | None], list[str]]:
-        """The sizes of the splits and the class names, as far as the reader knows."""
+        """The sizes of the splits and the class names, as far as the reader knows them."""
         readers = {kind: self._stream(kind, training=kind == "train").reader for kind in self.split_names}
         names = {"train": "train", "validation": "val", "test": "test"}
         sizes = {
@@ -359,12 +342,12 @@ class ImageDataModule(TaskData):
         )
 
     def _loader_options(self) -> dict[str, Any]:
-        workers = self.num_workers
+        workers = self.keys.num_workers
         if workers is None:
-            workers = min(_MOST_WORKERS, _usable_cores() // (self.trainer.num_devices if self.trainer else 1))
+            workers = min(_MOST_WORKERS, usable_cores() // (self.trainer.num_devices if self.trainer else 1))
         return {
             "num_workers": workers,
-            "pin_memory": self.pin_memory and torch.cuda.is_available(),
+            "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
             "report": self._unreadable.record,
         }
 
@@ -373,12 +356,8 @@ def _absolute(root: str | None) -> str | None:
     return None if root is None else os.path.realpath(os.path.expanduser(root))
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmentation, int]:
-    """A sample's transforms and the number of repeats; `mixing` belongs to the task, but must fit the batch."""
+    """The transforms of a sample, and the number of repeats; `mixing` is the task's, but must fit the batch."""
     options = dict(augment)
     repeats, mixing = int(options.pop("repeats", 1)), options.pop("mixing", None) or {}
     known = [f.name for f in fields(Augmentation)]
@@ -392,7 +371,7 @@ def _augmentation(augment: Mapping[str, Any], batch_size: int) -> tuple[Augmenta
 
 
 def _per_channel(name: str, values: Sequence[float], in_chans: int) -> list[float]:
-    """One value per channel: repeated for RGB, averaged for grey."""
+    """One value for each channel: repeated for RGB, averaged for grey."""
     if len(values) not in (1, 3):
         raise ValueError(f"data.{name} has {len(values)} values: give 1 or 3")
     if len(values) == in_chans:

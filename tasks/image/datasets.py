@@ -1,4 +1,4 @@
-"""Batches of images: decoding, transforming and what happens to an image that cannot be read."""
+"""Batches of images: decoding, transforms, and the handling of unreadable images."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ _REPORTED_PATHS = 20
 
 
 class Unreadable:
-    """Counts the images that could not be read, each path once, and says so in the log.
+    """Records the images that could not be read, each path once, and logs them.
 
-    With on_error="raise" the first one is a ValueError.
+    With on_error="raise", the first one raises ValueError.
     """
 
     def __init__(self, on_error: str) -> None:
-        if on_error not in ("skip", "raise"):
-            raise ValueError(f"data.on_error={on_error!r} is unknown: choose skip or raise")
         self.on_error = on_error
         self._reasons: dict[str, str] = {}
 
@@ -50,7 +48,7 @@ class Unreadable:
         return list(self._reasons)
 
     def record(self, failures: list[Failure]) -> None:
-        """Takes note of the failures of one batch."""
+        """Record the failures of one batch."""
         for path, reason in failures:
             if self.on_error == "raise":
                 raise ValueError(
@@ -66,9 +64,9 @@ class Unreadable:
 
 
 class TrainingBatches(Dataset[Batch]):
-    """SampleIndexes -> a full batch; an unreadable image is replaced by another that the seed of its index picks.
+    """SampleIndexes -> a full batch; an unreadable image is replaced by one that the seed of its index determines.
 
-    The batch is empty if that fails too often in a row.
+    The batch is empty if too many replacements in a row are unreadable.
     """
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Tensor], seed: int) -> None:
@@ -128,10 +126,10 @@ class EvaluationBatches(Dataset[Batch]):
 class StreamBatches(IterableDataset[Batch]):
     """Batches of a timm IterableImageDataset, in its own order.
 
-    A stream leaves out what it cannot decode without counting it; images without a range are named by their place.
-
-    Training yields full batches only. Evaluation gives each rank every `world_size`-th image of the whole stream: all
-    ranks read it, so that none is seen twice or left out.
+    The stream itself skips images that it cannot decode, without counting them; images with values out of range are
+    skipped here, and named by their position. Training yields full batches only. In an evaluation, each rank takes
+    every `world_size`-th image of the whole stream: all ranks read the whole stream, so that no image is used twice or
+    left out.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class StreamBatches(IterableDataset[Batch]):
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the workers too, those already started included."""
+        """Set the epoch, also for workers that have already started."""
         self._epoch.value = epoch
         self.dataset.set_epoch(epoch)
 
@@ -182,7 +180,7 @@ class StreamBatches(IterableDataset[Batch]):
 
 
 class StreamLoader(BatchLoader):
-    """A BatchLoader over a stream; training begins each epoch at the start of the stream."""
+    """A BatchLoader over a stream; each training epoch begins at the start of the stream."""
 
     def __init__(
         self,
@@ -209,10 +207,10 @@ class StreamLoader(BatchLoader):
 
 
 class ImageFiles(InputFiles):
-    """The image files of a folder (all levels) or one file, in the order of their paths, prepared for a model.
+    """The image files of a folder (all levels), or one file, in the order of their paths, transformed for a model.
 
-    Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged); `passed_over` are the files
-    of the folder that are no images by their endings, or hidden. ValueError where there are no images.
+    Items are (uint8 [C, S, S], path), with None for an image that cannot be read (logged). `passed_over` lists the
+    files of the folder that are hidden or have no image ending. ValueError if there are no images.
     """
 
     def __init__(self, path: str, info: DataInfo) -> None:
@@ -246,12 +244,12 @@ class ImageFiles(InputFiles):
         return images, paths, [path for image, path in items if image is None]
 
     def prepare(self, batch: Tensor) -> Tensor:
-        """Normalised images."""
+        """The normalised images."""
         return normalize(batch, self.info)
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds python's, numpy's and torch's CPU generator."""
+    """Seed the generators of Python, NumPy and torch's CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - timm's transforms draw from the global generator
     torch.default_generator.manual_seed(seed)
@@ -259,7 +257,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Puts the generators of `seed_everything` back afterwards."""
+    """Restore the generators of `seed_everything` afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         yield
@@ -270,7 +268,7 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def _stack(images: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """[B, C, H, W], also of no images."""
+    """Images [B, C, H, W], also for B = 0."""
     return torch.stack(images) if images else torch.empty(0, *shape, dtype=torch.uint8)
 
 

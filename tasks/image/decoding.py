@@ -1,4 +1,4 @@
-"""Image files -> upright images of 8 bits a channel: the one way in, for training, evaluation and prediction."""
+"""Decode image files to upright images of 8 bits per channel, for training, evaluation and prediction alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import ExifTags, Image
 
-# What decoders raise for bytes that are no image.
+# What decoders raise for bytes that are not an image.
 UNREADABLE = (
     OSError,
     SyntaxError,
@@ -24,13 +24,13 @@ UNREADABLE = (
     Image.DecompressionBombError,
 )
 
-# Exported files state it, for whoever prepares images for them.
+# Exported files contain this text, for programs that prepare images for them.
 DECODING = (
     "first frame; turned upright by its EXIF orientation; 16-bit integers divided by 257 (fewer bits by their range), "
     "floats in 0..1 multiplied by 255, both rounded; transparency dropped; converted to RGB, or grey for one channel"
 )
 
-# Pillow recognises these without decoding them, or starts another program for it (Ghostscript).
+# Formats that Pillow recognises but does not decode itself, or only with another program (Ghostscript).
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 
 _TURNS = {
@@ -46,31 +46,31 @@ _TURNS = {
 
 @cache
 def image_endings() -> frozenset[str]:
-    """The endings, in small letters, of the files that Pillow decodes here."""
+    """The lower-case endings of the files that Pillow decodes here."""
     known = Image.registered_extensions()
-    decoded = {*Image.OPEN, "MPO"} - _NOT_DECODED  # MPO begins as JPEG, and is opened as that
+    decoded = {*Image.OPEN, "MPO"} - _NOT_DECODED  # MPO files begin as JPEG files and are opened as such
     return frozenset(ending for ending, kind in known.items() if kind in decoded)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is one that systems and editors keep for themselves: its name begins with a dot."""
+    """True if the name begins with a dot, as those of files that systems and editors keep for themselves."""
     return name.startswith(".")
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is taken for an image, by its ending and because it is not hidden."""
+    """True if a file counts as an image: its ending is one of `image_endings`, and it is not hidden."""
     path = PurePosixPath(name)
     return path.suffix.lower() in image_endings() and not is_hidden(path.name)
 
 
 def decode(file: str | Path | IO[bytes]) -> Image.Image:
-    """The image of a file, upright, with 8 bits a channel; raises one of UNREADABLE.
+    """The image of a file, upright, with 8 bits per channel; raises one of UNREADABLE.
 
-    16-bit integers are scaled by their range, so that a picture means the same in 8 and in 16 bits. Other integers and
-    floats have no range of their own: floats in [0, 1] are taken, everything else is a ValueError.
+    16-bit integers are scaled by their range, so that a picture has the same values in 8 and in 16 bits. Other integers
+    and floats have no range of their own: floats in [0, 1] are accepted, everything else is a ValueError.
     """
     if isinstance(file, (str, Path)):
-        # Pillow 13 maps files that it opens itself into memory, and then misreads TIFF images that are turned.
+        # Pillow 13 maps files that it opens itself into memory, and then misreads rotated TIFF images.
         with open(file, "rb") as stream:
             return decode(stream)
     with Image.open(file) as image:
@@ -79,7 +79,7 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Turn and mirror an image as its EXIF orientation says. Of damaged EXIF data nothing is taken."""
+    """Rotate and mirror an image by its EXIF orientation; damaged EXIF data is ignored."""
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except UNREADABLE:
@@ -89,29 +89,29 @@ def upright(image: Image.Image) -> Image.Image:
         return image
     turned = image.transpose(turn)
     turned.format = image.format
-    # Without its EXIF data, or whoever looks at the image next would turn it again.
+    # The EXIF data is removed, so that nobody rotates the image a second time.
     turned.info = {key: value for key, value in image.info.items() if key == "transparency"}
     return turned
 
 
 def in_eight_bits(image: Image.Image) -> Image.Image:
-    """An image of any mode -> one of 8 bits a channel that converts to RGB and L. ValueError where none fits."""
+    """Convert an image of any mode to 8 bits per channel, in a mode that converts to RGB and L, or raise ValueError."""
     if image.mode.startswith("I;16"):
         return _scaled(image, 2 ** _bits(image) - 1, inverted=_white_is_zero(image))
     if image.mode == "I":
-        # So Pillow holds 16 bits of PGM, and before version 11 those of PNG.
+        # Pillow uses this mode for 16 bits of PGM, and before version 11 for those of PNG.
         if image.format not in ("PNG", "PPM"):
             raise ValueError("32-bit integers do not tell which one is white: store 8 or 16 bits, or floats in 0..1")
         return _scaled(image, 65535)
     if image.mode == "F":
         return _scaled(image, 1)
-    # What Pillow converts to RGB or L in two steps only, or with a warning.
+    # Modes that Pillow converts to RGB or L in two steps only, or with a warning.
     between = {"P": "RGBA" if "transparency" in image.info else "P", "La": "LA", "LAB": "RGB"}.get(image.mode)
     return image if between in (None, image.mode) else image.convert(between)
 
 
 def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Image.Image:
-    """Grey of 8 bits from numbers between 0 and `white`."""
+    """Convert numbers between 0 and `white` to grey of 8 bits."""
     values = np.asarray(image).astype(np.float64)
     lowest, highest = float(values.min()), float(values.max())
     if not (lowest >= 0 and highest <= white):
@@ -121,13 +121,13 @@ def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Imag
 
 
 def _bits(image: Image.Image) -> int:
-    """The bits of a 16-bit mode that are in use: TIFF files of 12 bits come in it too."""
+    """The number of bits used in a 16-bit mode, which TIFF files of 12 bits have, too."""
     stored = _tags(image).get(258, 16)
     return int(stored[0] if isinstance(stored, (tuple, list)) else stored)
 
 
 def _white_is_zero(image: Image.Image) -> bool:
-    # Pillow inverts such TIFF files of 8 bits, and those of 16 not.
+    # Pillow inverts such TIFF files of 8 bits, but not those of 16 bits.
     return _tags(image).get(262) == 0
 
 

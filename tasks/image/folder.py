@@ -1,4 +1,4 @@
-"""Folders and tar files of images: what they hold, and what of it is passed over."""
+"""Folders and tar files of images: their images, and the files that are passed over."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from longseq.tasks.image.decoding import image_endings, is_hidden, is_image
 
 _log = logging.getLogger(__name__)
 
-# timm keeps what it found in tar files beyond this size, because looking through them takes minutes.
+# timm caches the index of larger tar files, because reading through them takes minutes.
 _LARGE_TAR = 10 * 2**30
 
 
 class Found(NamedTuple):
-    """The image files below a folder, and the other ones."""
+    """The image files below a folder, and the other files."""
 
     images: list[str]
     passed_over: list[PassedOver]
 
 
 def find_images(root: str) -> Found:
-    """Look through a folder, all levels, symbolic links too; files are images by their endings.
+    """Search a folder on all levels, also through symbolic links; images are recognised by their endings.
 
-    Hidden files and folders are passed over: those of version control, of notebooks, and the second file that macOS
+    Hidden files and folders are passed over: those of version control and of notebooks, and the second file that macOS
     writes beside each image.
     """
     images, others = [], []
@@ -54,7 +54,7 @@ def find_images(root: str) -> Found:
 
 
 def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
-    """Say in one line of the log what of `root` is not read, where there is something."""
+    """Log in one line which files of `root` are not read, if there are any."""
     if passed_over:
         _log.warning("%s: %d passed over (%s)", root, len(passed_over), describe_passed_over(passed_over, root))
 
@@ -62,8 +62,8 @@ def report_passed_over(passed_over: Sequence[PassedOver], root: str) -> None:
 class ClassFolders:
     """Images by class: the class of an image is the innermost folder that holds it.
 
-    Classes are numbered in their natural order, or by `class_to_idx`, and images of others are then passed over.
-    ValueError where images lie outside class folders, or in a folder below that of a class.
+    Classes are numbered in natural order, or by `class_to_idx`; then images of other classes are passed over.
+    ValueError if images lie outside class folders, or in a folder below that of a class.
     """
 
     def __init__(self, root: str, class_to_idx: Mapping[str, int] | None = None) -> None:
@@ -118,7 +118,7 @@ class ClassFolders:
 class TarImages(ReaderImageInTar):
     """timm's reader of a .tar of class folders, or of a folder of .tar files, with all endings and no hidden files.
 
-    `passed_over` tells the other files, but not those of tar files in tar files, nor of more than 10 GiB.
+    `passed_over` lists the other files, except those of tar files inside tar files, and those of archives above 10 GiB.
     """
 
     def __init__(self, root: str, class_map: Mapping[str, int] | str | None = None) -> None:
@@ -134,7 +134,7 @@ class TarImages(ReaderImageInTar):
         self._opened_by: int | None = None
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        # A forked process shares the position in the files that the one before it has opened.
+        # A forked process shares the position in open files with its parent, so that it must open them again.
         if self._opened_by != os.getpid():
             for state in [self.tar_state] if self.root_is_tar else self.tar_state.values():
                 state.reset()
@@ -170,7 +170,7 @@ def _why_no_image(name: str) -> str:
 
 @contextmanager
 def _all_endings() -> Iterator[None]:
-    """Let timm's readers take every ending of Pillow, which they ask of a table for the whole process."""
+    """Let timm's readers accept all of Pillow's endings: timm keeps the endings in one table for the whole process."""
     before = get_img_extensions()
     set_img_extensions(sorted(image_endings()))
     try:

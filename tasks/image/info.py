@@ -1,4 +1,4 @@
-"""What a model must know of the data it was made for."""
+"""What a model must know of its training data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class DataInfo:
     """What a model, a checkpoint and an exported file must know of the data.
 
-    `mean` and `std` are per channel, of pixels in [0, 1]; `sizes` counts the images of each split, None where a stream
-    does not tell.
+    `mean` and `std` are per channel, of pixels in [0, 1]. `sizes` has the number of images of each split, None if a
+    stream does not know it.
     """
 
     class_names: list[str]
@@ -26,11 +26,11 @@ class DataInfo:
     sizes: dict[str, int | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, for checkpoints."""
+        """Dictionaries, lists and numbers, for checkpoints."""
         return asdict(self)
 
     def to_keys(self) -> dict[str, Any]:
-        """The keys of `data` that prepare other images as these were."""
+        """The keys of `data` that transform other images as these were."""
         prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")
         return {"name": "images", **{key: getattr(self, key) for key in prepared}}
 
@@ -40,5 +40,5 @@ class DataInfo:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataInfo:
-        """The inverse of `to_dict`; keys of others are ignored."""
+        """The inverse of `to_dict`; other keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

@@ -1,4 +1,4 @@
-"""Mixup, CutMix and label smoothing of a batch, as a function of (seed, update, part of its batch)."""
+"""Mixup, CutMix and label smoothing of a batch, as a function of (seed, update, part of the effective batch)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from longseq.tasks.data.seeds import derive_seed
 
 
 class BatchMixing:
-    """Mixes images with those at the mirrored place of the batch, and makes soft targets.
+    """Mixes image i with image B - 1 - i of the batch, and makes soft targets.
 
-    With mixup = cutmix = 0 the images stay as they are and the targets are only smoothed. Zhang et al. 2018
-    (arXiv:1710.09412), Yun et al. 2019 (arXiv:1905.04899), in timm's implementation.
+    With mixup = cutmix = 0, images are unchanged and targets are only smoothed. Zhang et al. 2018 (arXiv:1710.09412),
+    Yun et al. 2019 (arXiv:1905.04899), in timm's implementation.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BatchMixing:
             )
 
     def __call__(self, images: Tensor, targets: Tensor, *, update: int, part: int = 0) -> tuple[Tensor, Tensor]:
-        """Mixes in place: images [B, C, H, W] float, targets [B] int -> images, soft targets [B, num_classes].
+        """Mix in place: images [B, C, H, W] float, targets [B] int -> images, soft targets [B, num_classes].
 
         `update` and `part` are those of `TrainedModule.seed_batch`. ValueError for an odd B.
         """

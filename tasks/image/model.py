@@ -19,12 +19,12 @@ from longseq.timm_models import model_name, stated_by
 
 
 class ImageModel(TaskModel):
-    """Builds the models that `timm.create_model` knows, those of longseq among them."""
+    """Builds the models that `timm.create_model` knows, including those of longseq."""
 
     def build(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module:
         """The model that `config.model` names.
 
-        Options that are null there are left to the recipe (`recipe.model`) and then to the model.
+        An option that is null there has the value of the recipe (`recipe.model`), or else the model's default.
         """
         options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
         name = config["model"]["name"]
@@ -44,17 +44,13 @@ class ImageModel(TaskModel):
         return model
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """As `TaskModel.initialize`; positions are interpolated to the grid of the new model."""
+        """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
         state = trained.state_dict()
         copy_weights(model, checkpoint_filter_fn(state, model) if isinstance(model, ImageBackbone) else state)
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
-        if size in (None, trained.img_size):
-            return {}
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"data.img_size={size} must be a number of pixels")
-        return {"any_resolution": True}
+        return {} if size in (None, trained.img_size) else {"any_resolution": True}
 
     def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
         size = found.img_size
@@ -69,7 +65,7 @@ class ImageModel(TaskModel):
 
 
 def state_data(model: nn.Module, info: DataInfo) -> None:
-    """Write the preprocessing and the class names where timm's models have them: they are saved with the model."""
+    """Write the preprocessing and the class names to timm's attributes of a model, which are saved with the model."""
     stated = {
         "num_classes": info.num_classes,
         "label_names": tuple(info.class_names),
@@ -79,31 +75,32 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
         "interpolation": info.interpolation,
         "crop_pct": info.crop_pct,
     }
-    # Those of the weights that a model of timm had come with.
+    # what the pretrained weights of a timm model stated
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}
     described: Any = model
     described.pretrained_cfg = described.default_cfg = {**former, **stated}
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:
-    """What a timm model of a fixed image size takes to fit `img_size`; its architecture stays from 128 pixels on."""
+    """The arguments that fit a timm model of fixed size to `img_size`; from 128 pixels on, its patches stay."""
     taken = constructor_defaults(name)
     if not timm.get_pretrained_cfg(name).fixed_input_size or "img_size" not in taken:  # type: ignore[union-attr]
         return {}
-    # ViT and its kin have one patch grid, of 16 pixels by default; pyramids such as Swin shrink by themselves.
+    # ViT and similar models have one patch grid, of 16 pixels by default. Pyramids such as Swin fit small images
+    # themselves.
     small = img_size < 128 and taken.get("patch_size") == 16
     return (_patches(img_size, overlapping=False) if small else {}) | {"img_size": img_size}
 
 
 def check_model_name(name: str) -> None:
-    """ValueError for a name that timm does not know, with some that it knows."""
+    """Raise ValueError for a name that timm does not know; the message suggests similar names."""
     if not is_model(name):
         near = timm.list_models(f"*{name.split('_')[0]}*")[:3]
         raise ValueError(f"unknown model.name={name!r}: `timm.list_models()` lists them{_such_as(near)}")
 
 
 def constructor_defaults(name: str) -> dict[str, Any]:
-    """The options of a timm model's constructor, through its base classes."""
+    """The options of a timm model's constructor and those of its base classes, with defaults."""
     defaults: dict[str, Any] = {}
     made = typing.get_type_hints(model_entrypoint(name)).get("return")
     for cls in getattr(made, "__mro__", ()):
@@ -115,7 +112,7 @@ def constructor_defaults(name: str) -> dict[str, Any]:
 
 
 def _patches(img_size: int, *, overlapping: bool) -> dict[str, int]:
-    """The usual patches for images of a size: 16 pixels from 128 on, else 4; for the 8 of digits, 9 that overlap."""
+    """The default patches: of 16 pixels from 128 on, else of 4; for 8 pixels (digits), 9 that overlap, or of 2."""
     if img_size >= 128:
         return {"patch_size": 16}
     if img_size > 8:

@@ -1,4 +1,4 @@
-"""The image classification task: loss, metrics, optimizer and schedule around a plain backbone."""
+"""The image classification task: loss, metrics, optimizer and schedule around a backbone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ from longseq.tasks.training.recipe import Training
 
 
 class ImageClassifier(TrainedModule):
-    """Trains and measures a backbone that maps images [B, C, H, W] to logits [B, num_classes].
+    """Trains and evaluates a backbone that maps images [B, C, H, W] to logits [B, num_classes].
 
     Logs `train/loss`, `train/lr`, `{val,test}/{loss,top1,top5}`; top-5 only with more than five classes. Metrics count
-    every evaluated sample once, whatever the number of processes. `mixing` makes the soft targets of a training batch,
-    by default those of the labels alone; with `binary_cross_entropy` each class is a question of its own.
+    each evaluated sample once, whatever the number of processes. `mixing` makes the soft targets of a training batch;
+    by default they are the labels. With `binary_cross_entropy`, each class is a separate decision.
     """
 
     # Counts [true class, predicted class] of the last test.
@@ -38,12 +38,12 @@ class ImageClassifier(TrainedModule):
         super().__init__(backbone, training)
         self.mixing = mixing or BatchMixing(num_classes, seed=self.seed)
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if binary_cross_entropy else SoftTargetCrossEntropy()
-        # Training batches all have one shape; evaluation's do not, and runs the backbone as it is.
+        # Training batches all have the same shape. Evaluation batches do not, and run the backbone without compilation.
         self._train_forward = self.compiled(self.forward)
         self.val_metrics = _metrics(num_classes)
         self.test_metrics = _metrics(num_classes)
         self.confusion = MulticlassConfusionMatrix(num_classes, validate_args=False)
-        self._measured = False  # an image since the last validation or test
+        self._measured = False  # True if an image was evaluated since the last validation or test
 
     @classmethod
     def from_config(
@@ -67,7 +67,7 @@ class ImageClassifier(TrainedModule):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [B, num_classes] of normalised images [B, C, H, W]."""
+        """Logits [B, num_classes] for normalised images [B, C, H, W]."""
         return self.backbone(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -88,7 +88,7 @@ class ImageClassifier(TrainedModule):
         return logits
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], metrics: Any, stage: str) -> Tensor | None:
-        """Updates the metrics of a stage and returns the logits, None for an empty share of a distributed batch."""
+        """Update the metrics of a stage and return the logits, or None for an empty part of a distributed batch."""
         images, targets = batch
         logits = None
         if len(targets) > 0:
@@ -113,7 +113,7 @@ class ImageClassifier(TrainedModule):
         self.confusion.reset()
 
     def _require_measured(self, kind: str) -> None:
-        """ValueError where no process of the run could read an image, as a stream tells at its end only."""
+        """Raise ValueError if no process of the run could read an image; a stream shows this only at its end."""
         measured, self._measured = self._measured, False
         if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
             raise ValueError(f"not one {kind} image could be read: check data.root and the names of the splits")

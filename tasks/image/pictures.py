@@ -17,15 +17,15 @@ from longseq.tasks.training import targets
 RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)
 
-SMALLEST_TILE, LARGEST_TILE = 96, 128  # pixels of an image in a grid
+SMALLEST_TILE, LARGEST_TILE = 96, 128  # the size of an image in the grid, in pixels
 
 
 @targets.register("callback")
 class SamplePredictions(Callback):
     """Adds `val/samples`: images of the first validation batch, captioned with the predicted and the true class.
 
-    A run gets about `pictures` of them, at equal distances, each of `count` images of at most 128 pixels: its event
-    files stay small whatever the number of epochs and the size of images.
+    A run gets about `pictures` of these pictures, evenly spaced, each with `count` images of at most 128 pixels: the
+    event files stay small whatever the number of epochs and the size of images.
     """
 
     def __init__(self, count: int = 16, pictures: int = 20) -> None:
@@ -55,14 +55,14 @@ class SamplePredictions(Callback):
         board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
 
     def _is_due(self, number: int, total: int | None) -> bool:
-        """Whether the n-th validation gets a picture; of a run without an end those of 1, 2, 4, 8, ... do."""
+        """True if the n-th validation gets a picture; in a run without an end, these are numbers 1, 2, 4, 8, ..."""
         if total is None or total < 1:
             return number & (number - 1) == 0
         return number % math.ceil(total / self.pictures) == 0
 
 
 def _count_validations(trainer: Trainer, module: LightningModule) -> tuple[int, int | None]:
-    """The number of this validation, from 1, and of the last one; where they follow epochs each epoch counts."""
+    """The number of this validation, counted from 1, and of the last one; validations after epochs count epochs."""
     if trainer.check_val_every_n_epoch is not None:
         return trainer.current_epoch + 1, trainer.max_epochs
     every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class ConfusionMatrix(Callback):
 
 
 def _board(trainer: Trainer) -> TensorBoardLogger | None:
-    """The logger that takes pictures, None where the run writes to others only."""
+    """The logger that accepts pictures; None if the run has only other loggers."""
     return next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
 
 
@@ -148,7 +148,7 @@ def draw_confusion_matrix(counts: Tensor, class_names: Sequence[str]) -> Tensor:
 def _draw_upwards(canvas: Image.Image, text: str, centre: float, bottom: float) -> None:
     strip = Image.new("RGB", (int(bottom), 12), "white")
     ImageDraw.Draw(strip).text((0, 6), text, fill="black", anchor="lm")
-    # Only the text's own extent is pasted, so that the caption in the corner stays.
+    # Only the text itself is pasted, so that the caption in the corner is not covered.
     width = min(strip.width, int(ImageDraw.Draw(strip).textlength(text)) + 1)
     upright = strip.crop((0, 0, width, 12)).rotate(90, expand=True)
     canvas.paste(upright, (int(centre - 6), int(bottom - width)))

@@ -1,4 +1,4 @@
-"""What a run of image classification reports beside its metrics: results by class, and commands for its checkpoint."""
+"""What a run of image classification reports beside its metrics: accuracy by class, and commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ImageReport(Report):
 
 
 def per_class_accuracy(confusion_matrix: Tensor, info: DataInfo) -> list[dict[str, Any]]:
-    """Each class with the share of its images that were recognised, None without images, and their number."""
+    """For each class the share of its images that were classified correctly (None without images), and their number."""
     rows = zip(
         info.class_names, confusion_matrix.diagonal().tolist(), confusion_matrix.sum(dim=1).tolist(), strict=True
     )

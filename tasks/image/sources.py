@@ -1,4 +1,4 @@
-"""Where images come from: each source gives decoded images by index, and knows its classes and paths."""
+"""Sources of images: each gives decoded images by index, and has class names and paths."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Source(Protocol):
         """The decoded image and its class; raises one of UNREADABLE."""
 
     def path(self, index: int) -> str:
-        """What tells a person which image it is."""
+        """A name of the image for people."""
 
     def targets(self) -> np.ndarray | None:
-        """All classes [N], or None where they cannot be had without reading the images."""
+        """All classes [N], or None if they are unknown without reading the images."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The images of a source that make one of train, validation, test."""
+    """The images of a source that are one of train, validation and test."""
 
     source: Source
     indices: np.ndarray  # [N] int64
@@ -75,7 +75,7 @@ class Splits:
 
 
 class ArraySource:
-    """Equal-sized decoded images in memory: uint8 [N, H, W] or [N, H, W, 3]."""
+    """Decoded images of one size in memory: uint8 [N, H, W] or [N, H, W, 3]."""
 
     def __init__(self, images: np.ndarray, targets: np.ndarray, class_names: Sequence[str], label: str) -> None:
         self.images, self._targets = images, np.asarray(targets, dtype=np.int64)
@@ -115,7 +115,7 @@ class FolderSource:
 
 
 class ReaderSource:
-    """Images through a reader of timm: a tar, or a Hugging Face data set."""
+    """Images that a reader of timm reads: a tar, or a Hugging Face data set."""
 
     def __init__(self, reader: Any, label: str) -> None:
         self.reader, self.label = reader, label
@@ -146,7 +146,7 @@ class ReaderSource:
 
 
 class DecodedSource:
-    """The images of a reader, decoded once into memory: for sets of small images of one size."""
+    """The images of a reader, decoded once into memory: for data sets of small images of one size."""
 
     def __init__(self, source: FolderSource | ReaderSource) -> None:
         _log.info("decoding the %d images of %s into memory", len(source), source.label)
@@ -210,13 +210,13 @@ class TorchvisionSource:
 
 
 def is_stream(source: str) -> bool:
-    """Whether timm reads this source in its own order only."""
+    """True if timm reads this source only in the source's own order."""
     prefix, slash, _ = source.partition("/")
     return bool(slash) and prefix.lower() in _STREAMS
 
 
 def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """Takes `fraction` of every class away: (the rest, the part), both in the source's order."""
+    """Take `fraction` of every class away: (the rest, the part), both in the source's order."""
     if not 0 < fraction < 1:
         raise ValueError(f"data.val_fraction={fraction} of the training images to set apart must lie between 0 and 1")
     targets = split.source.targets()
@@ -234,7 +234,7 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
 
 
 def require_readable(split: Split, kind: str) -> None:
-    """ValueError unless one image of a split can be read: what is measured on none is no measurement."""
+    """Raise ValueError unless at least one image of a split can be read."""
     first: str | None = None
     for index in split.indices:
         try:
@@ -247,7 +247,7 @@ def require_readable(split: Split, kind: str) -> None:
 
 
 def classes_at_hand(split: Split) -> np.ndarray | None:
-    """The classes of the images of a split, None where telling them would mean to look through a data set."""
+    """The classes of a split's images, or None if finding them would take reading the data set."""
     source = split.source
     known = isinstance(source, FolderSource) or isinstance(getattr(source, "reader", None), TarImages)
     targets = source.targets() if known else None
@@ -255,7 +255,7 @@ def classes_at_hand(split: Split) -> np.ndarray | None:
 
 
 def digits(root: str | None = None, **_: Any) -> Splits:
-    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; a fifth of them is the test set, whatever the seed."""
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the test set is the same fifth for every seed."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -267,7 +267,7 @@ def digits(root: str | None = None, **_: Any) -> Splits:
 
 
 def fashion_mnist(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
-    """Fashion-MNIST in torchvision's raw format below `root`: validation from the 60,000, test is the 10,000."""
+    """Fashion-MNIST in torchvision's raw format below `root`: validation is part of the 60,000, test is the 10,000."""
     root = _require_root(root, "fashion_mnist")
     train, test = (_torchvision_array("FashionMNIST", root, part, download) for part in (True, False))
     return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
@@ -298,10 +298,10 @@ SOURCES: Mapping[str, OpenSplits] = MappingProxyType(_SOURCES)
 
 
 def register_source(name: str) -> Callable[[Opener], Opener]:
-    """Enter a source, which `data.source=NAME` then chooses: `@register_source("name")`.
+    """Register a source, which `data.source=NAME` then chooses: `@register_source("name")`.
 
     The function is called with (root, download=..., val_fraction=..., split_seed=...), the keys of `data`, and returns
-    the splits of one or more `Source`s; workers read them in other processes.
+    the splits of one or more `Source`s, which are read in worker processes.
     """
 
     def enter(opener: Opener) -> Opener:
@@ -329,11 +329,11 @@ def timm_splits(
     val_fraction: float,
     split_seed: int,
 ) -> Splits:
-    """The splits of what timm reads with random access: folder, hfds/NAME, torch/NAME (a tar counts as a folder).
+    """The splits of a source that timm reads by index: folder, hfds/NAME, torch/NAME (a tar counts as a folder).
 
-    `names` gives the split names of train, validation and test, None for a split that is not there. Without a
-    validation split `val_fraction` of the training images becomes it; without a test split the validation images are
-    tested on, which is said in one line.
+    `names` has the split names of train, validation and test, None for a split that does not exist. Without a
+    validation split, `val_fraction` of the training images becomes the validation split. Without a test split, the
+    validation images are also the test images, and one log line says so.
     """
     train_source: Source
     held_out: dict[str, Source]
@@ -373,10 +373,11 @@ def held_out_split(
     download: bool,
     whole: bool,
 ) -> Split | None:
-    """The split `kind` (validation or test) alone, its classes numbered as `class_names`; None where it has no own.
+    """The split `kind` (validation or test), with classes numbered as in `class_names`; None if the source has no such
+    one.
 
-    Without a test split the validation images are the test images. With `whole` a folder of class folders only is the
-    split, all of it; ValueError where such a folder holds training images only.
+    Without a test split, the validation images are the test images. With `whole`, a folder that has only class folders
+    is the split as a whole; ValueError if such a folder has training images only.
     """
     if source != "folder":
         name = names[kind] or names["validation"]
@@ -410,9 +411,9 @@ def open_stream(
     class_map: ClassMap,
     num_samples: int | None,
 ) -> Any:
-    """timm's IterableImageDataset of one split; `num_samples` is the length of an epoch if the stream does not tell."""
+    """timm's IterableImageDataset of one split; `num_samples` is an epoch's length if the stream does not know it."""
     if not training and source.lower().startswith("hfids/"):
-        num_samples = -1  # timm asks for a length though it evaluates on whatever comes
+        num_samples = -1  # timm requires a length, but evaluates on all images of the stream
     try:
         return create_dataset(
             source,
@@ -432,18 +433,18 @@ def open_stream(
 
 
 def _stream_options(source: str) -> dict[str, Any]:
-    """Have timm leave images in their own mode, for it clips 16 bits, and take every ending of an image."""
+    """Options that let timm keep the images' own mode (it would clip 16 bits) and accept all image endings."""
     if source.lower().startswith("tfds/"):
         return {}  # decoded by TensorFlow, to 8 bits
     if not source.lower().startswith("wds/"):
         return {"input_img_mode": ""}
-    # The first ending is also timm's name for the image of a sample.
+    # timm also uses the first ending as the name of a sample's image.
     endings = {ending.removeprefix(".") for ending in image_endings()} - {"jpg"}
     return {"input_img_mode": "", "input_key": ";".join(["jpg", *sorted(endings)])}
 
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
-    """The folder or .tar below `root` that holds a split: by its `name`, or by one of the usual names of its kind."""
+    """The folder or .tar of a split below `root`, by its `name` or one of the usual names of its kind, or None."""
     candidates = _SPLIT_NAMES[kind] if name is None or name == kind else (name,)
     for candidate in candidates:
         for path in (Path(root, candidate), Path(root, f"{candidate}.tar")):
@@ -453,7 +454,7 @@ def find_split(root: str, kind: str, name: str | None = None) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the lines that follow."""
+    """The first line of an error's message, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -493,7 +494,7 @@ def _existing(root: str | None) -> str:
 
 
 def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap) -> FolderSource | ReaderSource:
-    """A folder with some or all of the classes `class_names`, numbered like them or by `class_map`."""
+    """A folder with some or all of the classes `class_names`, with their numbers or those of `class_map`."""
     if class_map is not None:
         return _folder(path, class_map)
     own = _folder(path, reported=False).class_to_idx
@@ -506,7 +507,7 @@ def _numbered_folder(path: str, class_names: Sequence[str], class_map: ClassMap)
 
 
 def _folder(path: str, class_map: ClassMap = None, *, reported: bool = True) -> FolderSource | ReaderSource:
-    """A folder of class folders, a .tar of them, or a folder of .tar files; what is passed over is said."""
+    """A folder of class folders, a .tar of them, or a folder of .tar files; files that are passed over are logged."""
     numbers = _class_numbers(class_map, path)
     try:
         source: FolderSource | ReaderSource
@@ -546,7 +547,7 @@ def _class_numbers(class_map: ClassMap, root: str) -> dict[str, int] | None:
 def _held_out_folder(
     path: str, train: FolderSource | ReaderSource, class_map: ClassMap = None
 ) -> FolderSource | ReaderSource:
-    """A folder numbered as the training folder is, though it may lack some of its classes."""
+    """A folder with the class numbers of the training folder; it may lack some classes."""
     if class_map is not None:
         return _folder(path, class_map)
     own = _folder(path, reported=False).class_to_idx
@@ -567,7 +568,7 @@ def _open(
 
 
 def _torchvision(source: str, root: str | None, name: str, download: bool) -> Any:
-    """A data set of torchvision that decodes files as all sources here do."""
+    """A data set of torchvision, with the decoding of all sources here."""
     options: dict[str, Any] = {}
     if folder := source.lower() in ("torch/image_folder", "torch/folder"):
         options = {"is_valid_file": lambda path: is_image(Path(path).name)}
@@ -582,7 +583,7 @@ def _torchvision(source: str, root: str | None, name: str, download: bool) -> An
 
 
 def _names(class_to_idx: Mapping[Any, int]) -> list[str]:
-    """Class names by index; an index without a name is named by its number."""
+    """Class names by index; an index without a name gets its number."""
     names = [str(index) for index in range(max(class_to_idx.values(), default=-1) + 1)]
     for name, index in class_to_idx.items():
         names[index] = str(name)

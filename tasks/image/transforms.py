@@ -1,4 +1,4 @@
-"""Image transforms: from a PIL image to a uint8 tensor on the host, to normalised float32 on the device."""
+"""Image transforms: from a PIL image to a uint8 tensor on the host, and to normalised float32 on the device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CROPS = ("random_resized", "padded", "center")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A sample's random transforms; the defaults change nothing but the size.
+    """The random transforms of a sample; the defaults change only the size.
 
-    crop: random_resized (Inception's), padded (short side to the image size, `padding` pixels around, random crop: the
-    simple random crop of DeiT III with padding_mode=reflect), or center (evaluation's). `auto_augment` is a string of
-    timm, such as rand-m9-mstd0.5-inc1 or 3a. `color_jitter` acts where timm lets it: not beside RandAugment.
+    crop: random_resized (Inception's), padded (resize the short side to the image size, pad by `padding` pixels, random
+    crop: with padding_mode=reflect, the simple random crop of DeiT III), or center (as in evaluation). `auto_augment`
+    is one of timm's strings, such as rand-m9-mstd0.5-inc1 or 3a. timm ignores `color_jitter` together with RandAugment.
     `erasing` has prob, mode (const, rand, pixel) and count.
     """
 
@@ -64,7 +64,7 @@ class ToMode:
 
 
 class PixelErasing:
-    """Random erasing (Zhong et al. 2020) of uint8 pixels: timm's, put back from normalised units."""
+    """Random erasing (Zhong et al. 2020) of uint8 pixels: timm's, converted back from normalised units."""
 
     def __init__(self, info: DataInfo, prob: float = 0.0, mode: str = "const", count: int = 1) -> None:
         if mode not in ("const", "rand", "pixel"):
@@ -83,7 +83,7 @@ class PixelErasing:
 
 
 def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
-    """Random transform: PIL image -> uint8 [C, S, S], drawing from the global generators of python, numpy and torch."""
+    """Random transform of a PIL image to uint8 [C, S, S]; it draws from the generators that `seed_everything` seeds."""
     crop, colour, _ = create_transform(
         (3, info.img_size, info.img_size),
         is_training=True,
@@ -101,7 +101,7 @@ def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms
     geometry = crop.transforms
     if augmentation.crop != "random_resized":
         geometry = _crop(info, augmentation) + geometry[1:]
-    # timm's colour operations fill with RGB triples, so grey images pass through them as RGB
+    # timm's colour operations fill with RGB triples, so that grey images must be RGB for them
     inner = ToMode("RGB") if colour.transforms else _final_mode(info)
     for operation in colour.transforms:
         _allow_zero_bits(operation)
@@ -112,7 +112,7 @@ def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms
 
 
 def evaluation_transform(info: DataInfo) -> transforms.Compose:
-    """Short side to img_size / crop_pct, centre crop: PIL image -> uint8 [C, S, S]."""
+    """Resize the short side to img_size / crop_pct, then crop the centre: PIL image -> uint8 [C, S, S]."""
     resize = create_transform(
         (3, info.img_size, info.img_size),
         interpolation=info.interpolation,
@@ -123,7 +123,7 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
 
 
 def normalize(images: Tensor, info: DataInfo) -> Tensor:
-    """uint8 [..., C, H, W] -> float32, zero mean and unit deviation over the data set, on the images' device."""
+    """uint8 [..., C, H, W] -> float32 with mean 0 and standard deviation 1 over the data set, on the images' device."""
     mean, std = _channel_statistics(info, images.device)
     return images.float().sub_(mean).div_(std)
 
@@ -145,7 +145,7 @@ def _crop(info: DataInfo, augmentation: Augmentation) -> list[Any]:
 
 
 def _allow_zero_bits(operation: Any) -> None:
-    """Gives timm's operations a posterize that keeps 0 bits too: their strongest magnitude asks for it."""
+    """Let timm's operations posterize to 0 bits, too, which is their strongest magnitude."""
     choices = getattr(operation, "ops", None) or getattr(operation, "policy", [])
     for choice in choices:
         for op in [choice] if isinstance(choice, AugmentOp) else choice:
@@ -167,7 +167,7 @@ def _rgb(values: list[float]) -> tuple[float, ...]:
 
 
 def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of pixels in [0, 255] [C, 1, 1]; filled on the device, for a copy from the host would wait."""
+    """Mean and deviation [C, 1, 1] of pixels in [0, 255]. They are filled on the device: a copy from the host waits."""
     mean, std = (
         torch.cat([torch.full((1, 1, 1), 255.0 * value, device=device) for value in values])
         for values in (info.mean, info.std)

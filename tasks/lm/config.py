@@ -27,6 +27,10 @@ class LanguageModelKeys(TaskKeys):
     loss: type | None = LossKeys
 
     def check(self, config: Mapping[str, Any]) -> None:
-        read(TokenModelKeys, config["model"], "model")
+        direction = read(TokenModelKeys, config["model"], "model").direction
+        if direction not in (None, "forward"):
+            raise ValueError(
+                f"model.direction={direction} lets a model see the tokens that it is to predict: take direction=forward"
+            )
         if config["recipe"].get("model"):
             raise ValueError("recipe.model is read by no part of task=lm: leave it out with ~recipe.model")

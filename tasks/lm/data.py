@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import torch
 
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.documents import Document, corpus_of, encode, first_of_equal, gzip_bits, split_numbers
+from longseq.tasks.text.documents import Document, encode, store_of
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.python_sources import read_sources, standard_library_files
+from longseq.tasks.text.python_sources import standard_library_files
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
-from longseq.tasks.text.store import SPLITS, Corpus, TokenStore, open_store
+from longseq.tasks.text.sources import TEXT, group_files, read_part
+from longseq.tasks.text.store import Corpus, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
@@ -41,29 +42,10 @@ class LanguageModelData(TaskData):
     mend.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        source: str,
-        window: int,
-        batch_size: int,
-        root: str | Sequence[str] | None = None,
-        weights: Sequence[float] | None = None,
-        check: bool = True,
-        validation: float = 0.05,
-        test: float = 0.05,
-        packing: str = "concatenated",
-        reset_state: bool = True,
-        eval_batch_size: int | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
         super().__init__()
-        told = {key: value for key, value in locals().items() if key in TextDataKeys.__dataclass_fields__}
-        self.keys = read(TextDataKeys, told, "data")
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.keys = keys = read(TextDataKeys, vars(keys), "data")
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
@@ -72,7 +54,8 @@ class LanguageModelData(TaskData):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
         """The data of a configuration; `batch_size` counts tokens."""
-        window = read(TextDataKeys, config["data"], "data").window
+        keys = read(TextDataKeys, config["data"], "data")
+        window = keys.window
         if batch_size % window:
             parts = config["recipe"]["batch_size"] // batch_size
             nearest = max(1, round(batch_size / window)) * window * parts
@@ -80,11 +63,7 @@ class LanguageModelData(TaskData):
                 f"recipe.batch_size={config['recipe']['batch_size']} counts tokens and gives a device {batch_size} at "
                 f"a time, which are no whole windows of data.window={window}: set recipe.batch_size={nearest}"
             )
-        return cls._make(config, batch_size // window)
-
-    @classmethod
-    def _make(cls, config: Mapping[str, Any], rows: int) -> LanguageModelData:
-        datamodule = cls(**config["data"], batch_size=rows, seed=config["seed"])
+        datamodule = cls(keys, batch_size=batch_size // window, seed=config["seed"])
         datamodule.setup()
         return datamodule
 
@@ -105,7 +84,8 @@ class LanguageModelData(TaskData):
         # As many tokens as the windows of the training held, where no other number is asked for.
         keys = read(TextDataKeys, {**config["data"], **changes}, "data")
         rows = max(1, batch_size * config["data"]["window"] // keys.window)
-        datamodule = cls._make({**config, "data": {**config["data"], **changes}}, rows)
+        datamodule = cls(keys, batch_size=rows, seed=config["seed"])
+        datamodule.setup()
         if datamodule.info.tokenizer != trained.tokenizer:
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
@@ -163,7 +143,7 @@ class LanguageModelData(TaskData):
             self._batches("train", self.batch_size),  # type: ignore[arg-type]
             self._training_sampler(),
             num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
             **follow(self.trainer),
         )
@@ -177,7 +157,7 @@ class LanguageModelData(TaskData):
     def _open(self) -> list[TokenStore]:
         root = self.keys.root
         if root is None:
-            return [_standard_library(self.keys.validation, self.keys.test)]
+            return [_standard_library(self.keys)]
         roots = [root] if isinstance(root, str) else root
         return [open_store(one, check=self.keys.check) for one in roots]
 
@@ -213,7 +193,7 @@ class LanguageModelData(TaskData):
             self._batches(stage, self.eval_batch_size),  # type: ignore[arg-type]
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
         )
 
@@ -224,23 +204,12 @@ class LanguageModelData(TaskData):
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
 
 
-def _standard_library(validation: float, test: float) -> TokenStore:
+def _standard_library(keys: TextDataKeys) -> TokenStore:
     """The bytes of the standard library's modules, in memory."""
-    tokenizer = ByteTokenizer()
-    texts = [text for text in read_sources(standard_library_files()) if text]
-    encoded = encode(map(Document, texts), tokenizer)
-    numbers = split_numbers(encoded.hashes, {"validation": validation, "test": test})
-    kept = first_of_equal(encoded.hashes)
-    splits = {split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)}
-    held_out = np.flatnonzero(kept & (numbers == SPLITS.index("test")))
-    return TokenStore(
-        name="standard_library",
-        tokenizer=tokenizer.to_dict(),
-        vocab_size=tokenizer.vocab_size,
-        separator=tokenizer.separator,
-        splits=splits,
-        gzip_bits_per_byte=gzip_bits(texts[index] for index in held_out),
-    )
+    fractions, tokenizer = {"validation": keys.validation, "test": keys.test}, ByteTokenizer()
+    texts = group_files([str(path) for path in standard_library_files()], format="python")
+    documents = (one for part in texts for one in read_part(part, TEXT) if isinstance(one, Document) and one.text)
+    return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
 
 
 def _remedy(keys: TextDataKeys, split: str) -> str:

@@ -1,4 +1,4 @@
-"""Probes: generated tasks that tell mixers apart."""
+"""Probes: generated tasks on which mixers differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of a probe: whole batches of one slice each, picked from tensors that stay on the device."""
+"""Batches of a probe: each is of one slice, gathered from tensors that stay on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longseq.tasks.probe.slices import Slice
 
 
 class ProbeTargets(NamedTuple):
-    """What is asked in a batch: the places `[B, A]`, the answers `[B, A]` and their bits (see `Slice`), the slice."""
+    """The questions of a batch: positions `[B, A]`, answers `[B, A]`, their bits (see `Slice`), and the slice."""
 
     places: Tensor
     answers: Tensor
@@ -32,7 +32,9 @@ class BatchIndices(NamedTuple):
 
 
 class SliceBatches(Dataset[tuple[Tensor, ProbeTargets, list[Any]]]):
-    """Maps BatchIndices to a batch (tokens `[B, T]`, ProbeTargets) and the failures that loaders expect: none."""
+    """Maps BatchIndices to a batch (tokens `[B, T]`, ProbeTargets) and the failures that loaders expect, which are
+    none.
+    """
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self.slices = slices
@@ -95,7 +97,9 @@ class MixtureSampler(UpdateSampler[BatchIndices]):
 
 
 class SliceSampler(Sampler[BatchIndices]):
-    """Yields batches for measuring: every sample of every slice once over all ranks, as many batches on each rank."""
+    """Yields evaluation batches: each sample of each slice once over all ranks, the same number of batches on each
+    rank.
+    """
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.samplers = [EvaluationSampler(size, batch_size, rank=rank, world_size=world_size) for size in sizes]

@@ -1,4 +1,4 @@
-"""The keys that probes read of a configuration."""
+"""The configuration keys of probes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Slices = Annotated[list[Mapping[str, Any]], Length(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeDataKeys:
-    """The keys of `data`; what they mean stands in `ProbeDataModule`."""
+    """The keys of `data`; `ProbeDataModule` documents them."""
 
     name: str
     generator: str

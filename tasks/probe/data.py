@@ -1,8 +1,8 @@
-"""The data module of the probes: generated sets, loaders, and what the model must know of them."""
+"""The data module of the probes: generated sets, loaders, and what the model must know of the sets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,13 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.probe.batches import MixtureSampler, SliceBatches, SliceSampler
-from longseq.tasks.probe.config import ProbeKeys
+from longseq.tasks.probe.config import SPLITS, ProbeDataKeys, ProbeKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.probe.slices import Slice, make_splits
+from longseq.tasks.training.options import read
 
-# The split that each stage of a run measures.
+# The split that each stage of a run evaluates.
 STAGES = {"val": "validation", "test": "test"}
 
 
@@ -25,48 +26,31 @@ class ProbeDataModule(TaskData):
     """Generated sequences for training, validation and test; see `longseq.tasks.probe.generators`.
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
-    generator beside those of `options`. Samples are functions of (`draw_seed`, slice), so that runs of several seeds
-    share them, and none occurs twice. With `cache` they are kept in a file of that folder. Batches are
-    (tokens `[B, T]`, ProbeTargets), picked from tensors that lie on the device; their order is a function of (`seed`,
-    epoch). ValueError for what the user can mend.
+    generator that replace those of `options`. Samples are functions of (`draw_seed`, slice), so that runs with
+    different seeds share them; no sample occurs more than once. With `cache`, they are saved in a file of that folder.
+    Batches are (tokens `[B, T]`, ProbeTargets), gathered from tensors on the device; their order is a function of
+    (`seed`, epoch). ValueError for errors that the user can correct.
     """
 
     def __init__(
         self,
+        keys: ProbeDataKeys,
         *,
-        name: str,
-        generator: str,
-        options: Mapping[str, Any],
-        train: Sequence[Mapping[str, Any]],
-        validation: Sequence[Mapping[str, Any]],
-        test: Sequence[Mapping[str, Any]],
         batch_size: int,
-        eval_batch_size: int | None = None,
-        draw_seed: int = 0,
-        cache: str | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not isinstance(options, Mapping):
-            raise ValueError(f"data.options={options} must name options of the generator, such as {{tokens: 64}}")
-        self.name, self.generator, self.options = name, generator, dict(options)
-        self.described = {"train": train, "validation": validation, "test": test}
-        for split, listed in self.described.items():
-            if not isinstance(listed, Sequence) or not all(isinstance(one, Mapping) for one in listed):
-                raise ValueError(f"data.{split}={listed} must be a list of slices, such as [{{samples: 1000}}]")
-        if empty := [split for split, listed in self.described.items() if not listed]:
-            raise ValueError(f"data.{empty[0]} has no slice: give at least one, such as [{{samples: 1000}}]")
-        if not isinstance(draw_seed, int):
-            raise ValueError(f"data.draw_seed={draw_seed} must be a whole number")
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.draw_seed, self.cache, self.seed = draw_seed, cache, seed
+        self.keys = keys = read(ProbeDataKeys, vars(keys), "data")
+        self.described = {split: getattr(keys, split) for split in SPLITS}
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
+        self.seed = seed
         self._splits: dict[str, list[Slice]] | None = None
         self._info: ProbeInfo | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ProbeDataModule:
         ProbeKeys().check(config)
-        datamodule = cls(**config["data"], batch_size=batch_size, seed=config["seed"])
+        datamodule = cls(read(ProbeDataKeys, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
         datamodule.setup()
         return datamodule
 
@@ -84,11 +68,10 @@ class ProbeDataModule(TaskData):
         trained: ProbeInfo,
         batch_size: int,
     ) -> ProbeDataModule:
-        own = config["data"]
-        options = changes.get("options", {})
-        changes = {**changes, "options": {**own["options"], **options} if isinstance(options, Mapping) else options}
+        options = {**config["data"]["options"], **changes.get("options", {})}
+        changes = {**changes, "options": options}
         datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
-        # The trainer tests on either split, under the names of its own slices.
+        # The trainer's test stage evaluates either split, under the names of that split's slices.
         datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
         if datamodule.info.vocab_size > trained.vocab_size:
             raise ValueError(
@@ -99,17 +82,17 @@ class ProbeDataModule(TaskData):
 
     @property
     def info(self) -> ProbeInfo:
-        """What models and checkpoints need to know; there after `setup`."""
+        """What models and checkpoints need to know of the data; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
     @property
     def registered_parts(self) -> list[Any]:
-        return [GENERATORS[self.generator]]
+        return [GENERATORS[self.keys.generator]]
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches that one device takes in an epoch."""
+        """Training batches of one device in an epoch."""
         return len(self._training_sampler())
 
     @property
@@ -119,22 +102,23 @@ class ProbeDataModule(TaskData):
         return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
 
     def slices(self, split: str) -> list[Slice]:
-        """The slices of train, validation or test; there after `setup`."""
+        """The slices of train, validation or test; available after `setup`."""
         assert self._splits is not None, "call setup() first"
         return self._splits[split]
 
     def setup(self, stage: str | None = None) -> None:
-        """Generates the sets, or reads them from the cache; a second call does nothing."""
+        """Generate the sets, or read them from the cache; a second call does nothing."""
         if self._splits is not None:
             return
-        vocab_size = (generator_options(self.generator) | self.options)["vocab_size"]
-        self._splits = make_splits(self.generator, self.options, self.described, seed=self.draw_seed, folder=self.cache)
+        keys = self.keys
+        vocab_size = (generator_options(keys.generator) | dict(keys.options))["vocab_size"]
+        self._splits = make_splits(keys.generator, keys.options, self.described, seed=keys.draw_seed, folder=keys.cache)
         counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
         self._info = ProbeInfo(
-            generator=self.generator,
+            generator=keys.generator,
             vocab_size=vocab_size,
             longest=max(one.tokens.shape[1] for slices in self._splits.values() for one in slices),
-            rebuild=self.generator == "compression",
+            rebuild=keys.generator == "compression",
             slices={stage: [one.name for one in self._splits[split]] for stage, split in STAGES.items()},
             sizes={"train": counts["train"], "val": counts["validation"], "test": counts["test"]},
         )

@@ -1,4 +1,4 @@
-"""What a model must know of the probe it was made for."""
+"""What a model must know of its probe."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 class ProbeInfo:
     """What a model and a checkpoint must know of a probe.
 
-    `longest` is the length of its longest sequences in training, validation and test; with `rebuild` the model must
-    write the whole sequence from its last feature; `slices` names the parts of val and test, `sizes` counts the
-    sequences of each split.
+    `longest` is the length of the longest sequences in training, validation and test. With `rebuild`, the model must
+    reproduce the whole sequence from its last feature. `slices` names the slices of val and test; `sizes` has the
+    number of sequences of each split.
     """
 
     generator: str
@@ -24,12 +24,12 @@ class ProbeInfo:
     sizes: dict[str, int | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers, for checkpoints."""
+        """Dictionaries, lists and numbers, for checkpoints."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ProbeInfo:
-        """The inverse of `to_dict`; keys of others are ignored."""
+        """The inverse of `to_dict`; other keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def describe(self) -> str:

@@ -17,6 +17,6 @@ class ProbeModel(TaskModel):
     """Builds the token model that `config.model` describes, for the probe's vocabulary."""
 
     def build(self, config: Mapping[str, Any], info: ProbeInfo) -> nn.Module:
-        """The model of a configuration; options that are null there are left to the model."""
+        """The model of a configuration; an option that is null there has the model's default."""
         backbone = build_token_model(config, vocab_size=info.vocab_size, longest=info.longest)
         return SequenceAutoencoder(backbone) if info.rebuild else backbone

@@ -1,4 +1,4 @@
-"""The probe task: loss and accuracy at the places where something is asked."""
+"""The probe task: loss and accuracy at the positions of questions."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ Batch = tuple[Tensor, ProbeTargets]
 
 
 class ProbeTask(TrainedModule):
-    """Trains and measures a token model on the questions of a probe.
+    """Trains and evaluates a token model on the questions of a probe.
 
     Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and of
-    sequences without a wrong one; where there are several slices, also `accuracy_SLICE` for each. An answer is right if
-    it is the label, or, where the generator allows several, one of them. Only the places asked about pass through the
-    head, whose scores of a large vocabulary would else take most of the memory. `slices` names those of val and test.
+    sequences without a wrong answer. With several slices, it also logs `accuracy_SLICE` for each. An answer is right if
+    it is the label, or one of the allowed ones if the generator allows several. The head reads only the positions of
+    questions: its scores for a large vocabulary would otherwise take most of the memory. `slices` names those of val
+    and test.
     """
 
     def __init__(
         self, backbone: nn.Module, *, slices: Mapping[str, Sequence[str]], training: Training | None = None
     ) -> None:
         super().__init__(backbone, training)
-        # Each slice has its own shape, and a graph of its own is faster than one for all.
+        # Each slice has its own shape, and one graph per slice is faster than one for all.
         self._train_forward = self.compiled(self.forward, dynamic=False)
         self.slices = {stage: list(names) for stage, names in slices.items()}
         self.val_metrics = _metrics(self.slices["val"])
@@ -54,7 +55,7 @@ class ProbeTask(TrainedModule):
         return self.mean_of_update(_summed_loss(self._train_forward(tokens, targets.places), targets.answers))
 
     def count_targets(self, batch: Batch) -> Tensor:
-        """The questions of a batch, of which sequences may have fewer or more."""
+        """The number of questions in a batch; sequences may have different numbers."""
         return (batch[1].answers != IGNORED).sum()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -64,7 +65,7 @@ class ProbeTask(TrainedModule):
         self._evaluate(batch, self.test_metrics, "test")
 
     def _evaluate(self, batch: Batch, metrics: Any, stage: str) -> None:
-        """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
+        """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
         tokens, targets = batch
         name = f"accuracy_{self.slices[stage][targets.slice_index]}"
         names = ["loss", "accuracy", "sequence_accuracy"] + [name] * (name in metrics)
@@ -86,7 +87,7 @@ def is_right(given: Tensor, answers: Tensor, allowed: Tensor | None) -> Tensor:
     """Which answers `given [B, A]` are right: equal to the label, or one of those whose bits `allowed` holds."""
     if allowed is None:
         return given == answers
-    # A shift by more than the bits of a number is undefined, and what stands so far up in the vocabulary is no answer.
+    # Shifting by more than the bits of a number is undefined; a token number that large is never an answer.
     bit = (allowed >> given.clamp(max=62)) & 1
     return (bit == 1) & (given < 62) & (answers != IGNORED)
 

@@ -1,4 +1,4 @@
-"""The sets of a probe: slices of one generator, made once, kept small, and read back from a file where there is one."""
+"""The sets of a probe: slices of one generator, made once, and cached in a file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, check_options, draw, generator_options
 from longseq.tasks.probe.generators.samples import Integers
 
-# Raised when a generator makes other samples than before, so that files of earlier versions are not read.
+# Increased when a generator makes other samples than before, so that files of earlier versions are not read.
 _VERSION = 1
 
-# Keys of a slice that are none of its generator's options.
+# Keys of a slice that are not options of its generator.
 _OWN_KEYS = ("samples", "name")
 
 
 class Slice(NamedTuple):
-    """Sequences of one setting, with what is asked of them.
+    """Sequences of one setting, and their questions.
 
     tokens: `[N, T]`.
-    places: `[N, A]`, the places at which something is asked; rows with fewer end in zeros.
-    answers: `[N, A]`, IGNORED beyond the row's own.
-    allowed: `[N, A]`, bits of the right answers, where there are several; else None.
+    places: `[N, A]`, the positions of questions; shorter rows end in zeros.
+    answers: `[N, A]`, IGNORED after the row's own questions.
+    allowed: `[N, A]`, bits of the right answers if there are several; else None.
     """
 
     name: str
@@ -58,10 +58,10 @@ def make_splits(
     seed: int,
     folder: str | None = None,
 ) -> Splits:
-    """Make the slices of each split; no sample occurs twice, in one split or in two.
+    """Make the slices of each split; no sample occurs twice, within a split or across splits.
 
     A slice is described by `samples`, an optional `name`, and options of the generator that replace those of `options`.
-    With `folder` the result is kept there in a file, and read from it if it holds one of the same description.
+    With `folder`, the result is saved there in a file, and read from it if the file has the same description.
     """
     check_slices(generator, options, splits)
     description = json.dumps([_VERSION, generator, dict(options), _as_dicts(splits), seed], sort_keys=True)
@@ -76,7 +76,7 @@ def make_splits(
 
 
 def check_slices(generator: str, options: Mapping[str, Any], splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """ValueError, in one line, for slices that cannot be made, as far as their keys and values tell."""
+    """Raise ValueError, in one line, if keys or values of slices are impossible."""
     check_options(generator, options)
     for split, listed in splits.items():
         for described in listed:
@@ -125,7 +125,7 @@ def _pack(name: str, samples: Samples) -> Slice:
 
 
 def _blocks(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Some rows at a time, which bounds the memory."""
+    """Blocks of rows, which bound the memory."""
     for start in range(0, len(rows), 8192):
         yield rows[start : start + 8192]
 

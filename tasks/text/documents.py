@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, token_type
+from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, TokenStore, token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
 # Documents that a tokenizer is given at a time, which bounds the memory.
 _BATCH = 256
+
+
+# The parts of the documents that are set apart: of "validation" and of "test".
+Fractions = Mapping[str, float]
 
 
 class Document(NamedTuple):
@@ -24,40 +28,48 @@ class Document(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Documents of a part of the input: tokens as in a store, a hash of each document's content `[N, 2]` uint64."""
+    """Documents of a part of the input; the fields but `hashes` and `gzipped` are those of a store.
+
+    hashes: `[N, 2]` uint64, of each document's content.
+    gzipped: `[N]`, the bytes of the text after gzip -9; 0 of documents that are not in the test split.
+    """
 
     tokens: Tokens
     lengths: Integers
     byte_counts: Integers
     prompts: Integers
     hashes: np.ndarray
+    gzipped: Integers
 
 
-def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
+def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
     """Encode documents; `prompt` and `text` are encoded each by itself."""
     dtype, separator = token_type(tokenizer.vocab_size), [tokenizer.separator]
     parts: list[np.ndarray] = []
-    lengths, byte_counts, prompts, hashes = [], [], [], []
+    numbers: list[tuple[int, int, int]] = []
+    hashes, gzipped = [np.zeros((0, 2), np.uint64)], []
     for batch in _batches(documents):
         encoded = tokenizer.encode_all([part for one in batch for part in (one.prompt, one.text)])
+        found = hashes_of(batch)
+        measured = split_numbers(found, fractions) == SPLITS.index("test")
         for index, one in enumerate(batch):
             prompt, text = encoded[2 * index], encoded[2 * index + 1]
             parts += [np.array(separator, dtype), prompt.astype(dtype), text.astype(dtype)]
-            lengths.append(1 + len(prompt) + len(text))
-            byte_counts.append(len(one.text.encode()))
-            prompts.append(len(prompt))
-            hashes.append(hash_of(one))
-    return Encoded(
-        np.concatenate(parts) if parts else np.zeros(0, dtype),
-        np.array(lengths, np.int64),
-        np.array(byte_counts, np.int64),
-        np.array(prompts, np.int64),
-        np.frombuffer(b"".join(hashes), "<u8").reshape(-1, 2),
-    )
+            content = one.text.encode()
+            numbers.append((1 + len(prompt) + len(text), len(content), len(prompt)))
+            gzipped.append(len(gzip.compress(content, 9, mtime=0)) if measured[index] else 0)
+        hashes.append(found)
+    lengths, byte_counts, prompts = np.array(numbers, np.int64).reshape(-1, 3).T
+    tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return Encoded(tokens, lengths, byte_counts, prompts, np.concatenate(hashes), np.array(gzipped, np.int64))
 
 
-def hash_of(document: Document) -> bytes:
-    """16 bytes that tell the content of a document, the same on every machine."""
+def hashes_of(documents: Sequence[Document]) -> np.ndarray:
+    """`[N, 2]` uint64 that tell the contents of documents, the same on every machine."""
+    return np.frombuffer(b"".join(map(_hash, documents)), "<u8").reshape(-1, 2)
+
+
+def _hash(document: Document) -> bytes:
     prompt = document.prompt.encode()
     content = len(prompt).to_bytes(8, "little") + prompt + document.text.encode()
     return hashlib.blake2b(content, digest_size=16).digest()
@@ -70,7 +82,7 @@ def first_of_equal(hashes: np.ndarray) -> np.ndarray:
     return keep
 
 
-def split_numbers(hashes: np.ndarray, fractions: Mapping[str, float]) -> np.ndarray:
+def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     """`[N]`, the number of each document's split in SPLITS; `fractions` of validation and test are set apart.
 
     A document stays in its split when others come and go, and when a fraction grows.
@@ -92,13 +104,24 @@ def corpus_of(encoded: Encoded, chosen: np.ndarray) -> Corpus:
     return Corpus(tokens, offsets, encoded.byte_counts[chosen], prompts if encoded.prompts.any() else None)
 
 
-def gzip_bits(texts: Iterable[str]) -> float | None:
-    """The bits for a byte of texts that gzip -9 needs, which compresses each by itself; None without texts."""
-    written = held = 0
-    for text in texts:
-        content = text.encode()
-        written, held = written + len(gzip.compress(content, 9, mtime=0)), held + len(content)
-    return 8 * written / held if held else None
+def gzip_bits(gzipped: Integers, byte_counts: Integers) -> float | None:
+    """The bits for a byte of text that gzip -9 needs, which compresses each document by itself; None without any."""
+    held = int(byte_counts[gzipped > 0].sum())
+    return 8 * int(gzipped.sum()) / held if held else None
+
+
+def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fractions) -> TokenStore:
+    """Encoded documents as a store in memory, without duplicates."""
+    kept = first_of_equal(encoded.hashes)
+    numbers = split_numbers(encoded.hashes, fractions)
+    return TokenStore(
+        name=name,
+        tokenizer=tokenizer.to_dict(),
+        vocab_size=tokenizer.vocab_size,
+        separator=tokenizer.separator,
+        splits={split: corpus_of(encoded, kept & (numbers == index)) for index, split in enumerate(SPLITS)},
+        gzip_bits_per_byte=gzip_bits(encoded.gzipped[kept], encoded.byte_counts[kept]),
+    )
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[Sequence[Document]]:

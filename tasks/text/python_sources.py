@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 # Folders that hold no modules but tests, and the editor that comes with Python.
@@ -16,16 +14,6 @@ _LEFT_OUT = frozenset(
 def standard_library_files() -> list[Path]:
     """The modules of the standard library of this Python, without tests and idlelib, in the order of their names."""
     return _modules(Path(sysconfig.get_paths()["stdlib"]))
-
-
-def read_sources(files: list[Path]) -> Iterator[str]:
-    """The texts of Python files in the encodings that they declare; those that cannot be read so are left out."""
-    for file in files:
-        try:
-            with tokenize.open(file) as opened:
-                yield opened.read()
-        except (OSError, SyntaxError, UnicodeDecodeError):
-            continue
 
 
 def _modules(root: Path) -> list[Path]:

@@ -151,6 +151,16 @@ def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     raise ValueError(f"tokenizers of the kind {values['kind']!r} are unknown: this file is of a later version")
 
 
+def trained_size(choice: str) -> int | None:
+    """The size of `train:SIZE`, None for another choice. ValueError for a size that is no number."""
+    if not choice.startswith("train:"):
+        return None
+    size = choice.removeprefix("train:")
+    if not size.isdecimal():
+        raise ValueError(f"tokenizer={choice}: give train:SIZE, such as train:16384")
+    return int(size)
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     """Byte-pair encoding of bytes, as GPT-2's, learnt from texts; its separator is <|endoftext|>.
 

@@ -1,4 +1,4 @@
-"""The one loader of what `longseq train` writes: the model of a checkpoint or a folder, and what its run knew."""
+"""The loader of what `longseq train` writes: the model of a checkpoint or a folder, and the data of its run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ __all__ = ["Loaded", "load", "sha256"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A trained backbone in eval mode and what is known of it.
+    """A trained backbone in eval mode, and what is known of it.
 
-    `config` is the resolved configuration of the run, empty for a model that no run of `longseq train` wrote, such as a
-    folder of `save_pretrained`. `data` is what the model had to know of its data (for images class_names, num_classes,
-    img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see `ProbeInfo`); `weights` says which were
-    taken: "ema" or "model". `file` holds the weights: the checkpoint, or model.safetensors of the folder `path`.
+    `config` is the resolved configuration of the run. It is empty for a model that `longseq train` did not write, such
+    as a folder of `save_pretrained`. `data` is what the model had to know of its data (for images class_names,
+    num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see `ProbeInfo`). `weights` is
+    "ema" or "model", whichever were loaded. `file` holds the weights: the checkpoint, or model.safetensors of the
+    folder `path`.
     """
 
     path: Path
@@ -49,18 +50,18 @@ def load(
     key: str = "checkpoint",
     tasks: Collection[str] = ("image",),
 ) -> Loaded:
-    """Rebuild the model of a checkpoint or a folder and load its weights; the caller's random state stays as it is.
+    """Rebuild the model of a checkpoint or a folder and load its weights; the caller's random state is unchanged.
 
     The model is built from the description that was saved with it (see `longseq.models`), never from the run's
     configuration. `model_options` replace arguments of the model that do not change its weights, such as
-    dynamic_img_size or backend. With `any_resolution` the model takes images of other sizes than it was trained at:
-    positions are resized to them. `key` is the name under which the user gave the file, `tasks` are those whose models
-    the caller can use.
+    dynamic_img_size or backend. With `any_resolution`, the model takes images of other sizes than those of its
+    training: positions are resized to them. `key` is the name under which the user gave the file; `tasks` are those
+    whose models the caller can use.
 
-    `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average where the
-    run kept one. Raises ValueError, in one line, where there is no such file, where it is none of ours or damaged,
-    where it is of another task, where its weights do not fit the model that it describes, and where a layer has come to
-    compute something else of its weights.
+    `weights` is "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average if the run
+    has one. Raises ValueError, in one line, if the file does not exist, is damaged, or is not a checkpoint; if it is of
+    another task; if its weights do not fit the model that it describes; or if a layer now computes another function of
+    its weights.
     """
     label = f"{key}={path}"
     saved = read(path, weights, label)
@@ -102,11 +103,11 @@ def sha256(path: str | Path) -> str:
 
 
 def _numbered_classes(model: nn.Module) -> dict[str, Any]:
-    """Names for the classes of a model that states none."""
+    """Class numbers as names, for a model that states none."""
     count = getattr(model, "num_classes", None)
     return {} if count is None else {"num_classes": count, "class_names": [str(index) for index in range(count)]}
 
 
 def _task_of(saved: SavedModel) -> str:
-    """The task of a model that no run wrote: models that timm reads classify images."""
+    """The task of a model that no run wrote: models that timm can read classify images."""
     return "image" if "architecture" in saved.config else f"a model of the kind {saved.config.get('kind')}"

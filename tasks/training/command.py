@@ -1,4 +1,4 @@
-"""The keys of commands: what is common to them, and how a command reads its own."""
+"""The keys of commands: the common ones, and how a command reads its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKPOINT_NEEDED = Required("give checkpoint=FILE, such as outputs/image/RUN/ch
 
 @dataclass(frozen=True, kw_only=True)
 class CommandKeys:
-    """The keys that every command has; a command's own dataclass adds its own to them."""
+    """The keys that every command has; a command's own dataclass adds its keys."""
 
     plugins: list[str] = field(default_factory=list)
 

@@ -11,17 +11,17 @@ from longseq.mixers.pattern import spell_pattern
 
 Config = Mapping[str, Any]
 
-# Keys by which the files of configuration groups say for which tasks they are (see `longseq.tools.groups`).
+# Keys by which the files of configuration groups state their tasks (see `longseq.tools.groups`).
 MARKS = ("tasks", "like")
 
-# `${mixer_label:${mixer.name}}` names a run by its mixer, also where a hybrid's pattern is a list or a dictionary.
+# `${mixer_label:${mixer.name}}` names a run by its mixer, also if a hybrid's pattern is a list or a dictionary.
 OmegaConf.register_new_resolver("mixer_label", spell_pattern, replace=True)
 
 
 def by_width(width: Any, table: Mapping[Any, Any]) -> Any:
-    """Resolver `${by_width:WIDTH,{0: A, 384: B}}`: the value of the greatest width in the table that is no greater.
+    """Resolver `${by_width:WIDTH,{0: A, 384: B}}`: the value for the largest width in the table that is at most WIDTH.
 
-    So a recipe gives models of any size their value. ValueError for a width that is no number.
+    With it, a recipe has a value for models of any size. ValueError for a width that is not a number.
     """
     if not isinstance(width, int):
         raise ValueError(f"scale.embed_dim={width}: the recipe depends on the model's width, so give scale.embed_dim=N")
@@ -32,7 +32,7 @@ OmegaConf.register_new_resolver("by_width", by_width, replace=True)
 
 
 def resolve(config: DictConfig | Config) -> dict[str, Any]:
-    """The configuration as plain containers with every interpolation resolved, without the marks of its files."""
+    """The configuration as dictionaries and lists, with all interpolations resolved, without the marks of its files."""
     if not isinstance(config, DictConfig):
         return dict(config)
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Writing of files in one step: an interruption leaves the old file or the new one, and never a part."""
+"""Atomic writing of files: an interruption leaves the old file or the new one, never a part."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,16 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the text to a file beside `path`, then rename that to `path`."""
+    """Write the text to a file beside `path`, then rename that file to `path`."""
     partial = _partial(path)
     partial.write_text(text)
     os.replace(partial, path)
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Writes each checkpoint beside its place and renames it. Lightning would copy it from /tmp, which takes time."""
+    """Writes each checkpoint beside its destination and renames it; Lightning would copy it from /tmp, which takes
+    time.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

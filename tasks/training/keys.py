@@ -1,4 +1,4 @@
-"""The keys that a task reads of a configuration, as dataclasses."""
+"""The keys that a task reads from a configuration, as dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class TaskGroup:
     """The keys of `task`, the same for every task."""
 
     name: str
-    metric: str  # of the validation: what the best checkpoint is best at
+    metric: str  # the validation metric that decides which checkpoint is best
     unit: str  # what the samples are called
 
 
@@ -20,7 +20,7 @@ class TaskGroup:
 class TaskKeys:
     """The dataclasses of the keys that a task reads: of `data`, of `recipe.loss` and of `recipe.augment`.
 
-    None where the task has no such keys.
+    None if the task has no such keys.
     """
 
     data: type
@@ -28,5 +28,5 @@ class TaskKeys:
     augment: type | None = None
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """ValueError, in one line, where keys contradict each other or belong to another task."""
+        """Raise ValueError, in one line, if keys contradict each other or belong to another task."""
         return

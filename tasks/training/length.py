@@ -1,4 +1,4 @@
-"""How long a run trains, warms up, and trains from one validation to the next: in epochs, updates or tokens."""
+"""The lengths of a run, of its warm-up and of the interval between validations: in epochs, updates or tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from longseq.tasks.training.options import Range, read
 UNITS = ("epochs", "updates", "tokens")
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
 
-# The part of a run that its warm-up takes where the recipe's is longer than the run.
+# The part of a run for its warm-up, if the recipe's warm-up is longer than the run.
 SHORTENED = 0.1
 
 
 class Epoch(NamedTuple):
-    """What training takes from the data in an epoch; `tokens_per_update` is None of data that has no tokens."""
+    """The updates in an epoch of the data, and the tokens of an update (None for data without tokens)."""
 
     updates: int
     tokens_per_update: float | None = None
@@ -25,14 +25,14 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a run: so many of one of UNITS, and the key that says so."""
+    """A part of a run: a number of one of UNITS, and the key that gave it."""
 
     count: float
     unit: str
     key: str
 
     def in_updates(self, epoch: Epoch) -> float:
-        """ValueError for tokens of data that has none."""
+        """The span in updates. ValueError for tokens if the data has none."""
         if self.unit == "epochs":
             return self.count * epoch.updates
         if self.unit == "updates":
@@ -45,15 +45,16 @@ class Span:
         return self.count / epoch.tokens_per_update
 
     def in_epochs(self, epoch: Epoch) -> float:
-        """ValueError as of `in_updates`."""
+        """The span in epochs. ValueError as for `in_updates`."""
         return self.count if self.unit == "epochs" else self.in_updates(epoch) / epoch.updates
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """The length of a run (one of `epochs`, `updates`, `tokens`), of its warm-up, and of the way to a validation.
+    """The length of a run (one of `epochs`, `updates`, `tokens`), of its warm-up, and of the interval between
+    validations.
 
-    Of the three keys of the warm-up, and of those of the validation, at most one is given; without any there is no
+    At most one of the three keys of the warm-up is given, and of those of the validation. Without any, there is no
     warm-up, and a validation follows each epoch. A run that ends within an epoch ends with a validation. An update
     trains on an effective batch; tokens are those of all devices.
     """
@@ -78,11 +79,11 @@ class RunLength:
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
-        """The length that a recipe's keys tell. ValueError, in one line, for what cannot be."""
+        """The lengths in a recipe's keys. ValueError, in one line, for impossible ones."""
         schedule = recipe["schedule"]
         warmup = {name: schedule[name] for name in WARMUPS if name in schedule}
         own = {field.name: recipe[field.name] for field in fields(cls) if field.name in recipe}
-        read(cls, {"epochs": 1, **warmup}, "recipe.schedule")  # names the place of a value that is wrong there
+        read(cls, {"epochs": 1, **warmup}, "recipe.schedule")  # an error here names recipe.schedule
         return read(cls, {**own, **warmup}, "recipe")
 
     @property
@@ -98,7 +99,7 @@ class RunLength:
 
     @property
     def validation(self) -> Span | None:
-        """The way from one validation to the next; None stands for an epoch."""
+        """The interval between validations; None means an epoch."""
         return self._find("validate_every_")
 
     def count_updates(self, epoch: Epoch) -> int:
@@ -106,7 +107,7 @@ class RunLength:
         return max(1, math.ceil(self.run.in_updates(epoch)))
 
     def count_warmup_epochs(self, epoch: Epoch) -> tuple[float, str | None]:
-        """The warm-up in epochs, and a line about it where it is shortened: one that is no shorter than the run."""
+        """The warm-up in epochs, and a message if it is shortened because it is not shorter than the run."""
         span, total = self.warmup, self.count_updates(epoch)
         if span is None:
             return 0.0, None

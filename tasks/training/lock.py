@@ -1,4 +1,4 @@
-"""The lock of a run folder: a file that names the process that writes there. A lock of a dead process is taken over."""
+"""The lock of a run folder: a file that names the process that writes there. A dead process's lock is taken over."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LOCK_FILE = "run.lock"
 class Holder(NamedTuple):
     """The process that writes to a run folder.
 
-    `started` is when it began, which tells it from a later process with the same number. `job` is the address at which
-    the processes of its run meet; it is empty for a process that runs alone.
+    `started` is its start time, which distinguishes it from a later process with the same number. `job` is the address
+    at which the processes of its run connect; it is empty for a process that runs alone.
     """
 
     pid: int
@@ -28,7 +28,7 @@ class Holder(NamedTuple):
     job: str = ""
 
     def is_dead(self) -> bool:
-        """True if the process has ended. Processes of other hosts cannot be seen from here and count as alive."""
+        """True if the process has ended. Processes of other hosts cannot be checked, and count as alive."""
         return self.host == socket.gethostname() and self.started != _start_of(self.pid)
 
     def describe(self) -> str:
@@ -36,11 +36,13 @@ class Holder(NamedTuple):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder. Raises ValueError, in one line, where another process that may be alive holds it.
+def locked(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
+    """Hold the lock of a run folder, which a person chooses by `key`.
 
-    The lock of a process of this host that has ended is taken over. The lock file is written beside its place and then
-    linked there. The link fails if the file exists, on network file systems as well.
+    Raises ValueError, in one line, if another process that may be alive holds it.
+
+    The lock of an ended process of this host is taken over. The lock file is written beside its destination and then
+    linked there. The link fails if the file exists, also on network file systems.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, own = folder / LOCK_FILE, Holder(os.getpid(), socket.gethostname(), _start_of(os.getpid()), _job())
@@ -50,7 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
             continue
         if not holder.is_dead():
             raise ValueError(
-                f"{folder} is being written by {holder.describe()}: wait for it, or choose another hydra.run.dir; "
+                f"{folder} is being written by {holder.describe()}: wait for it, or choose another {key}; "
                 f"if it has ended, remove {path}"
             )
         _remove(path, holder)
@@ -62,19 +64,19 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process that may be alive, and is of another run than this one, writes to a run folder."""
+    """True if a process of another run, which may be alive, writes to a run folder."""
     holder = _read(folder / LOCK_FILE)
     return holder is not None and not holder.is_dead() and (not holder.job or holder.job != _job())
 
 
 def _create(path: Path, own: Holder) -> bool:
-    """Make the lock file, unless there is one."""
+    """Create the lock file, unless it exists; True if it was created."""
     whole = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(own._asdict(), file)
-        os.link(whole, path)  # fails where the file exists
+        os.link(whole, path)  # fails if the file exists
     except FileExistsError:
         return False
     finally:
@@ -83,7 +85,7 @@ def _create(path: Path, own: Holder) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder that a lock file names, None where there is no file."""
+    """The holder that a lock file names; None if there is no file."""
     try:
         return Holder(**json.loads(path.read_text()))
     except FileNotFoundError:
@@ -95,7 +97,7 @@ def _read(path: Path) -> Holder | None:
 def _remove(path: Path, dead: Holder) -> None:
     """Remove the lock of a dead process, unless another process has replaced it in the meantime."""
     with suppress(FileNotFoundError), path.open() as file:
-        # Processes that take over a lock wait for each other here. All are of this host, as the dead process was.
+        # Processes that take over a lock wait for each other here. All are on this host, as the dead process was.
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_ino == path.stat().st_ino and _read(path) == dead:
             path.unlink()
@@ -106,9 +108,9 @@ def _job() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return when a process started, as the kernel writes it; empty where there is no such process."""
+    """The start time of a process as the kernel writes it; empty if there is no such process."""
     try:
-        # The name of the program may hold blanks; it ends with the last parenthesis.
+        # The name of the program may contain blanks; it ends at the last parenthesis.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "" if Path("/proc/self/stat").exists() else _alive(pid)
@@ -116,7 +118,7 @@ def _start_of(pid: int) -> str:
 
 
 def _alive(pid: int) -> str:
-    """Where there is no /proc: whether a process of this number exists at all."""
+    """Without /proc: "alive" if a process with this number exists, else empty."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -15,13 +15,13 @@ class RunLogger(TensorBoardLogger):
         super().__init__(folder, name="", version="", default_hp_metric=False)
 
     def continue_at(self, step: int) -> None:
-        """Hide what an interrupted run wrote of `step` and later; call it before anything is logged."""
+        """Hide the events of an interrupted run from `step` on; call it before anything is logged."""
         self._kwargs["purge_step"] = step
 
     @rank_zero_only
     def log_results(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Show flat hyper-parameters beside these metrics, logged before, in TensorBoard's HPARAMS tab."""
-        # TensorBoardLogger.log_hyperparams would write every metric once more, at step 0 of its chart.
+        # TensorBoardLogger.log_hyperparams would write every metric a second time, at step 0 of its chart.
         writer = self.experiment._get_file_writer()
         for summary in hparams(self._sanitize_params(dict(parameters)), dict(metrics)):
             writer.add_summary(summary)
@@ -33,11 +33,11 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def close(self) -> None:
-        """End the file and the thread that writes it; for the end of a run, of which a process may train several."""
+        """Close the file and the thread that writes it, at the end of a run: a process may train several."""
         if self._experiment is not None:
             self._experiment.close()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        # Lightning finalizes after fit and again after test; closing would begin another file each time.
+        # Lightning calls this after fit and again after test; closing would begin another file each time.
         self.save()

@@ -1,4 +1,4 @@
-"""Metrics that torchmetrics does not have as they are needed here."""
+"""Metrics that torchmetrics does not have in the form needed here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchmetrics import Metric
 
 
 class WeightedMean(Metric):
-    """The mean of values by their weights, over all batches and processes.
+    """The weighted mean of values, over all batches and processes.
 
-    Use `MeanLoss` or `MeanScore`, which say which values are better.
+    Use `MeanLoss` or `MeanScore`, which define which values are better.
 
-    MeanMetric of torchmetrics 1.9 cannot take its place: its check for NaN waits for the device, and without the check
-    it ignores the weights.
+    MeanMetric of torchmetrics 1.9 cannot replace this class: its check for NaN waits for the device, and without the
+    check it ignores the weights.
     """
 
     full_state_update = False
@@ -34,17 +34,17 @@ class WeightedMean(Metric):
         self.weight += weight
 
     def compute(self) -> Tensor:
-        """The mean, NaN of nothing."""
+        """The mean; NaN without values."""
         return self.total / self.weight
 
 
 class MeanLoss(WeightedMean):
-    """A weighted mean of which lower is better."""
+    """A weighted mean for which lower is better."""
 
     higher_is_better = False
 
 
 class MeanScore(WeightedMean):
-    """A weighted mean of which higher is better, such as an accuracy."""
+    """A weighted mean for which higher is better, such as an accuracy."""
 
     higher_is_better = True

@@ -1,4 +1,4 @@
-"""What every task's builder of models has, and the options of mixers that their configurations share."""
+"""The interface of every task's model builder, and the mixer options that their configurations share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TaskModel(ABC):
         """
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """Copy the weights of `trained`; the head stays as it was drawn where its shapes differ.
+        """Copy the weights of `trained`; a head with other shapes keeps its initial weights.
 
-        ValueError where the two models differ in more.
+        ValueError if other shapes differ, too.
         """
         copy_weights(model, trained.state_dict())
 
@@ -39,12 +39,12 @@ class TaskModel(ABC):
         return {}
 
     def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
-        """ValueError where a model, trained on data of the info `trained`, cannot read that of `found`."""
+        """Raise ValueError if a model, trained on data with the info `trained`, cannot read that of `found`."""
         return
 
 
 def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load `state`; the head (`model.get_classifier()`, if there is one) keeps its weights where the shapes differ."""
+    """Load `state`; the head (`model.get_classifier()`, if there is one) keeps its weights if the shapes differ."""
     wanted, classifier = model.state_dict(), getattr(model, "get_classifier", nn.Identity)()
     head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
     kept = {
@@ -63,7 +63,7 @@ def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `config.mixer`, those of the scale where they are not set; for a hybrid by the mixers' names."""
+    """The options of `config.mixer`, with the scale's options where they are not set; for a hybrid, by mixer name."""
     chosen = options_by_name(config["mixer"]["name"], config["mixer"].get("options"))
     usual = config["scale"].get("mixer") or {}
     filled = {name: _fill_in(name, options, usual) for name, options in chosen.items()}
@@ -71,9 +71,9 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The configuration with the values that `model` was built with where its own keys are null.
+    """The configuration with the values of `model` in place of keys that are null.
 
-    A key stays null that leaves a choice to a model of timm, which does not tell what it chose.
+    A key stays null if it leaves a choice to a timm model, which does not report its choice.
     """
     built = _arguments(model)
     options = built.get("mixer_options") or {}
@@ -92,7 +92,7 @@ def _arguments(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, those of None with the values by the same names; options by mixer names are filled one by one."""
+    """The keys, with `values` in place of None; options by mixer name are filled one by one."""
     filled = dict(keys)
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -105,7 +105,7 @@ def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _fill_in(name: str, chosen: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
     known = mixers.options(name)
     unset = {key: value for key, value in usual.items() if key in known and chosen.get(key) is None}
-    # A number of heads that was asked for says how wide they are.
+    # A given number of heads determines their width.
     return chosen | (unset if chosen.get("num_heads") is None else {})
 
 

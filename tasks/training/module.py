@@ -1,4 +1,4 @@
-"""What the tasks have in common: optimizer, schedule, learning rate in the log, randomness of a batch."""
+"""What the modules of all tasks share: optimizer, schedule, the learning rate in the log, randomness of a batch."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ Self = TypeVar("Self", bound="TrainedModule")
 
 
 class TrainedModule(LightningModule, ABC):
-    """Trains a model as a `Training` says, and measures it; without one it only measures.
+    """Trains a model as a `Training` defines, and evaluates it; without a `Training` it only evaluates.
 
-    Its checkpoints describe the model where that is of a registered kind (see `longseq.models`): they load without the
-    configuration of the run.
+    Its checkpoints describe the model if that is of a registered kind (see `longseq.models`): they then load without
+    the configuration of the run.
 
     The schedule is stepped after each update. A subclass defines the steps, and `val_metrics` and `test_metrics`,
-    logged below `val/` and `test/`: metrics of torchmetrics, whose `higher_is_better` is the direction of what monitors
-    them. Randomness in a batch is a function of (seed, update, part of the effective batch), so that a resumed run
-    repeats the uninterrupted one, also where other processes take the parts: a training step calls `seed_batch` first.
+    logged as `val/...` and `test/...`: metrics of torchmetrics, whose `higher_is_better` is the direction for callbacks
+    that monitor them. A training step calls `seed_batch` first: randomness in a batch is a function of (seed, update,
+    part of the effective batch), so that a resumed run repeats the uninterrupted one, also if other processes take the
+    parts.
 
-    A training step returns the mean loss of its batch where every batch of the run has as many targets. Elsewhere
-    `count_targets` says how many there are, and the step returns `mean_of_update` of its summed loss.
+    If every batch of the run has the same number of targets, a training step returns the mean loss of its batch.
+    Otherwise `count_targets` returns the number of targets, and the step returns `mean_of_update` of its summed loss.
     """
 
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
 
-    # The update after which the run ends, where `Training.length` says it.
+    # The update after which the run ends, if `Training.length` defines it.
     last_update: int | None = None
 
     def __init__(self, backbone: nn.Module, training: Training | None = None) -> None:
@@ -58,19 +59,19 @@ class TrainedModule(LightningModule, ABC):
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
         self._known_epoch: Epoch | None = None
-        self._mean: UpdateMean | None = None  # of an update's loss, where batches differ in their number of targets
+        self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
     @classmethod
     @abstractmethod
     def from_config(
         cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None
     ) -> Self:
-        """The module of a configuration around a model for the data of `info`; it only measures without `training`."""
+        """The module of a configuration, for a model and the data of `info`; without `training` it only evaluates."""
 
     def higher_is_better(self, name: str, key: str) -> bool:
-        """Whether a validation metric, such as `val/loss`, is better when it is higher, as the metric itself says.
+        """True if higher values of a validation metric, such as `val/loss`, are better, as the metric states.
 
-        ValueError, which names `key`, where the module has no such metric or the metric does not say.
+        ValueError, which names `key`, if the module has no such metric or the metric does not state it.
         """
         metrics = {f"val/{metric}": value for metric, value in self.val_metrics.items()}
         if name not in metrics:
@@ -84,7 +85,7 @@ class TrainedModule(LightningModule, ABC):
         return bool(better)
 
     def directions(self) -> dict[str, bool]:
-        """Of each metric that says it, as `val/loss` and `test/loss`: whether it is better when it is higher."""
+        """For each metric that states it, such as `val/loss` and `test/loss`: True if higher values are better."""
         stages = {"val": self.val_metrics, "test": self.test_metrics}
         return {
             f"{stage}/{name}": bool(metric.higher_is_better)
@@ -94,9 +95,9 @@ class TrainedModule(LightningModule, ABC):
         }
 
     def compiled(self, forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-        """`forward` for training steps: compiled with these options of `torch.compile` where the training asks for it.
+        """`forward` for training steps; compiled with these options of `torch.compile` if the training sets it.
 
-        A function and not a module, so that the weights stand once in the checkpoint.
+        It is a function and not a module, so that the checkpoint holds the weights once.
         """
         mode = self.recipe.compile_mode if self.recipe else None
         return forward if mode is None else torch.compile(forward, mode=mode, **options)
@@ -143,7 +144,7 @@ class TrainedModule(LightningModule, ABC):
         return None
 
     def seed_batch(self, batch_idx: int) -> tuple[int, int]:
-        """Seed what a training step draws; returns the number of the update in the run and the part of its batch.
+        """Seed the draws of a training step; returns the number of the update in the run, and the part of its batch.
 
         An effective batch has as many parts as there are processes times accumulated batches (see `UpdateSampler`).
         """
@@ -155,18 +156,18 @@ class TrainedModule(LightningModule, ABC):
         return update, part
 
     def count_targets(self, batch: Any) -> Tensor | int | None:
-        """The targets over which a training batch's loss is summed; None where all batches of a run have as many.
+        """The number of targets over which a training batch's loss is summed; None if all batches have the same number.
 
-        A tensor `[]` on the batch's device costs no waiting for it.
+        A tensor `[]` on the batch's device avoids waiting for the device.
         """
         return None
 
     def mean_of_update(self, loss: Tensor) -> Tensor:
-        """What a training step returns, of the loss `[]` summed over the batch's targets; logs `train/loss`.
+        """The result of a training step, from the loss `[]` summed over the batch's targets; logs `train/loss`.
 
-        The gradient of an update then is that of its summed loss divided by all of its targets, those of every process
-        and accumulated batch. What is logged is the mean over the targets of this process. The module must have
-        `count_targets`.
+        The gradient of an update is then that of the summed loss divided by the number of all its targets, over every
+        process and accumulated batch. The logged value is the mean over the targets of this process. The module must
+        have `count_targets`.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         scaled = self._mean.scale(loss)
@@ -182,7 +183,7 @@ class TrainedModule(LightningModule, ABC):
             self._mean.begin(targets, first=first, last=updated(self.trainer, batch_idx))
 
     def on_after_backward(self) -> None:
-        # Before anything reads the gradients of the update, and before they are clipped.
+        # before anything reads or clips the gradients of the update
         batch_idx, accumulate = self.trainer.fit_loop.batch_idx, self.trainer.accumulate_grad_batches
         if self._mean is not None and accumulate > 1 and updated(self.trainer, batch_idx):
             self._mean.correct(self.parameters(), accumulate)
@@ -191,13 +192,13 @@ class TrainedModule(LightningModule, ABC):
         # When the batch ends, the schedule has already set the next update's rate.
         self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
         if self.global_step + 1 == self.last_update and not self._ends_an_epoch():
-            # Before the callbacks of the batch see it: the run ends here, with a validation.
+            # The run ends here, with a validation. This is set before the callbacks of the batch run.
             self.trainer.should_stop = True
             if self.trainer.check_val_every_n_epoch is not None:
                 self.trainer.check_val_every_n_epoch = 1
 
     def _ends_an_epoch(self) -> bool:
-        """Whether the validations of the run follow its epochs, and this update is the last one of an epoch."""
+        """True if the run validates after epochs, and this update is the last one of an epoch."""
         return self.trainer.check_val_every_n_epoch is not None and self.trainer.is_last_batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -218,7 +219,7 @@ class TrainedModule(LightningModule, ABC):
         fully_shard(self.backbone, mesh=mesh)
 
     def setup(self, stage: str) -> None:
-        """Tell the Trainer how long to train and when to validate, where `Training.length` says it."""
+        """Set the Trainer's length and validation interval, if `Training.length` defines them."""
         trainer, length = self.trainer, self.recipe.length if self.recipe else None
         self._known_epoch = None  # of an earlier Trainer
         if stage != TrainerFn.FITTING or length is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -272,18 +273,18 @@ class TrainedModule(LightningModule, ABC):
 
     @property
     def epochs_trained(self) -> float:
-        """The epochs of all updates so far: a whole number after a whole epoch."""
+        """The number of epochs so far; a whole number after a whole epoch."""
         return _whole(round(self.global_step / self._epoch().updates, 3))
 
     def _epoch(self) -> Epoch:
-        """What training takes from the data in an epoch; counted once, as a stream is opened for it."""
+        """The updates and tokens of an epoch; counted once, because a stream is opened for it."""
         if self._known_epoch is None:
             self._known_epoch = self._count_epoch()
         return self._known_epoch
 
     def _count_epoch(self) -> Epoch:
-        # trainer.estimated_stepping_batches would make the loader here, and Lightning 2.6 gives a loader that exists
-        # already no state to resume from.
+        # trainer.estimated_stepping_batches would create the loader here, and Lightning 2.6 does not load the saved
+        # state into a loader that exists already.
         datamodule: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         batches, tokens = datamodule.batches_per_epoch, datamodule.tokens_per_epoch
         per_update = None if tokens is None else tokens / max(1, self._updates(batches))
@@ -293,7 +294,7 @@ class TrainedModule(LightningModule, ABC):
         return Epoch(max(1, self._updates(batches)), per_update)
 
     def _trainer_updates(self, epoch: Epoch) -> int:
-        """The updates of a run whose length the Trainer was given."""
+        """The updates of a run whose length was given to the Trainer."""
         epochs, steps = self.trainer.max_epochs, self.trainer.max_steps
         counts = [epochs * epoch.updates] if epochs is not None and epochs >= 0 else []
         counts += [steps] if steps >= 0 else []
@@ -304,7 +305,7 @@ class TrainedModule(LightningModule, ABC):
         return min(counts)
 
     def _updates(self, batches: int) -> int:
-        """How many updates an epoch of `batches` has."""
+        """The number of updates in an epoch of `batches`."""
         return math.ceil(batches / self.trainer.accumulate_grad_batches)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -316,9 +317,10 @@ def _whole(number: float) -> float:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what is drawn on the CPU and on `device`: `torch.manual_seed` of a training step on this device alone.
+    """Seed the generators of the CPU and of `device`, as `torch.manual_seed` does for all devices.
 
-    Where there is no GPU, torch.manual_seed notes each of its callers for a GPU to come, at half a millisecond a step.
+    Without a GPU, torch.manual_seed records each of its callers for a later GPU, which takes half a millisecond per
+    step.
     """
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

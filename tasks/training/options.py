@@ -28,13 +28,13 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
 
-_LONGEST = 100  # characters of a value in a message
-_MANY = 40  # names in a message
+_LONGEST = 100  # the most characters of a value in a message
+_MANY = 40  # the most names in a message
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `least` to `most`, both included, above `above` and below `below`. For a list: each number."""
+    """Numbers from `least` to `most`, both included, above `above` and below `below`. In a list, each number."""
 
     least: float | None = None
     most: float | None = None
@@ -58,7 +58,7 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of `choices`, or of what the function `choices` returns, for names that are known when the program runs."""
+    """One of `choices`, or of the results of the function `choices`, for names that are only known at run time."""
 
     choices: Iterable[str] | Callable[[], Iterable[str]]
 
@@ -84,13 +84,13 @@ class Length:
 
 @dataclass(frozen=True)
 class Required:
-    """A key that is null in the YAML file and that a person must give; `remedy` says how."""
+    """A key that is null in the YAML file and that the user must give; `remedy` says how."""
 
     remedy: str
 
 
 class _Unfit(Exception):
-    """A value that its type does not take; `near` is a value that may have been meant."""
+    """A value that does not fit its type; `near` is a similar value that does."""
 
     def __init__(self, place: str, value: Any, needed: str, near: str | None = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Unfit(Exception):
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:
-    """The dataclass `cls` with the values of a dictionary; `place` is the dotted key under which it stands.
+    """The dataclass `cls` with the values of a dictionary; `place` is the dotted key of the dictionary.
 
     ValueError, in one line, for a key that the dataclass does not have, a missing key, and a value of another type or
     outside its range.
@@ -113,8 +113,15 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
         raise ValueError(str(error)) from None
 
 
+def read_part(cls: type, values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """`values` of some keys of the dataclass `cls`, as `read` converts them. ValueError as of `read`."""
+    hints = get_type_hints(cls, include_extras=True)
+    refuse_unknown(values, [field.name for field in fields(cls)], place)
+    return {key: check_value(hints[key], value, _join(place, key)) for key, value in values.items()}
+
+
 def check_value(hint: Any, value: Any, place: str) -> Any:
-    """`value` as the type `hint` wants it. ValueError, in one line, where it cannot be."""
+    """`value`, converted to the type `hint`. ValueError, in one line, if that is impossible."""
     try:
         return _convert(hint, value, place)
     except _Unfit as error:
@@ -129,11 +136,11 @@ def check_call(
     given: Iterable[str] = (),
     least: float | None = None,
 ) -> dict[str, Any]:
-    """`values` as keywords that `function` takes, checked against its annotations.
+    """`values` as keywords of `function`, checked against its annotations.
 
-    `given` names parameters that the program passes itself: they are no options of a person. Numbers are at least
-    `least`. ValueError, in one line, for an option that the function does not have, one that is missing, and a value
-    that its annotation does not take. Annotations that are no types of this module's list are not looked at.
+    `given` names parameters that the program passes itself: they are not options. Numbers are at least `least`.
+    ValueError, in one line, for an option that the function does not have, a missing one, and a value that its
+    annotation does not allow. Annotations that are not types of this module's list are not checked.
     """
     signature = inspect.signature(function)
     known, hints, taken = signature_options(function), _hints_of(function), set(given)
@@ -150,7 +157,7 @@ def check_call(
         hint = hints.get(name, Any)
         if least is not None and _is_number(hint):
             hint = Annotated[hint, Range(least)]
-        # A default says that the value it holds is allowed, whatever the annotation says.
+        # A value equal to the default is allowed, whatever the annotation.
         same = name in known and type(known[name]) is type(value) and known[name] == value
         checked[name] = value if same or not _is_known(hint) else check_value(hint, value, _join(place, name))
     return checked
@@ -159,10 +166,10 @@ def check_call(
 def read_beside(
     cls: type[T], function: Callable[..., Any], values: Mapping[str, Any], place: str, *, given: Iterable[str] = ()
 ) -> T:
-    """Read `cls`, and check what it does not name against the signature of `function`, as `check_call` does.
+    """Read `cls`, and check the other values against the signature of `function`, as `check_call` does.
 
-    For functions of other libraries: the dataclass narrows the options that matter, the others are as the library has
-    them.
+    For functions of other libraries: the dataclass narrows some options, and the library's annotations check the
+    others.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{place}={spell(values)} must be a dictionary")
@@ -183,7 +190,7 @@ def signature_options(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def refuse_unknown(values: Iterable[Any], known: Iterable[str], place: str = "") -> None:
-    """ValueError for the first key that is none of `known`, with the nearest that is."""
+    """Raise ValueError for the first key that is not one of `known`; the message names the nearest one."""
     known = list(known)
     for key in values:
         if key not in known:
@@ -191,7 +198,7 @@ def refuse_unknown(values: Iterable[Any], known: Iterable[str], place: str = "")
 
 
 def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
-    """Tell that there is no key `key` below `place`, and which may have been meant."""
+    """The message that `key` does not exist below `place`, with the key that may have been meant."""
     close = nearest(key, known)
     hint = f"did you mean {_join(place, close)}? " if close else ""
     shown = ", ".join(known[:_MANY]) + (", ..." if len(known) > _MANY else "")
@@ -200,14 +207,14 @@ def unknown_key(key: str, known: Sequence[str], place: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name of `known` that `name` may be a slip of."""
+    """The name in `known` that `name` may be a misspelling of, or None."""
     known = list(known)
     begun = [one for one in known if len(name) > 2 and one.startswith(name)]
     return next(iter([*difflib.get_close_matches(name, known, n=1, cutoff=0.6), *begun]), None)
 
 
 def spell(value: Any) -> str:
-    """A value as a person writes it on the command line, cut where it is long."""
+    """A value as it is written on the command line, shortened if it is long."""
     if value is None:
         text = "null"
     elif isinstance(value, bool):
@@ -234,7 +241,7 @@ def _read(cls: type[T], values: Any, place: str) -> T:
 
 
 def _convert(hint: Any, value: Any, place: str) -> Any:
-    """`value` as `hint` wants it: numbers of a float become floats, dictionaries of a dataclass the dataclass."""
+    """`value` as `hint` requires: numbers become floats for float, dictionaries become dataclasses."""
     if get_origin(hint) is Annotated:
         return _convert_annotated(hint, value, place)
     if hint is Any:
@@ -245,18 +252,20 @@ def _convert(hint: Any, value: Any, place: str) -> Any:
     if origin is Literal:
         if any(type(value) is type(name) and value == name for name in inner):
             return value
-        raise _Unfit(place, value, _expected(hint), _near_value(value, [name for name in inner if type(name) is str]))
+        raise _Unfit(
+            place, value, describe_type(hint), _near_value(value, [name for name in inner if type(name) is str])
+        )
     if origin in (Union, types.UnionType):
         return _convert_union(hint, value, place)
     if origin in (list, Sequence, tuple):
         return _convert_list(hint, value, place)
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         kinds = inner or (Any, Any)
         return {key: _convert(kinds[1], one, _join(place, str(key))) for key, one in value.items()}
     if not _fits(origin, value):
-        raise _Unfit(place, value, _expected(hint))
+        raise _Unfit(place, value, describe_type(hint))
     return float(value) if origin is float else value
 
 
@@ -277,17 +286,17 @@ def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
     try:
         found = _convert(kind, value, place)
     except _Unfit as error:
-        if error.place != place:  # a value inside of it, which says more
+        if error.place != place:  # a value inside of it; its message says more
             raise
-        raise _Unfit(place, value, _expected(hint), error.near) from None
+        raise _Unfit(place, value, describe_type(hint), error.near) from None
     for one in narrowings:
         numbers = [found] if isinstance(found, int | float) else found if isinstance(found, list | tuple) else []
         if isinstance(one, Range) and not all(one.holds(number) for number in numbers):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         if isinstance(one, Length) and isinstance(found, list | tuple) and not one.holds(len(found)):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         if isinstance(one, OneOf) and isinstance(value, str) and value not in (names := one.names()):
-            raise _Unfit(place, value, _expected(hint), _near_value(value, names))
+            raise _Unfit(place, value, describe_type(hint), _near_value(value, names))
     return found
 
 
@@ -295,7 +304,7 @@ def _convert_union(hint: Any, value: Any, place: str) -> Any:
     kinds = get_args(hint)
     if value is None and type(None) in kinds:
         return None
-    # A whole number of `int | float` stays one.
+    # a whole number for `int | float` stays an int
     kinds = tuple(sorted((kind for kind in kinds if kind is not type(None)), key=lambda kind: kind is float))
     failures = []
     for kind in kinds:
@@ -306,16 +315,16 @@ def _convert_union(hint: Any, value: Any, place: str) -> Any:
     deeper = next((error for error in failures if error.place != place), None)
     if deeper is not None:
         raise deeper
-    raise _Unfit(place, value, _expected(hint), next((error.near for error in failures if error.near), None))
+    raise _Unfit(place, value, describe_type(hint), next((error.near for error in failures if error.near), None))
 
 
 def _convert_list(hint: Any, value: Any, place: str) -> Any:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if not isinstance(value, list | tuple):
-        raise _Unfit(place, value, _expected(hint))
+        raise _Unfit(place, value, describe_type(hint))
     if origin is tuple and inner and inner[-1] is not Ellipsis:
         if len(value) != len(inner):
-            raise _Unfit(place, value, _expected(hint))
+            raise _Unfit(place, value, describe_type(hint))
         kinds: Sequence[Any] = inner
     else:
         kinds = [inner[0] if inner else Any] * len(value)
@@ -326,15 +335,15 @@ def _convert_list(hint: Any, value: Any, place: str) -> Any:
     except _Unfit as error:
         if any(is_dataclass(kind) for kind in kinds):
             raise
-        raise _Unfit(place, value, _expected(hint), error.near) from None
+        raise _Unfit(place, value, describe_type(hint), error.near) from None
     return tuple(found) if origin is tuple else found
 
 
-def _expected(hint: Any) -> str:
-    """In words, what a type takes."""
+def describe_type(hint: Any) -> str:
+    """What a type accepts, in words."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        words = _expected(inner[0])
+        words = describe_type(inner[0])
         for one in inner[1:]:
             if isinstance(one, OneOf):
                 names = sorted(one.names())
@@ -352,12 +361,12 @@ def _expected(hint: Any) -> str:
         kinds = [kind for kind in inner if kind is not type(None)]
         if int in kinds and float in kinds:
             kinds.remove(int)
-        alternatives = [_expected(kind) for kind in kinds]
+        alternatives = [describe_type(kind) for kind in kinds]
         return " or ".join(dict.fromkeys(alternatives + ["null"] * (type(None) in inner)))
     if origin is tuple and inner and inner[-1] is not Ellipsis:
-        return f"a list of {len(inner)}: {', '.join(_expected(kind) for kind in inner)}"
+        return f"a list of {len(inner)}: {', '.join(describe_type(kind) for kind in inner)}"
     if origin in (list, Sequence, tuple):
-        return f"a list, each entry {_expected(inner[0])}" if inner and inner[0] is not Any else "a list"
+        return f"a list, each entry {describe_type(inner[0])}" if inner and inner[0] is not Any else "a list"
     if is_dataclass(hint):
         return "a dictionary of " + ", ".join(field.name for field in fields(hint))
     if origin in (dict, Mapping):
@@ -367,7 +376,7 @@ def _expected(hint: Any) -> str:
 
 
 def _is_known(hint: Any) -> bool:
-    """Whether `_convert` knows a type and all that it is made of."""
+    """True if `_convert` supports a type and all its parts."""
     if get_origin(hint) is Annotated:
         return _is_known(get_args(hint)[0])
     origin, inner = get_origin(hint) or hint, get_args(hint)
@@ -389,7 +398,7 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(call, include_extras=True)
     except (NameError, TypeError):
-        return {}  # names that its module imports for type checkers alone
+        return {}  # names that its module imports only for type checkers
 
 
 def _missing(place: str) -> str:

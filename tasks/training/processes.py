@@ -1,4 +1,4 @@
-"""The processes of a run: they end with the one that started them, and data workers leave signals to it."""
+"""The processes of a run: they end with the process that started them, and data workers ignore signals to the run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ import signal
 import threading
 import time
 
-# Set by the process of a run that starts the others, for them to know it.
+# Set by the first process of a run, so that the processes that it starts know their parent.
 PARENT_VARIABLE = "LONGSEQ_PARENT"
 # Set by a comparison for the runs that it starts.
 COMPARISON_VARIABLE = "LONGSEQ_COMPARISON"
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _POLL_SECONDS = 1.0
 
 
+def usable_cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def followed_by_child() -> dict[str, str]:
-    """Variables of the environment by which a run that this process starts ends with it (see `follow_parent`)."""
+    """Environment variables for a run that is to end with this process (see `follow_parent`)."""
     return {COMPARISON_VARIABLE: str(os.getpid())}
 
 
 def follow_parent() -> None:
-    """Have a process that a run, a comparison or torchrun started end when its parent does, also by SIGKILL.
+    """Make this process end when its parent does, also by SIGKILL: a run, a comparison or torchrun.
 
-    The first process of a run becomes the parent of the others. A rank whose parent is gone would wait in a collective,
-    and hold its GPU, for ever; the runs of a comparison that is gone would compete with those of the next.
+    The first process of a run becomes the parent of the others. Without this, a rank whose parent is gone would wait in
+    a collective for ever and hold its GPU, and the runs of an ended comparison would compete with those of the next.
     """
     if (comparison := os.environ.pop(COMPARISON_VARIABLE, None)) is not None:
         _die_with(int(comparison))
@@ -39,14 +44,14 @@ def follow_parent() -> None:
 
 
 def is_started_by_run() -> bool:
-    """Whether Lightning started this process, from the first one of the run."""
+    """True if Lightning started this process, from the first one of the run."""
     return int(os.environ.get("LOCAL_RANK") or 0) > 0 and PARENT_VARIABLE in os.environ
 
 
 def prepare_data_worker(index: int) -> None:
-    """Give a data worker a process group of its own: a signal to that of the run is for the trainer.
+    """Give a data worker a process group of its own, so that signals to the run reach only the trainer.
 
-    The trainer ends its workers, as torch has it, and a worker whose trainer is gone ends by itself within seconds.
+    The trainer ends its workers, as torch does it, and a worker whose trainer is gone ends within seconds.
     """
     os.setpgid(0, 0)
 
@@ -56,7 +61,7 @@ def _die_with(parent: int) -> None:
         is_set = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
     except (AttributeError, OSError):
         is_set = False
-    # It may have ended before it was asked for, and systems other than Linux do not tell.
+    # The parent may have ended before the call, and systems other than Linux send no signal.
     if os.getppid() != parent:
         os._exit(1)
     if not is_set:

@@ -1,4 +1,4 @@
-"""How a model is trained: the value `Training`, and how a configuration tells it."""
+"""How a model is trained: the value `Training`, and its form in a configuration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ COSINE = partial(create_scheduler_v2, sched="cosine", step_on_epochs=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """All that a `TrainedModule` needs for training beside its model and its loss.
+    """Everything that a `TrainedModule` needs for training beside its model and its loss.
 
-    `length` says how long the run, its warm-up and the way to a validation are; None leaves that to the Trainer and the
-    schedule. `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=...,
+    `length` is the length of the run, of its warm-up and of the interval between validations; None leaves these to the
+    Trainer and the schedule. `optimizer(model, lr=...)` and `schedule(optimizer, num_epochs=..., warmup_epochs=...,
     updates_per_epoch=...)` are partials, such as those of `timm.optim.create_optimizer_v2` and
     `timm.scheduler.create_scheduler_v2`: by default AdamW and a cosine to zero, without a warm-up unless `length` has
-    one. `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes a minute or so.
-    `hyperparameters` are plain values for the checkpoint (see `longseq.tasks.training.checkpoint`).
+    one. `compile_mode` compiles the training pass (see `torch.compile`); the first step then takes about a minute.
+    `hyperparameters` are numbers, strings, lists and dictionaries for the checkpoint (see
+    `longseq.tasks.training.checkpoint`).
     """
 
     learning_rate: float
@@ -40,7 +41,7 @@ class Training:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], info: Any) -> Training:
-        """The training that a configuration describes, on the data of `info`; its checkpoints carry both."""
+        """The training that a configuration describes, for the data of `info`; its checkpoints contain both."""
         recipe = config["recipe"]
         schedule = {name: value for name, value in recipe["schedule"].items() if name not in WARMUPS}
         return cls(
@@ -55,14 +56,14 @@ class Training:
 
 
 def device_count(config: Mapping[str, Any]) -> int:
-    """Processes of a run: devices x nodes, `auto` and -1 counted on this machine."""
+    """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine."""
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
     if devices in ("auto", -1, "-1"):
         cpu = trainer.get("accelerator") == "cpu"
         devices = 1 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
     elif isinstance(devices, str):
-        # As in Lightning: "2" counts devices, "0,2" and "2," name them.
+        # as in Lightning: "2" is a number of devices, "0,2" and "2," are their indices
         devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
     elif not isinstance(devices, int):
         devices = len(devices)
@@ -70,7 +71,7 @@ def device_count(config: Mapping[str, Any]) -> int:
 
 
 def device_batch_size(config: Mapping[str, Any]) -> int:
-    """What one device gets in one forward pass. ValueError if the effective batch does not divide."""
+    """The batch of one device in one forward pass. ValueError if the effective batch is not divisible."""
     effective = config["recipe"]["batch_size"]
     devices = device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
@@ -86,7 +87,7 @@ def device_batch_size(config: Mapping[str, Any]) -> int:
 
 
 def effective_learning_rate(config: Mapping[str, Any]) -> float:
-    """The recipe's learning rate, scaled linearly from its reference batch size to the one used."""
+    """The recipe's learning rate, scaled linearly from its reference batch size to the actual one."""
     recipe = config["recipe"]
     reference = recipe.get("reference_batch_size")
     return recipe["learning_rate"] * (recipe["batch_size"] / reference if reference else 1.0)

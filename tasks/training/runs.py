@@ -16,8 +16,8 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.json"
 MODEL_FOLDER = "model"
 
-# Keys that change what is printed, where, how fast, or on how many devices an effective batch is trained, which
-# leaves the order of samples as it is.
+# Keys that a resumed run may change: what is printed, where and how fast, and on how many devices an effective batch is
+# trained. None of them changes the order of samples.
 FREE_KEYS = (
     "trainer.accumulate_grad_batches",
     "trainer.devices",
@@ -36,7 +36,7 @@ FREE_KEYS = (
     "callbacks.text_samples",
     "callbacks.confusion",
     "logger",
-    "load",  # of runs before it was fixed
+    "load",  # in runs of earlier versions
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
 
@@ -75,7 +75,7 @@ OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 
 
 def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
-    """The checkpoint from which `config.resume` continues, None for a fresh start.
+    """The checkpoint from which `config.resume` continues; None for a new run.
 
     ValueError for a missing file, or for a checkpoint of another configuration: the message names the keys.
     """
@@ -110,7 +110,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
 def differences(
     saved: Mapping[str, Any], config: Mapping[str, Any], *, another_length: bool = False
 ) -> list[tuple[str, Any, Any]]:
-    """Keys, with both values, in which two configurations differ so that a resumed run could not repeat the first.
+    """The keys, with both values, whose difference prevents a resumed run from repeating the first.
 
     `another_length`: a run whose learning rate is constant up to its decay (wsd) may get another end and another decay;
     the module refuses a checkpoint of the decay.
@@ -122,7 +122,7 @@ def differences(
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The metrics of a finished run, None for one that did not finish."""
+    """The metrics of a finished run; None for an unfinished one."""
     path = folder / METRICS_FILE
     try:
         return json.loads(path.read_text())
@@ -131,13 +131,13 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat configuration with paths below the run folder as if it were the same folder for every run."""
+    """The flat configuration, with paths below the run folder as if all runs had the same folder."""
     folder = str(config["output"])
     return {key: value.replace(folder, "OUTPUT") if isinstance(value, str) else value for key, value in flatten(config)}
 
 
 def newest_other_run(config: Mapping[str, Any]) -> tuple[Path, list[str]] | None:
-    """The newest run beside `config.output` that has another configuration, and the keys that differ."""
+    """The newest run beside `config.output` with another configuration, and the keys that differ."""
     for folder, saved in _runs(Path(config["output"]).parent):
         changed = [key for key, _, _ in differences(saved, config)]
         if changed:
@@ -146,9 +146,9 @@ def newest_other_run(config: Mapping[str, Any]) -> tuple[Path, list[str]] | None
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
-    """The newest unfinished run of a configuration that no other process continues, else one that is continued.
+    """The newest unfinished run with this configuration, preferably one that no other process continues.
 
-    Without an unfinished one the newest finished one.
+    Without an unfinished run, the newest finished one; None without any.
     """
     same = [folder for folder, saved in _runs(parent) if not differences(saved, config)]
     unfinished = [folder for folder in same if finished(folder) is None]
@@ -157,11 +157,11 @@ def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def _runs(parent: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Folders below `parent` with a checkpoint, newest first, and their configurations; others are passed over."""
+    """Folders below `parent` with a checkpoint, newest first, and their configurations; other folders are ignored."""
     found = []
     for path in parent.glob(f"*/{CONFIG_FILE}"):
         checkpoint = _newest_checkpoint(path.parent)
-        # Not of config.yaml, which holds the values that the model chose where the command left them to it.
+        # Not config.yaml: it holds the values that the model chose where the command left them open.
         saved = None if checkpoint is None else _saved_config(checkpoint)
         if checkpoint is not None and isinstance(saved, Mapping) and "output" in saved:
             found.append((checkpoint.stat().st_mtime, path.parent, saved))

@@ -1,7 +1,7 @@
-"""What a configuration may name to be built: optimizers, schedules, callbacks and loggers of these lists, nothing else.
+"""What a configuration may name to be built: optimizers, schedules, callbacks and loggers of these lists, only.
 
-A configuration is text, of the command line or of a file. So it cannot have a function called that is not listed here:
-the names are whole ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
+A configuration is text from the command line or a file. So it must not call functions that are not listed here: the
+names are complete ones, never modules or prefixes of names. A plug-in adds its own by `@register("callback")`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALLBACKS = [
     "longseq.tasks.training.callbacks.progress.TrainingProgress",
     "longseq.tasks.training.callbacks.telemetry.Telemetry",
     "longseq.tasks.training.callbacks.throughput.Throughput",
-    "longseq.tasks.training.callbacks.unreadable.UnreadableImages",
+    "longseq.tasks.training.callbacks.unreadable.UnreadableSamples",
     "lightning.pytorch.callbacks.DeviceStatsMonitor",
     "lightning.pytorch.callbacks.EarlyStopping",
     "lightning.pytorch.callbacks.LearningRateMonitor",
@@ -46,10 +46,10 @@ TARGET, PARTIAL = "_target_", "_partial_"
 
 
 def register(kind: Literal["optimizer", "schedule", "callback", "logger"]) -> Callable[[Target], Target]:
-    """Enter a class or function that configurations may then name, whole or by its last word.
+    """Register a class or function that configurations may then name, by its full name or its last part.
 
     An optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=..., updates_per_epoch=...),
-    as timm's are; callbacks and loggers with their own options alone.
+    as timm's are; callbacks and loggers are called with their own options only.
     """
     names = _LISTS[kind]
 
@@ -65,9 +65,10 @@ def register(kind: Literal["optimizer", "schedule", "callback", "logger"]) -> Ca
 
 
 def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
-    """Call what `node` names, one of `allowed`, whole or by its last word, with the other keys of `node`.
+    """Call the function that `node` names, one of `allowed`, with the other keys of `node`.
 
-    With `_partial_: true` the call is left to the caller. ValueError for another name, and for a name further inside.
+    With `_partial_: true`, a partial is returned in place of the result. ValueError for another name, and for a name
+    inside the options.
     """
     function = find(node, allowed, key)
     options = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
@@ -82,7 +83,7 @@ def build(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Any:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """ValueError, in one line, if a configuration names anything to build where nothing is, or what is not listed."""
+    """Raise ValueError, in one line, if a configuration names something unlisted to build, or at another place."""
     for place, target in find_targets(config):
         allowed = _allowed_at(place)
         if allowed is None:
@@ -91,16 +92,17 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def check_options(node: Mapping[str, Any], allowed: Sequence[str], key: str, *, given: Sequence[str] = ()) -> None:
-    """ValueError, in one line, if what `node` names does not take its other keys; nothing is called.
+    """Raise ValueError, in one line, if the function that `node` names does not accept its other keys; nothing is
+    called.
 
-    `given` names arguments that the program gives itself.
+    `given` names arguments that the program passes itself.
     """
     function = find(node, allowed, key)
     check_call(function, {name: node[name] for name in node if name not in (TARGET, PARTIAL)}, key, given=given)
 
 
 def find(node: Mapping[str, Any], allowed: Sequence[str], key: str) -> Callable[..., Any]:
-    """What `node` names, one of `allowed`. ValueError, in one line, for another name or none."""
+    """The function that `node` names, one of `allowed`. ValueError, in one line, for another name or none."""
     if not isinstance(node, Mapping) or TARGET not in node:
         raise ValueError(f"{key} names nothing to build: give {key}.{TARGET}, one of {', '.join(map(_short, allowed))}")
     return _named(node[TARGET], allowed, key)

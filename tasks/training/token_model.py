@@ -26,6 +26,7 @@ class TokenModelKeys:
     label: str
     d_model: Annotated[int | None, Range(1)] = None
     depth: Annotated[int | None, Range(1)] = None
+    direction: Literal["forward", "bidirectional", "alternating"] | None = None
     mlp: Literal["swiglu", "gelu", "none"] | None = None
     mlp_ratio: Annotated[float | None, Range(above=0)] = None
     norm: Literal["rms", "layer"] | None = None

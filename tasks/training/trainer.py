@@ -20,7 +20,7 @@ from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import device_count
 
-# Arguments of the Trainer that the recipe's keys replace, which count in updates and not in batches of a device.
+# Arguments of the Trainer that keys of the recipe replace; these count updates, not batches of a device.
 RECIPE_KEYS = {
     "max_epochs": "recipe.epochs",
     "max_steps": "recipe.updates",
@@ -33,10 +33,10 @@ FSDP = "fsdp"
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
-    """The callbacks of `config.callbacks` that are not null, behind those that every run or its recipe has.
+    """The callbacks of `config.callbacks` that are not null, after those that every run or its recipe has.
 
-    A callback that monitors a metric gets the direction from the metric of `module`. ValueError where the module has
-    no such metric.
+    A callback that monitors a metric gets the direction from the metric of `module`. ValueError if the module has no
+    such metric.
     """
     config = resolve(config)
     callbacks: list[Callback] = [StopTogether(), RunClock()]
@@ -53,7 +53,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
 
 
 def refuse_mode(options: Any, place: str) -> None:
-    """ValueError for the direction of a metric that a callback monitors, which the metric itself tells."""
+    """Raise ValueError if a callback's options give the direction of the metric, which the metric itself defines."""
     if isinstance(options, Mapping) and "monitor" in options and "mode" in options:
         raise ValueError(f"{place}.mode={options['mode']}: the metric tells its direction; leave the key out")
 
@@ -67,7 +67,7 @@ def _with_direction(options: Mapping[str, Any], module: TrainedModule, place: st
 
 
 def refuse_recipe_keys(trainer: Mapping[str, Any]) -> None:
-    """ValueError, with the remedy, for an argument of Lightning's Trainer that the recipe says in its own keys."""
+    """Raise ValueError, with the remedy, for an argument of Lightning's Trainer that a key of the recipe replaces."""
     for key, remedy in RECIPE_KEYS.items():
         if key in trainer:
             raise ValueError(f"trainer.{key}={trainer[key]}: the recipe says it; give {remedy}")
@@ -81,11 +81,12 @@ def refuse_sharded(config: Config) -> None:
 
 
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
-    """The Trainer of `config.trainer` with the configured logger, writing below `config.output`."""
+    """The Trainer of `config.trainer` with the configured logger; it writes below `config.output`."""
     config = resolve(config)
     logger = targets.build(config["logger"], targets.LOGGERS, "logger") if config.get("logger") else False
     refuse_recipe_keys(config["trainer"])
-    # The data module shards by itself, without padding; a first validation before training would only cost time.
+    # The data module divides samples among processes itself, without padding. A validation before training only costs
+    # time.
     fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
     fixed["max_epochs"] = -1  # the module sets it when the fit begins
     options = dict(config["trainer"])

@@ -1,4 +1,4 @@
-"""A process of several, in which every model is sharded and must give what it gives whole; see test_sharding.py."""
+"""One process of several: each model, sharded over them, gives the same results as unsharded; see test_sharding.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import longseq.backbones.image  # noqa: F401  (its models register with timm)
-from longseq import mixers
+import longseq.backbones.image  # its models register with timm
+from longseq import mixers, save_pretrained
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 
@@ -37,7 +37,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def text_model(mixer: str) -> TokenBackbone:
-    # Eleven words: a number of rows that two processes do not share evenly.
+    # Eleven words: a number of rows that two processes cannot divide evenly.
     torch.manual_seed(0)
     return TokenBackbone(vocab_size=11, d_model=24, depth=1, mixer=mixer, tie_embeddings=False)
 
@@ -55,7 +55,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def check_text(mixer: str) -> None:
-    # Whether the model itself gives its parameters back after each method is no matter of its mixers.
+    # The mixers do not affect whether the model itself reshards after each method.
     for number, options in enumerate(({}, {"reshard_after_forward": True})[: 2 if mixer in FEW else 1]):
         plain = text_model(mixer)
         sharded = shard(copy.deepcopy(plain), **options)
@@ -95,7 +95,7 @@ def check_image(mixer: str) -> None:
 
 
 def check_first_weights(build: Callable[[], nn.Module], mixer: str) -> None:
-    """A sharded model from the meta device draws what a whole one does."""
+    """A sharded model from the meta device draws the same weights as an unsharded one."""
     wanted = build()
     with torch.device("meta"):
         model = build()
@@ -121,12 +121,22 @@ def check_nonfinite_stop() -> None:
         loss.backward()
         stop.on_before_backward(trainer, module, loss)
         if bad and RANK == 1:
-            sharded.norm.weight.data.to_local().fill_(float("inf"))  # of this process's share alone
+            sharded.norm.weight.data.to_local().fill_(float("inf"))  # only this process's part
         stop.on_before_optimizer_step(trainer, module, None)
         if not bad:
             stop.check()
     with pytest.raises(NonFiniteError, match=r"step 5 on rank 1: parameter norm\.weight went"):
         stop.check()
+
+
+def check_saved(model: nn.Module, folder: Path) -> None:
+    state = copy.deepcopy(model.state_dict())
+    sharded = shard(model)
+    assert save_pretrained(sharded, folder) == folder
+    loaded = longseq.from_pretrained(folder).state_dict()  # in both processes: the file is whole when the call ends
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+    assert not list(folder.glob("*.partial"))
 
 
 if __name__ == "__main__":
@@ -140,7 +150,9 @@ if __name__ == "__main__":
             check_image(name)
             check_first_weights(lambda name=name: image_model(name), name)
     check_nonfinite_stop()
+    check_saved(text_model("deltanet"), Path(sys.argv[1]) / "text")
+    check_saved(image_model("deltanet"), Path(sys.argv[1]) / "image")
     torch.distributed.destroy_process_group()
     print("checked", *mixers.mixer_names(), flush=True)
-    # All is checked. Threads of torch, left to the interpreter's end, now and then abort a process that is done.
+    # All checks are done. A process that is done sometimes aborts in threads of torch at the interpreter's end.
     os._exit(0)

@@ -46,14 +46,14 @@ def test_vim_with_longhorn_has_the_published_size(name, parameters, gigaflops):
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
 def test_vit_with_attention_has_the_size_of_deit(size):
-    """The class token's position is part of the token, so `embed_dim` parameters fewer."""
+    """The class token includes its position, so there are `embed_dim` parameters fewer."""
     ours = timm.create_model(f"longseq_vit_{size}_patch16_224", mixer="attention", device="meta")
     deit = timm.create_model(f"deit_{size}_patch16_224", device="meta")
     assert count_parameters(ours) == count_parameters(deit) - ours.embed_dim
 
 
 def randomised(model):
-    """Every parameter away from the zeros and ones of its initialisation."""
+    """Every parameter, moved away from the zeros and ones of its initialisation."""
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +81,7 @@ def test_gradients_of_vit_with_attention_equal_those_of_a_vit_of_timm():
     for model in (ours, vit):
         model(images(64, 64).double()).square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in vit.named_parameters()}
-    # The class token and its position are one parameter here: each of theirs has its gradient.
+    # The class token and its position are one parameter here; each of timm's two has its gradient.
     expected = {**checkpoint_filter_fn(gradients, ours), "cls_token": gradients["cls_token"]}
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-9 * expected[name].abs().max())
@@ -89,7 +89,7 @@ def test_gradients_of_vit_with_attention_equal_those_of_a_vit_of_timm():
 
 @pytest.mark.parametrize("place", ["middle", "first", "none"])
 def test_vim_is_its_formula(place):
-    """From the parameters by name; of the layers only the mixing ones are called."""
+    """The formula uses the parameters by name; of the layers, only the mixers are called."""
     model = tiny(class_token=place, global_pool="avg" if place == "none" else "token", mixer="deltanet").double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -285,7 +285,7 @@ def test_a_smaller_stride_gives_more_tokens():
 
 
 def influence(model, output):
-    """Which pixels of the first image move `output(model, image)`: one number a patch."""
+    """Which pixels of the first image affect `output(model, image)`: one number for each patch."""
     x = images(batch=1).to(model.pos_embed.dtype).requires_grad_()
     output(model, x).square().sum().backward()
     return x.grad.abs().sum(1).unfold(1, 8, 8).unfold(2, 8, 8).sum((-1, -2))[0]

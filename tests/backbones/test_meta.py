@@ -1,4 +1,4 @@
-"""Models built on the meta device, and in many processes: drawn, they are the model that is built in place."""
+"""Models built on the meta device and in many processes equal the model that is built in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder
 from longseq.backbones.tokens import TokenBackbone
 
-# Options that add parameters or buffers which the defaults of a mixer do without.
+# Options that add parameters or buffers to those of a mixer's defaults.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gsa": [{"data_dependent_gate": False}],
     "lattice": [{"forget_gate": False}],
@@ -46,7 +46,7 @@ def assert_drawn_alike(build: Any) -> None:
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(float("nan"))  # what nobody sets would be the memory's last content, often zeros
+            tensor.fill_(float("nan"))  # a tensor that nobody sets would have the memory's last content, often zeros
     torch.manual_seed(3)
     model.init_weights()
     assert torch.equal(torch.rand(3), following), "the draws after it differ"

@@ -16,7 +16,7 @@ from longseq import mixers
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
 def test_sharded_models_give_what_whole_ones_do(tmp_path: Path) -> None:
-    """All mixers in one pair of processes: what they import takes longer than the checks."""
+    """All mixers in one pair of processes: their imports take longer than the checks."""
     script = Path(__file__).with_name("sharded_models.py")
     processes = [
         subprocess.Popen(

@@ -1,7 +1,8 @@
-"""What timm asks of its own models, asked of every registered longseq model and of every mixer, direction and token.
+"""What timm's tests require of timm's models, required of every registered longseq model and of every mixer, direction
+and class token.
 
-Each registered model runs once at its own width, depth and image size. Elsewhere it keeps what its name decides beside
-those, and is narrow, of four blocks and of images of 64 px: what timm asks does not depend on the size.
+Each registered model runs once at its own width, depth and image size. Other tests make it narrow, with four blocks and
+images of 64 px, and keep what else its name decides: timm's requirements do not depend on the size.
 """
 
 import copy
@@ -22,7 +23,8 @@ from longseq.blocks.positions import TOKEN_PLACES
 from longseq.blocks.reading import DIRECTIONS
 
 MODELS = timm.list_models("longseq_*")
-# Every mixer in every direction, the places of the token in turn; one that scans and one that does not in every place.
+# Every mixer in every direction, with the places of the token in turn; one mixer with a scan and one without, in every
+# place.
 COMBINATIONS = sorted(
     {(mixer, *pair) for mixer in mixers.mixer_names() for pair in zip(DIRECTIONS, itertools.cycle(TOKEN_PLACES))}
     | set(itertools.product(("longhorn", "attention"), DIRECTIONS, TOKEN_PLACES))
@@ -203,7 +205,7 @@ def test_parameter_groups(name):
     depth = len(model.blocks)
     assert {layers["pos_embed"], layers["cls_token"], layers["patch_embed.proj.weight"]} == {0}
     assert [layers[f"blocks.{i}.norm1.weight"] for i in range(depth)] == list(range(1, depth + 1))
-    assert layers["norm.weight"] == depth  # learns at the rate of the last block, as in timm
+    assert layers["norm.weight"] == depth  # it has the learning rate of the last block, as in timm
     assert layers["head.weight"] == depth + 1
 
 
@@ -247,7 +249,7 @@ def test_the_symbolic_trace_keeps_the_size_dynamic(direction):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if "tiny" in name])  # sizes differ in their numbers alone
+@pytest.mark.parametrize("name", [name for name in MODELS if "tiny" in name])  # the sizes differ only in numbers
 def test_export_parity(name):
     model = small(name, depth=2).eval()
     check_export(model)
@@ -263,7 +265,8 @@ def check_export(model):
 
 @pytest.mark.parametrize(("mixer", "direction", "place"), COMBINATIONS)
 def test_every_combination_keeps_the_contract(mixer, direction, place):
-    # Pooled over all tokens: a first token alone gives the last forward scan no past, so its decay rates no gradient.
+    # Pooled over all tokens: with the first token alone, the last forward scan has no past, and its decay rates no
+    # gradient.
     check_gradients(tiny(mixer, direction, place, global_pool="avg"))
     model = tiny(mixer, direction, place).eval()
     check_intermediates(model)

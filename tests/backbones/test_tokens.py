@@ -1,4 +1,4 @@
-"""The token model: one truth for whole sequences, splits, steps and packed rows, and what it draws and counts."""
+"""The token model: whole sequences, splits, steps and packed rows agree; initial weights and counts are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
     model = TokenBackbone(**{"vocab_size": VOCABULARY, "d_model": 32, "depth": depth, "mixer": mixer, **options})
     model = model.double().eval()
     with torch.no_grad():
-        model.embedding.weight.mul_(50)  # so that tokens, and not rounding, decide the output
+        model.embedding.weight.mul_(50)  # so that tokens, and not rounding, determine the output
     return model
 
 
@@ -166,7 +166,7 @@ def test_a_step_graph_outlives_the_autocast_that_it_was_recorded_in() -> None:
         _, state = model(make_tokens(2, 4).cuda())
         graph = StepGraph(model, state)
         expected, _ = model.step(token, state)
-    # would take the memory that autocast's copies of the weights leave
+    # takes the memory that autocast's copies of the weights free
     kept = [torch.full_like(p, torch.nan, dtype=torch.bfloat16) for p in model.parameters()]
     torch.testing.assert_close(graph(token), expected)
     assert kept
@@ -198,7 +198,7 @@ def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool, dire
         assert state is None
         return logits
 
-    train(Packing(borders, device="cuda"))  # what is compiled or tried out waits
+    train(Packing(borders, device="cuda"))  # compilation and autotuning wait for the device
     torch.cuda.synchronize()
     found = Packing(borders, device="cuda")
     torch.cuda.set_sync_debug_mode("default" if compiled else "error")
@@ -276,7 +276,7 @@ def test_an_mlp_is_as_wide_as_asked_or_a_multiple_of_64(d_model: int, ratio: flo
 @pytest.mark.parametrize("option", [{}, {"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"tie_embeddings": False},
                                     {"positions": "learned", "max_length": 13}])  # fmt: skip
 def test_the_model_is_its_formula(option: dict[str, Any]) -> None:
-    """From the parameters by name; of the layers only the mixers are called."""
+    """The formula uses the parameters by name; of the layers, only the mixers are called."""
     model, tokens = make(depth=2, **option), make_tokens(2)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,7 +10,7 @@ from longseq.blocks.linear import AlignedLinear, project_padded, project_pair
 
 @pytest.fixture
 def aligned(monkeypatch):
-    """What a GPU does in half precision, and the widths of its products."""
+    """Behave as on a GPU in half precision, and record the widths of products."""
     widths = []
     product = nn.functional.linear
 

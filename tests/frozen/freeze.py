@@ -1,7 +1,7 @@
 """Write the frozen models that are missing: `python tests/frozen/freeze.py`.
 
-Each file holds a small model's config.json, its weights, an input and the logits of its time. What is here is never
-written again: later versions must load it and give the same logits.
+Each file has a small model's config.json, its weights, an input and the logits of that time. Existing files are never
+written again: later versions must load them and give the same logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longseq.backbones.tokens import TokenBackbone
 FOLDER = Path(__file__).resolve().parent
 RUN = FOLDER / "run.ckpt"
 
-# Options that make a mixer small, and those without which five tokens would not show what it does.
+# Options that make a mixer small, and options without which five tokens would not show what it does.
 SMALL: dict[str, Any] = {
     "num_heads": 2,
     "num_slots": 3,
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
 IMAGE: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 1}
 TOKENS: dict[str, Any] = {"vocab_size": 6, "d_model": 8, "depth": 1, "mlp_ratio": 1.0}
 
-# Vim's and the Vision Transformer's, each with directions that the other does not have, and both kinds of token models.
+# Vim and the Vision Transformer, each with directions that the other does not have, and token models of both kinds.
 CHASSIS: dict[str, Any] = {
     "vim": lambda **mixer: ImageBackbone(**IMAGE, **mixer),
     "vit": lambda **mixer: ImageBackbone(
@@ -71,7 +71,7 @@ def build(chassis: str, mixer: str) -> nn.Module:
 
 
 def example(model: nn.Module) -> Tensor:
-    """What the model reads: two images, or two sequences of tokens."""
+    """The model's input: two images, or two sequences of tokens."""
     if isinstance(model, ImageBackbone):
         return torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     return torch.tensor([[0, 1, 2, 3, 4, 5], [5, 2, 2, 0, 3, 1]])
@@ -105,12 +105,12 @@ def freeze_run() -> None:
     short = ("recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "+trainer.limit_train_batches=2")
     other = ("trainer=cpu", "++recipe.ema={decay: 0.9}", "data.num_workers=0", "logger=csv", "output=run")
     with TemporaryDirectory() as folder:
-        os.chdir(folder)  # the configuration in the checkpoint names no folder of this machine
+        os.chdir(folder)  # the configuration in the checkpoint has no folder of this machine
         with initialize_config_module("longseq.conf", version_base="1.3"):
             train.run(compose("train", [*tiny, *short, *other]))
         contents = torch.load("run/checkpoints/best.ckpt", weights_only=True)
         os.chdir(FOLDER)
-    del contents["callbacks"]  # they name folders of the machine that trained
+    del contents["callbacks"]  # they have folders of the machine that trained
     torch.save(contents, RUN)
     inputs = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     logits = {weights: score(models.restore(models.read(RUN, weights)), inputs) for weights in ("ema", "model")}

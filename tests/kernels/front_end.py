@@ -1,4 +1,4 @@
-"""Triton's compiler cut short, for processes of their own."""
+"""Triton's compiler without its later stages, for processes of their own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from triton.compiler import ASTSource
 
 
 def stop_after_front_end() -> None:
-    """Leave out of compilation all that follows the front end, which finds out whether types and shapes fit.
+    """Leave out all of compilation after the front end, which finds out whether types and shapes fit.
 
-    What it does not see is left out as well: which arguments 16 divides.
+    Arguments' divisibility by 16, which the front end does not read, is left out as well.
     """
     begin, make_ir, add_stages = ASTSource.__init__, ASTSource.make_ir, CUDABackend.add_stages
 

@@ -1,4 +1,4 @@
-"""The pieces of the chunk forms at the inputs that break weaker ways of computing them."""
+"""The parts of the chunk forms, with inputs for which simpler ways of computing them fail."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_inverse_is_as_accurate_as_a_triangular_solve(kind, beta, size):
 
 
 def test_a_great_decay_leaves_small_ones_after_it_exact():
-    """A difference of prefix sums would lose the small decays behind the great one."""
+    """A difference of prefix sums would lose the small decays after the strong one."""
     g = torch.full((1, 64, 1), -0.01)
     g[:, 20] = -1e6
     after = decay_matrix(g)[0, 63, 21]

@@ -1,4 +1,4 @@
-"""Kernels compile for every family of GPUs and fit there, which takes Triton's compiler and no GPU."""
+"""Kernels compile for every family of GPUs and fit there; this needs Triton's compiler and no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "compilations.json"
 REMEDY = "run `longseq benchmark compile output=benchmarks/compilations.json`, which compiles what has changed"
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
-# Of each family of GPUs, the launches that take most of its shared memory, each of another kernel.
+# For each family of GPUs, the launches with the most shared memory, each of another kernel.
 LARGEST = """
 import json, sys
 from longseq.tools.benchmark import compile as compilations
@@ -42,7 +42,7 @@ print(len(rows))
 
 @pytest.fixture
 def process(tmp_path, monkeypatch):
-    """Run Python in a process of its own, where kernels are compiled and not emulated."""
+    """Run Python in a process of its own, where kernels are compiled and not interpreted."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side: what is left out of a call, what is compiled, and whom it leaves alone."""
+"""Kernels compiled in parallel: which launches are skipped, which are compiled, and which threads are not affected."""
 
 import subprocess
 import sys

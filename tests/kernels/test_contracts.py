@@ -1,4 +1,4 @@
-"""The laws that every operation and each of its backends obeys, over everything that the registry holds."""
+"""The rules for every operation and each of its backends, over the whole registry."""
 
 import random
 from itertools import pairwise
@@ -80,7 +80,7 @@ def test_second_derivatives_are_right_or_refused(op, backend):
     inputs = make_inputs(op, list_variants(op)[0], batch=1, tokens=5).map(lambda x: x.requires_grad_())
 
     def penalise(backend):
-        """A penalty on gradients in the loss, as that of a sum: what comes into the operation needs no gradient."""
+        """A loss with a penalty on gradients, as for a sum: the gradient that enters the operation requires none."""
         tensors = list(inputs.tensors.values())
         output = results(*inputs.run(backend=backend))["output"]
         first = torch.autograd.grad(output.sum(), tensors, create_graph=True, allow_unused=True)
@@ -99,7 +99,7 @@ def test_second_derivatives_are_right_or_refused(op, backend):
 
 @pytest.mark.parametrize(("op", "backend"), FORMS)
 def test_a_part_that_runs_again_has_the_same_gradients(op, backend):
-    """What an operation keeps may be asked for once: torch's checkpoint finds it by running the operation again."""
+    """Saved tensors may be read only once: torch's checkpoint runs the operation again."""
     inputs = make_inputs(op, list_variants(op)[0], tokens=5)
     expected = gradients(inputs, backend=backend)
     actual = gradients(inputs, run=Inputs.run_checkpointed, backend=backend)
@@ -326,7 +326,7 @@ def test_backward_keeps_less_than_the_states_of_all_tokens(op):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", list_ops())
 def test_compiles_to_one_graph(op):
-    """One for any number of tokens, which torch makes of itself when it sees a second number of them."""
+    """One graph serves any number of tokens: torch makes it symbolic when it sees a second number."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda inputs: inputs.run(), fullgraph=True, backend="aot_eager")
 
@@ -349,6 +349,6 @@ def test_a_gpu_gives_the_same(op, variant, tokens):
     for backend in list_forms(op, "cuda", torch.float32):
         actual = gradients(inputs.to("cuda"), backend=backend)
         for name, value in exact.items():
-            # The last term is that of the hardware's exp, sigmoid and division, which count in float32 alone.
+            # The last term is the error of the hardware's exp, sigmoid and division, which matters in float32 only.
             allowed = 8 * error(peer[name], value) + 64 * torch.finfo(torch.float32).eps
             assert error(actual[name].cpu(), value) <= allowed, f"{backend}: {name}"

@@ -1,4 +1,4 @@
-"""Convolved features are the short convolution and the features of heads after each other, with each option of both."""
+"""Convolved features equal the short convolution followed by the features of heads, with each option of both."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def draw(way="dense", variant="plain", dtype=torch.float64, tokens=9, with_state
 
 
 def call_two(inputs, backend="torch", **options):
-    """Output and final state of the two operations after each other."""
+    """Output and final state of the two operations in succession."""
     (x, weight), heads = (inputs.sequences["x"], inputs.parameters["weight"]), inputs.options["num_heads"]
     mixed, logits, _ = x.split([weight.shape[-2], heads, 2], dim=-1)
     y, state = short_convolution(
@@ -108,7 +108,7 @@ def test_halves_that_hand_over_the_state_are_the_whole(interpreted, backend, rev
 @pytest.mark.parametrize("variant", ["plain", "l1"])
 @pytest.mark.parametrize("way", ["dense", "pair"])
 def test_tokens_of_zero_have_bounded_gradients(interpreted, way, variant):
-    """Four of them fill the window of the convolution. With silu, half of a thousand comes back for each gradient."""
+    """Four zero tokens fill the window of the convolution. With silu, each gradient is multiplied by 500 there."""
     inputs = draw(way, variant, dtype=torch.float32, with_state=False)
     inputs.sequences["x"][:, 2:6] = 0
     options = {"initial_state": None, **WAYS[way]}
@@ -144,7 +144,7 @@ def test_precisions(interpreted, way, backend, dtype):
     assert beta.dtype == state.dtype == torch.float32
     exact = gradients(inputs.map(Tensor.double), **WAYS[way])
     for name, value in gradients(inputs, backend=backend, **WAYS[way]).items():
-        # The interpreter cuts bfloat16 off, where a GPU rounds; masked rows are rounded between the two operations.
+        # The interpreter truncates bfloat16, where a GPU rounds; masked rows are rounded between the two operations.
         assert error(value, exact[name]) <= 4 * torch.finfo(dtype).eps, name
 
 

@@ -1,4 +1,4 @@
-"""Which backend runs, why others do not, and what a user reads who passes what does not fit."""
+"""Which backend runs, why others do not, and the messages for arguments that do not fit."""
 
 import re
 import threading

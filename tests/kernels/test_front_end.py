@@ -1,4 +1,4 @@
-"""All kernels pass Triton's front end, which the interpreter leaves out: whether types and shapes fit."""
+"""All kernels pass Triton's front end, which the interpreter skips: types and shapes fit."""
 
 import os
 import subprocess

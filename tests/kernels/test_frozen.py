@@ -1,4 +1,4 @@
-"""Inputs that require no gradient: the other gradients stay, and kernels and memory for theirs are saved."""
+"""Inputs without a gradient: the other gradients do not change, and kernels and memory for theirs are saved."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_frozen_input_changes_no_other_gradient(interpreted, op, variant, name
 
 @pytest.fixture
 def allocated(monkeypatch) -> Callable[[], int]:
-    """Numbers that kernels' launches have asked for since the last call of it."""
+    """Returns the numbers that kernels' launches have allocated since its last call."""
     total = 0
 
     def count(make: Any) -> Any:

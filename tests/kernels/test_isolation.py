@@ -1,4 +1,4 @@
-"""What one row of a batch, one head or one packed sequence holds changes no bit of the others, nor an earlier chunk."""
+"""The content of one row, head or packed sequence changes no bit of the others, nor of an earlier chunk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from longseq.kernels.testing import gradients, make_inputs, takes, takes_chunk_s
 
 LOCAL = list_local_ops()
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]
-# What parts 1 to 4 are multiplied by, or filled with; part 0 must not see it.
+# Parts 1 to 4 are multiplied by these, or filled with them; part 0 must not change.
 SIZES = (1e-8, 1e8, math.inf, math.nan)
 PARTS = 1 + len(SIZES)
-# Of operations along channels, which share keys, queries and weights; features are those of all heads of a token.
+# Operations along channels, which share keys, queries and weights; features are those of all heads of a token.
 WITHOUT_HEADS = ("longhorn_scan", "selective_scan", "short_convolution", "convolved_features")
 HEADED = [form for form in FORMS if form[0] not in (*LOCAL, *WITHOUT_HEADS)]
 PACKED = [form for form in FORMS if takes(form[0], "cu_seqlens")]
@@ -25,12 +25,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def in_each_dtype(forms):
-    """Emulated kernels take their time: they are tried in bfloat16."""
+    """Interpreted kernels are slow: they are tested in bfloat16 only."""
     return [(*form, dtype) for form in forms for dtype in DTYPES if form[1] != "triton" or dtype == torch.bfloat16]
 
 
 def spoil(x, dim, parts):
-    """x with each part but the first multiplied, or replaced by what is no number."""
+    """x with each part but the first multiplied, or replaced by infinity or NaN."""
     x = x.clone()
     for part, size in zip(parts[1:], SIZES, strict=True):
         piece = x.narrow(dim, part.start, part.stop - part.start)
@@ -41,7 +41,7 @@ def spoil(x, dim, parts):
 def assert_first_part_is_same(inputs, dims, parts, **options):
     """Compare part 0 of all results of a call with those of the call whose other parts are spoiled.
 
-    `dims` and `parts` say where parts lie: those of sequences, and those of states.
+    `dims` and `parts` give the dimensions and the parts: those of sequences, and those of states.
     """
     of_sequence, of_state = zip(dims, parts, strict=True)
     place = {name: of_state if name.startswith("initial_state") else of_sequence for name in inputs.tensors}

@@ -1,4 +1,4 @@
-"""The operations on each token alone: their forms agree, and mixed types, strides and steps are as they say."""
+"""The operations on each token alone: their forms agree, and mixed types, strides and steps are as documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = [(op, variant) for op in list_local_ops() for variant in list_variants(o
 
 def read_longhorn(x: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor,
                   skip: Tensor) -> Tensor:  # fmt: skip
-    """What one layer reads of x [B, T, I] before its gate, token by token."""
+    """One layer's output for x [B, T, I] before the gate, token by token."""
     width, ranks = taps.shape[1], rate.shape[1]
     entries = (len(selection) - ranks) // 2
     window, memory, outputs = x.new_zeros(len(x), width, len(taps)), x.new_zeros(len(x), len(taps), entries), []
@@ -34,7 +34,7 @@ def read_longhorn(x: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, ra
 
 
 def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
-    """The formula of each operation, in its plainest spelling."""
+    """The formula of each operation, written in the simplest way."""
     if op == "token_loss":
         logits, target = tensors["logits"], tensors["target"]
         own = logits.gather(-1, target.clamp_min(0)[..., None])[..., 0]
@@ -331,7 +331,7 @@ def test_the_kernel_on_the_gpu(op, variant, tokens, sizes, dtype):
     first, second = (gradients(inputs.to("cuda"), backend="triton") for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-        # The last term is that of the hardware's exp, sigmoid and division, which count in float32 alone.
+        # The last term is the error of the hardware's exp, sigmoid and division, which matters in float32 only.
         allowed = 8 * error(plain[name], exact[name]) + 128 * torch.finfo(torch.float32).eps
         assert error(value.cpu(), exact[name]) <= allowed, name
 

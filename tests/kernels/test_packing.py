@@ -35,7 +35,7 @@ def test_borders_are_copied() -> None:
 
 
 def test_nothing_waits_for_a_device() -> None:
-    """The meta device has no values: whoever reads one raises."""
+    """The meta device has no values: reading one raises an error."""
     found = Packing(BORDERS.to("meta"), 11, max_seqlen=7)
     assert found.positions.shape == (11,)
     assert found.longest == 7
@@ -80,7 +80,7 @@ def test_operations_take_a_packing(op: str) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_index_tensors_are_found_once(interpreted, monkeypatch, backend) -> None:
-    """For all calls and both passes; Triton's chunks in one size here, `torch`'s groups of similar lengths."""
+    """Once for all calls and both passes; Triton's chunks have one size here, `torch` groups similar lengths."""
     calls = []
     module, name = (recurrence, "_find_groups") if backend == "torch" else (torch, "searchsorted")
     find = getattr(module, name)
@@ -149,7 +149,7 @@ def test_packed_attention_is_attention_within_each_sequence(causal: bool, window
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_attention_keeps_no_scores_of_padding(causal: bool) -> None:
-    """One long sequence and 63 short ones: rows of one length would be 32 times the tokens, their masks 2,000 times."""
+    """One long sequence and 63 short ones: padded rows would have 32 times the tokens, their masks 2,000 times."""
     borders = torch.tensor([0, 512, *range(520, 1025, 8)])
     q, k, v = (torch.randn(1, 1024, 2, 16, requires_grad=True) for _ in range(3))
     kept = 0

@@ -1,4 +1,4 @@
-"""What calls that are alike leave out: the choice of a backend with its checks, and Triton's look at all arguments."""
+"""What repeated calls skip: the choice of a backend with its checks, and Triton's inspection of all arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longseq.kernels.triton_launch import Prepared
 
 
 class Kernel:
-    """A stand-in for a kernel of Triton: what it was launched with, and what its compiled forms were."""
+    """A stand-in for a Triton kernel: it records its launches and those of its compiled forms."""
 
     arg_names = ("x", "y", "rows", "scale", "WIDTH", "EVEN")
 
@@ -67,7 +67,7 @@ def test_other_types_and_alignments_are_compiled_anew():
     calls = [(x, None), (x[1:], None), (x[4:], None), (x.half(), None), (x, x), (x[8:], x)]
     for call in 2 * calls:
         launch(*call)
-    assert len(kernel.slow) == 4  # begins of 16 bytes are alike
+    assert len(kernel.slow) == 4  # addresses that 16 divides are alike
     assert len(kernel.fast) == 2 * len(calls) - 4
 
 
@@ -84,7 +84,7 @@ def test_what_was_not_launched_is_not_remembered():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """An operation whose choices are remembered on the CPU, and the shapes that they were asked about."""
+    """An operation whose choices are remembered on the CPU; it records the shapes of each choice."""
     asked = []
     monkeypatch.setattr(dispatch, "_LOCAL", {})
     preferred, other = (
@@ -170,7 +170,7 @@ def test_a_choice_is_not_remembered_where_it_may_be_another_one(asked, monkeypat
         call(torch.zeros(2))
     with dispatch.record_calls():
         assert call(x) == "torch"
-    call(x, [])  # which has no hash
+    call(x, [])  # a list has no hash
     assert len(shapes) == 4
     call(x)
     monkeypatch.setenv("TRITON_INTERPRET", "0" if os.environ.get("TRITON_INTERPRET") == "1" else "1")

@@ -1,4 +1,4 @@
-"""kernels/README.md names every operation's folder, every module that they share, and every kernel that is launched."""
+"""kernels/README.md names every operation's folder, every module that they share, and every launched kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import longseq.kernels
 
 ROOT = Path(longseq.kernels.__file__).parent
-README = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()  # no part of an installed package
+README = (Path(__file__).parents[2] / "kernels" / "README.md").read_text()  # not part of an installed package
 TAKE_KERNELS = ("Prepared", "find_launch", "_launch")  # functions whose first argument is a kernel
 FOLDERS = sorted(file.parent for file in ROOT.glob("*/__init__.py"))
 
@@ -35,7 +35,7 @@ def launched(folder: Path, steps: bool) -> set[str]:
 
 @pytest.mark.slow
 def test_every_kernel_is_launched_or_a_part_of_another():
-    """So that none is launched in a way that this page's tests do not see."""
+    """Otherwise a kernel is launched in a way that the tests here do not find."""
     trees = [ast.parse(file.read_text()) for file in ROOT.rglob("triton_*.py")]
     kernels = [node for tree in trees for node in tree.body if is_kernel(node)]
     parts = {name.id for node in kernels for name in ast.walk(node) if isinstance(name, ast.Name)}
@@ -44,7 +44,7 @@ def test_every_kernel_is_launched_or_a_part_of_another():
 
 
 def section(name: str) -> str:
-    """What stands below the heading that has the name in backticks."""
+    """The text below the heading with the name in backticks."""
     found = re.search(rf"^### [^\n]*`{name}`[^\n]*\n(.*?)(?=^##|\Z)", README, re.M | re.S)
     assert found, f"kernels/README.md has no heading with `{name}`"
     return found[1]
@@ -70,7 +70,7 @@ def test_modules_that_operations_share_are_named_and_those_that_are_named_exist(
 
 
 def test_words_stand_in_the_kernels():
-    """A word that the code no longer uses leaves the page, too."""
+    """A word that the code no longer uses must leave the page, too."""
     table = README.split("## Words\n")[1].split("\n## ")[0]
     source = "\n".join(file.read_text() for file in ROOT.rglob("*.py"))
     words = [word for cell in re.findall(r"^\| ([^|]*) \|", table, re.M)[2:] for word in re.findall(r"\w+", cell)]

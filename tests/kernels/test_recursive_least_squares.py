@@ -1,4 +1,4 @@
-"""What the contracts leave open: the inverse itself, when the refresh falls due, padding, and hard numbers."""
+"""What the contracts leave open: the inverse itself, the refresh, padding, and ill-conditioned inputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where sequences are cut in time: never into more programs than asked for, nor where it would not pay."""
+"""Sequences are cut in time only if it pays, and never into more programs than requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-test of Triton kernels: what it refuses, what it remembers, and what it leaves alone."""
+"""The self-test of Triton kernels: what it refuses, what it remembers, and what it does not affect."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def make_changing():
 
 @pytest.fixture
 def kernel(monkeypatch, tmp_path):
-    """Replaces the convolution's Triton form by a function; verdicts start anew, in a folder of the test's own."""
+    """Replaces the convolution's Triton form by a function; results of earlier tests are forgotten, and go to a new
+    folder.
+    """
     monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv(self_test.SELF_TEST_VARIABLE, raising=False)
     monkeypatch.setattr(self_test, "_VERDICTS", {})
@@ -178,8 +180,8 @@ def test_widths_that_leave_columns_masked_are_tested_with_masked_columns(width, 
     assert self_test._representative(width) == tested
 
 
-# Gradients that may be 2 % wrong without being seen: the plain form adds them up in the precision of the parameter, and
-# three times its own error is more than 2 %. Models in training have parameters in float32, of which none is here.
+# Gradients whose errors of 2 % the self-test cannot see: the torch form sums them in the parameter's precision, and
+# three times its own error is more than 2 %. In training, parameters are float32, and then none of these remains.
 COARSE = {
     ("add_norm", "centred_branch", "gradient of bias", torch.bfloat16),
     ("add_norm", "centred_branch", "gradient of weight", torch.bfloat16),
@@ -188,7 +190,7 @@ COARSE = {
 
 
 def answer_with(exact, plain, actual):
-    """What a check calls instead of an operation: an exact form, a plain one and a kernel whose results are known."""
+    """A check's stand-in for an operation: an exact form, a torch form and a kernel with known results."""
 
     def answer(inputs, backend):
         if backend == "triton":
@@ -404,7 +406,7 @@ def named_launches(**row):
 
 
 def read_named_launches(*args, **kwargs):
-    """As the modules of kernels with a table do when they are imported."""
+    """Do what the modules of kernels with a table do at their import."""
     fit_launches("delta_rule", {})
     return short_convolution_chunk(*args, **kwargs)
 
@@ -482,7 +484,7 @@ print(explain("short_convolution")["triton"])
 
 @pytest.mark.slow
 def test_processes_that_write_at_once_and_those_that_read_later_agree(tmp_path):
-    """With the real kernels, emulated."""
+    """With the real kernels, interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", self_test.CACHE_VARIABLE: str(tmp_path)}
     environment.pop(self_test.SELF_TEST_VARIABLE, None)
 
@@ -596,7 +598,7 @@ def test_inside_a_backward_pass_untested_kernels_are_refused_for_now(kernel, tes
 def test_a_backward_pass_does_not_wait_for_the_test_of_another_thread(kernel, tests_run):
     kernel(short_convolution_chunk)
     found = []
-    with self_test._LOCK:  # the other thread's
+    with self_test._LOCK:  # held by the other thread
         thread = threading.Thread(target=lambda: found.extend(explain_inside_a_backward_pass()), daemon=True)
         thread.start()
         thread.join(timeout=60)
@@ -657,13 +659,13 @@ LAUNCHED = {
 
 @pytest.fixture
 def plans(monkeypatch):
-    """Modules of kernels may be imported, and stay what other tests take them for."""
+    """The modules of kernels may be imported, and are restored for other tests."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def make_cases(op, dtype=torch.bfloat16, **widths):
-    """Each case of an operation, with what a verdict is about, its inputs and cu_seqlens."""
+    """Each case of an operation, with its key, its inputs and cu_seqlens."""
     trial = self_test.TRIALS[op]
     for case in trial.cases:
         reverse, packed = case.options.get("reverse", False), bool(case.bounds)
@@ -679,7 +681,7 @@ def list_calls(*kinds):
 
 
 def collect(launches):
-    """What is launched for the sake of each verdict."""
+    """The launches for each verdict."""
     found = {}
     for call, launch in launches:
         found.setdefault(call, set()).add(launch)

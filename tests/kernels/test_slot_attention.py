@@ -1,4 +1,4 @@
-"""Slot attention and the cumulative softmax against the formulas that they carry out."""
+"""Slot attention and the cumulative softmax, compared with their formulas."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_one_gate_at_a_time():
 
 
 def test_a_value_gate_is_a_key_gate_of_the_transposed_state():
-    """oᵀ x = xᵀ Sᵀ q: reading S at q or its transpose at x is one number."""
+    """oᵀ x = xᵀ Sᵀ q: reading S at q and its transpose at x gives the same number."""
     inputs = make_inputs("linear_attention", "value_gated")
     x = torch.randn(inputs.sequences["v"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     q, k, v, g = (inputs.sequences[name] for name in ("q", "k", "v", "g_value"))

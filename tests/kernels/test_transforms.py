@@ -1,4 +1,4 @@
-"""Derivatives and batches of torch.func and of dual tensors: right through every operation, or refused in one line."""
+"""Derivatives and batches of torch.func and of dual tensors: every operation is right, or raises one line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from longseq.kernels.testing import make_inputs, results
 LOCAL = list_local_ops()
 OPS = [*list_ops(), *LOCAL]
 TRITON_OPS = [op for op in OPS if any(backend.name == "triton" for backend in backends(op))]
-# Whose torch form torch differentiates; the others have a backward pass of their own.
+# Operations whose torch form torch differentiates; the others have a backward pass of their own.
 DIFFERENTIATED_BY_TORCH = ("convolved_features", "short_convolution", *(op for op in LOCAL if op != "longhorn_pair"))
-# Whose kernels return lists, or take them, of which torch.func.vmap makes no batch.
+# Operations whose kernels return or take lists, which torch.func.vmap cannot batch.
 WITHOUT_BATCHES = [
     *("delta_rule", "linear_attention", "orthogonal_recurrence", "slot_attention", "variational_linear_attention"),
 ]

@@ -1,4 +1,4 @@
-"""The Triton kernels: emulated on the CPU at tiny shapes, and at real ones on a GPU."""
+"""The Triton kernels: interpreted on the CPU at tiny shapes, and at real ones on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ CASES = [(op, variant) for op in TRITON_OPS for variant in list_variants(op)]
 
 
 def assert_as_accurate_as_torch(inputs, exact, device="cpu", **options):
-    """Compare outputs, final state and gradients with float64; the torch form in the same precision sets the bar."""
+    """Compare outputs, final state and gradients with float64; the error of the torch form in the same precision sets
+    the limit.
+    """
     plain = gradients(inputs, backend="torch", **options)
     actual = gradients(inputs.map(lambda x: x.to(device)), backend="triton", **options)
     assert actual.keys() == exact.keys()
@@ -88,14 +90,14 @@ def test_second_derivatives_are_refused(interpreted, op):
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
 @pytest.mark.parametrize("packed", [False, True], ids=["one_segment", "packed"])
 def test_reading_in_reverse(interpreted, op, packed):
-    # More than a chunk of the delta rule's float32 form, and than a checkpoint's of the scans. What is emulated token
-    # by token has tests of its own.
+    # More than a chunk of the delta rule's float32 form, and than a checkpoint of the scans. Kernels that are
+    # interpreted token by token have tests of their own.
     tokens = {"orthogonal_recurrence": 7, "longhorn_scan": 18, "selective_scan": 18}.get(op, 35)
     bounds = (0, 3, 3, tokens - 1, tokens)
     # Two heads are read in packed segments, two rows without.
     shape = {"segments": len(bounds) - 1} if packed else {"sizes": {"H": 1}}
     options = {"cu_seqlens": torch.tensor(bounds)} if packed else {}
-    # What is done to each token alone, or chosen by its contents, does not see the order.
+    # Operations on single tokens, or on their contents, do not depend on the order.
     unordered = ("identity", "relu_squared", "repeated_directions", "extreme_directions", "fixed", "paper")
     for variant in [name for name in list_variants(op)[:4] if name not in unordered]:
         inputs = make_inputs(op, variant, tokens=tokens, **shape)
@@ -143,7 +145,7 @@ def test_linear_attention_gated_by_key_through_a_chunk_of_zeros(interpreted, sil
     g = -0.1 * torch.rand_like(q, dtype=torch.float32)
     if silent == "first chunk":
         k[:, :70], v[:, :70] = 0, 0
-    if silent == "last chunk":  # as where a batch is padded
+    if silent == "last chunk":  # as for a padded batch
         k[:, 60:], g[:, 60:], d_output[:, 60:] = 0, 0, 0
     exact = _differentiate_gated(*(x.double() for x in (q, k, v, d_output)), g=g.double(), scale=scale, backend="torch")
     for name, value in _differentiate_gated(q, k, v, d_output, g=g, scale=scale, backend="triton").items():
@@ -155,7 +157,7 @@ def test_linear_attention_gated_by_key_through_a_chunk_of_zeros(interpreted, sil
 def test_linear_attention_of_tiny_and_huge_values(interpreted, gate, size):
     q, k, v, d_output = torch.randn(4, 1, 64, 1, 64, dtype=torch.bfloat16)
     v *= size
-    gates = {gate: torch.full((1, 64, 1, 64), -0.94)}  # as strong as one chunk takes at once
+    gates = {gate: torch.full((1, 64, 1, 64), -0.94)}  # the strongest gates that one chunk takes at once
     exact = _differentiate_gated(
         *(x.double() for x in (q, k, v, d_output)), **{gate: gates[gate].double()}, backend="torch"
     )
@@ -164,7 +166,7 @@ def test_linear_attention_of_tiny_and_huge_values(interpreted, gate, size):
 
 
 class _WithFakes(TorchDispatchMode):
-    """Calls each of our operations on fake tensors beside real ones, and keeps how the results lie in memory."""
+    """Calls each of our operations on fake tensors, too, and records the memory layout of the results."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +190,7 @@ class _WithFakes(TorchDispatchMode):
 @pytest.mark.parametrize("op", TRITON_OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_fake_results_are_like_real_ones_in_shape_and_strides(interpreted, op, dtype):
-    # torch.compile lays out its buffers by the fake ones, and stops where a real one is different.
+    # torch.compile plans its buffers with fake tensors, and fails if a real one has another layout.
     inputs = make_inputs(op, tokens=11, dtype=dtype)
     calls = [(inputs, {})]
     if inputs.parameters and takes(op, "reverse"):
@@ -227,7 +229,7 @@ def test_delta_rule_over_several_chunks(interpreted, monkeypatch, form, dtype, r
     exact = gradients(inputs.map(torch.Tensor.double), run=run, backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse)
     for name, value in exact.items():
-        # Products of float16 numbers whatever the dtype, then rounding, where the interpreter cuts bfloat16 off.
+        # float16 products for every dtype, then rounding; the interpreter truncates bfloat16.
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
@@ -241,7 +243,8 @@ def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, mon
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
     actual = gradients(inputs, backend="triton")
     for name, value in exact.items():
-        # Strengths near 2 keep the first of 64 errors alive to the last token; a wrong inverse is off by 1 and more.
+        # With strengths near 2, the first of 64 errors persists to the last token; a wrong inverse is off by more than
+        # 1.
         assert error(actual[name], value) <= 2e-2, name
 
 
@@ -275,7 +278,7 @@ def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, monk
         assert torch.equal(y, x * (factor if x.ndim == 3 else factor[..., None]).to(x.dtype))
 
 
-# The relative error of numbers that are cut off to bfloat16, as the interpreter does, which is half as large rounded.
+# The relative error of truncation to bfloat16, as in the interpreter; that of rounding is half as large.
 CUT_OFF = torch.finfo(torch.bfloat16).eps / 4
 
 
@@ -352,7 +355,7 @@ def test_delta_rule_over_several_float32_chunks(interpreted, variant):
 
 @pytest.fixture
 def delta_segments(monkeypatch):
-    """Segments of time of two chunks; and of each call the number of segments that its programs hold."""
+    """Segments of time with two chunks; records for each call the number of segments of its programs."""
     from longseq.kernels.delta_rule import triton_delta
 
     monkeypatch.setattr(triton_delta, "SHORT_TOKENS", 0)
@@ -364,7 +367,7 @@ def delta_segments(monkeypatch):
 
 
 def lasting(inputs):
-    """A delta rule that replaces so little at a token that the first one is still seen after all segments."""
+    """A delta rule that replaces so little in each step that the first token still affects the last segment."""
     return inputs.replace({"beta": 0.02 * inputs.sequences["beta"]})
 
 
@@ -454,7 +457,7 @@ def test_delta_rule_is_cut_where_a_gpu_would_be_idle():
     assert segments(1, 16384, 16, 128, 0, 100, 16384) == 8 + 3
     assert segments(1, 16384, 16, 128, *range(0, 16385, 1024)) == 0
     assert segments(1, 16384, 4, 256, half=False) == 0
-    # Wide blocks of columns where the programs of narrow ones would not all run at the same time.
+    # Wide blocks of columns, where the programs of narrow ones would not all run at the same time.
     assert plan(8, 2048, 16, 128).advance == plan(1, 16384, 16, 128).advance == "advance_wide"
     assert (
         plan(1, 2048, 4, 128).advance == plan(1, 16384, 64, 128).advance == plan(8, 2048, 8, 128).advance == "advance"
@@ -487,7 +490,7 @@ def test_delta_rule_takes_half_precision_values_beside_float32_keys(interpreted,
     assert actual["output"].dtype == actual["gradient of v"].dtype == dtype
     assert actual["gradient of q"].dtype == actual["gradient of k"].dtype == torch.float32
     for name, value in exact.items():
-        # The gradient of the output comes in its dtype, to all others.
+        # The gradient of the output has its dtype, and enters all others.
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
@@ -524,7 +527,7 @@ def test_delta_rule_recomputes_what_it_did_not_keep(interpreted, variant):
     assert kept(True) == 0 < kept(False)
 
 
-# Gates per channel up to 1 are mild, and those up to 3 and 30 need pairs of blocks of 2 tokens, and of 1.
+# Gates per channel up to 1 are mild; those up to 3 need pairs of blocks of 2 tokens, those up to 30 of 1.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "strength"),
@@ -590,13 +593,13 @@ def test_least_squares_over_several_chunks(interpreted, op, dtype):
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
     for name, value in exact.items():
-        # Rounding, where the interpreter cuts bfloat16 off, and the delta rule's products of float16 numbers.
+        # Rounding, where the interpreter truncates bfloat16, and the delta rule's float16 products.
         assert error(actual[name], value) <= 2e-3 + torch.finfo(dtype).eps, name
 
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Segments of time for few tokens, and of each call whether a program had to walk alone through all of them."""
+    """Segments of time for few tokens; records for each call whether one program had to compute all of them."""
     from longseq.kernels.recursive_least_squares import triton_least_squares as kernels
 
     monkeypatch.setattr(kernels, "FEWEST_SEGMENTS", 2)
@@ -945,7 +948,7 @@ ORTHOGONAL_REVERSED = [
     (2, 300, 3, 64, 64, "decode", True, True, True, 1, None, True),
     (4, 300, 3, 64, 64, "decode", True, True, True, 1, None, "second_half"),
     (4, 100, 3, 100, 50, "ttt", False, True, True, 1, None, "second_half"),
-    # more heads than programs of the backward pass, which has scratch memory for some 480
+    # more heads than the programs of the backward pass, whose scratch memory is for about 480
     (200, 40, 6, 64, 64, "decode", True, True, False, 1, None, "second_half"),
     (1, 400, 2, 16, 16, "similarity", True, True, True, 1, (0, 3, 3, 150, 399, 400), True),
     (2, 300, 3, 64, 64, "decode", True, True, False, 16, None, True),
@@ -1055,7 +1058,7 @@ def delta_arguments(normal, batch, tokens, heads, key_dim, value_dim):
 
 
 def orthogonal_arguments(normal, batch, tokens, heads, width, slots):
-    # Unit vectors: by longer ones the slots turn so far that the torch form's own errors grow from token to token.
+    # Unit vectors: longer ones turn the slots so far that the torch form's own errors grow from token to token.
     q, k, v = (torch.nn.functional.normalize(normal(batch, tokens, heads, n), dim=-1) for n in (slots, slots, width))
     return {"q": q, "k": k, "v": v, "gamma": normal(batch, tokens, heads).sigmoid()}
 
@@ -1077,7 +1080,7 @@ def inverse_state(normal, rows, heads, width):
 def gpu_gradients(function, arguments, backend, **options):
     leaves = {name: value.detach().requires_grad_() for name, value in arguments.items()}
     o, state = function(**leaves, **options, output_final_state=True, backend=backend)
-    # Random signs: of weights in order, half of a sum over time would cancel the other half, and round off be all.
+    # Random signs: with regular weights, the two halves of a sum over time would cancel, and leave only rounding.
     generator = torch.Generator(o.device).manual_seed(1)
     weights = torch.randn(o.shape, device=o.device, dtype=torch.float64, generator=generator).to(o.dtype)
     returned = results(o, state)
@@ -1086,18 +1089,18 @@ def gpu_gradients(function, arguments, backend, **options):
 
 
 def slot_attention_from(keys, values, **arguments):
-    """`slot_attention` with the parts of its first state as two arguments."""
+    """`slot_attention` with the parts of its initial state as two arguments."""
     return slot_attention(**arguments, initial_state=(keys, values))
 
 
 def recursive_least_squares_from(A, **arguments):
-    """`recursive_least_squares` from A and counters that stand at different places in the period of a refresh."""
+    """`recursive_least_squares` from A, with counters at different places in the period of a refresh."""
     steps = 13 * torch.arange(A.shape[0], device=A.device)
     return recursive_least_squares(**arguments, initial_state=(A, steps))
 
 
 def variational_linear_attention_from(S, A, z, **arguments):
-    """`variational_linear_attention` with the parts of its first state as arguments of their own."""
+    """`variational_linear_attention` with the parts of its initial state as separate arguments."""
     steps = 13 * torch.arange(A.shape[0], device=A.device)
     return variational_linear_attention(**arguments, initial_state=(S, A, z, steps))
 
@@ -1108,12 +1111,12 @@ HALF_PRODUCTS = (delta_rule, linear_attention, *SLOTS, *VARIATIONAL)
 
 
 def mean_error(actual, expected):
-    """The mean difference relative to the mean magnitude: a few entries, however wrong, do not count."""
+    """The mean difference relative to the mean magnitude: a few wrong entries hardly count."""
     return ((actual.double() - expected).abs().mean() / (expected.abs().mean() + 1e-30)).item()
 
 
 def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **options):
-    """Compare with float64: twice the torch form's own error is allowed, and no difference from run to run."""
+    """Compare with float64: up to twice the torch form's own error, and the same result in every run."""
     exact = gpu_gradients(function, {name: value.double() for name, value in arguments.items()}, "torch", **options)
     plain = gpu_gradients(function, arguments, "torch", **options)
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory is NaN until it is written
@@ -1123,22 +1126,23 @@ def assert_accurate_in_every_run(function, arguments, dtype, *, error=error, **o
         torch.use_deterministic_algorithms(False)
     factor = 2
     if function in HALF_PRODUCTS and dtype != torch.float32:
-        # Its products are those of float16 numbers, while the torch form computes in float32: a state is as good as one
-        # rounded to the inputs' precision, and of float16 inputs more is lost than by rounding the results.
+        # Its products are float16, while the torch form computes in float32: a state may be as inaccurate as one
+        # rounded to the inputs' type, and float16 inputs lose more than the rounding of results.
         plain = {name: value.to(dtype) if value.is_floating_point() else value for name, value in plain.items()}
         factor = 4 if dtype == torch.float16 else 2
         if dtype == torch.float16 and function in SLOTS:
-            # Scores of up to 20 are exponentiated: a product's rounding becomes an error of the weight, and grows with
-            # the score. In Triton's interpreter, with exact sums, gradients are up to 5.6 times the rounded ones off.
+            # Scores of up to 20 are exponentiated: a product's rounding becomes an error of the weight that grows with
+            # the score. In Triton's interpreter, with exact sums, gradients are off by up to 5.6 times that of
+            # rounding.
             factor = 8
     if error is mean_error:
-        factor = 100  # one entry cut off here and not there is a difference in all that follows it
+        factor = 100  # one entry that is shrunk to zero only here changes everything that follows
     for name, value in exact.items():
-        # Float32 products of tensor cores cut off what they add up: over thousands of tokens the gradients of u and A
-        # are up to 5e-5 and 1.4e-4 off, the torch form's 2e-6; in Triton's interpreter both forms are equally near.
+        # Tensor cores truncate float32 sums: over thousands of tokens, the gradients of u and A are off by up to 5e-5
+        # and 1.4e-4, those of the torch form by 2e-6; in Triton's interpreter, both forms are equally accurate.
         summed = function in VARIATIONAL and dtype == torch.float32
         of_name = {"u": 25, "A": 100}.get(name, factor) if summed else factor
-        # The last term is that of the hardware's exp and sigmoid, which count in float32 alone.
+        # The last term is the error of the hardware's exp and sigmoid, which matters in float32 only.
         allowed = of_name * error(plain[name], value) + 64 * torch.finfo(torch.float32).eps
         assert error(runs[0][name], value) <= allowed, name
         for run in runs[1:]:
@@ -1189,7 +1193,7 @@ def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, gated, w
         return torch.randn(sizes, device="cuda", generator=generator).to(dtype)
 
     arguments = delta_arguments(normal, 1, 4200, 2, width, width)
-    arguments["beta"] = 0.02 * arguments["beta"]  # so that the first token is still seen after all segments
+    arguments["beta"] = 0.02 * arguments["beta"]  # so that the first token still affects the last segment
     if gated:
         arguments["g"] = -0.001 * normal(1, 4200, 2).exp()
     arguments["initial_state"] = normal(1 if bounds is None else len(bounds) - 1, 2, width, width)
@@ -1230,7 +1234,7 @@ def assert_orthogonal_recurrence_is_accurate(shape, dtype, **reading):
     options = {"objective": objective, "normalize": normalize, "chunk_size": chunk_size, "scale": 0.5, **reading}
     if bounds is not None:
         options["cu_seqlens"] = torch.tensor(bounds, device="cuda")
-    # What is within its rounding of the threshold is shrunk to zero by one form, and passes a gradient in the other.
+    # A number within rounding of the threshold is shrunk to zero by one form, and passes a gradient in the other.
     measure = mean_error if shrunk else error
     assert_accurate_in_every_run(orthogonal_recurrence, arguments, dtype, error=measure, **options)
 
@@ -1403,7 +1407,7 @@ def test_recomputing_changes_nothing_on_the_gpu(tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_takes_any_length_on_the_gpu(op):
-    torch._dynamo.reset()  # graphs of earlier operations would count against the limit of recompilations
+    torch._dynamo.reset()  # graphs of earlier operations would count towards the limit of recompilations
     compiled = torch.compile(lambda function, tensors: function(**tensors, backend="triton")[0], dynamic=True)
     for tokens in (300, 1100, 64):
         function, arguments = gpu_arguments(op, 2, tokens, 128, 4, torch.float32)

@@ -1,4 +1,4 @@
-"""The orthogonal recurrence's Triton kernels, emulated: every objective, exact and in chunks."""
+"""The orthogonal recurrence's Triton kernels, interpreted: every objective, exact and in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ BOUNDS = (0, 3, 3, 13, 15)
 
 @pytest.fixture
 def short_stretches(monkeypatch):
-    """Checkpoints and scratch memory for which small inputs have several stretches of tokens and heads a program."""
+    """Checkpoints and scratch memory so small that small inputs have several stretches of tokens and several heads a
+    program.
+    """
     from longseq.kernels.orthogonal_recurrence import triton_orthogonal
 
     monkeypatch.setattr(triton_orthogonal, "CHECKPOINT", 4)
@@ -25,7 +27,7 @@ def short_stretches(monkeypatch):
 
 
 def assert_as_accurate_as_torch(inputs, exact=None, **options):
-    """Compare outputs, final state and gradients with float64; the torch form in float32 sets the bar."""
+    """Compare outputs, final state and gradients with float64; the torch form's error in float32 sets the limit."""
     exact = gradients(inputs, backend="torch", **options) if exact is None else exact
     single = inputs.map(torch.Tensor.float)
     plain, actual = gradients(single, backend="torch", **options), gradients(single, backend="triton", **options)
@@ -101,7 +103,7 @@ def test_packed_half_precision(interpreted, short_stretches, chunk_size, dtype):
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", **options)
     actual = gradients(inputs, backend="triton", **options)
     for name, value in exact.items():
-        # The arithmetic is float32, and what the interpreter rounds to bfloat16 it cuts off.
+        # The arithmetic is float32; the interpreter truncates where it converts to bfloat16.
         assert error(actual[name], value) <= 2 * torch.finfo(actual[name].dtype).eps + 1e-5, name
 
 

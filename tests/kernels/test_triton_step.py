@@ -1,4 +1,4 @@
-"""The one-token Triton kernels: emulated on the CPU at small shapes, and at real ones on a GPU."""
+"""The one-token Triton kernels: interpreted on the CPU at small shapes, and at real ones on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longseq.state import state_tensors
 
 CASES = [(op, variant) for op in list_stepped_ops() for variant in list_variants(op)]
 LARGEST_OF_FLOAT16 = torch.finfo(torch.float16).max
-# Sizes that fill no block, and those that one program cannot hold at once: of each dimension the longest allowed.
+# Sizes that fill no block, and sizes that one program cannot hold at once: the largest allowed of each dimension.
 ODD = [
     ("cumulative_softmax", "plain", {"H": 3, "M": 300}),
     ("delta_rule", "gated_write_key", {"K": 33, "V": 37}),
@@ -88,7 +88,7 @@ def test_mixers_step_by_the_kernels(interpreted, name):
     assert launched
     for (label, value), (_, wanted) in zip(state_tensors(state), state_tensors(expected_state), strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5, msg=label)
-    ours.step(x[0].requires_grad_(), state)[0].sum().backward()  # with gradients the torch form steps
+    ours.step(x[0].requires_grad_(), state)[0].sum().backward()  # with gradients, the torch form runs
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
@@ -308,7 +308,7 @@ def test_real_sizes_on_the_gpu(op, variant, batch, sizes, dtype):
     finally:
         torch.use_deterministic_algorithms(False)
     for name, value in exact.items():
-        # The last term is that of the hardware's exp, sigmoid and division, which count in float32 alone.
+        # The last term is the error of the hardware's exp, sigmoid and division, which matters in float32 only.
         allowed = 2 * error(plain[name], value) + 64 * torch.finfo(torch.float32).eps
         assert error(first[name].cpu(), value) <= allowed, name
         assert torch.equal(first[name], second[name]), f"{name} differs from run to run"

@@ -1,4 +1,4 @@
-"""What the recurrence is and is not: its special cases, its transitions and the size of its memory."""
+"""Properties of the recurrence: special cases, its transitions and the size of its memory."""
 
 import math
 
@@ -25,7 +25,7 @@ def draw(tokens=30, width=4, dtype=torch.float64):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_penalties_along_the_keys_give_ridge_regression(backend):
-    """Without α's normalisation and with u = k̂ it is recursive least squares: S solves a regression on all tokens."""
+    """Without α's normalisation and with u = k̂, it is recursive least squares: S solves a regression on all tokens."""
     q, k, v, _ = draw()
     k = F.normalize(k, dim=-1)
     options = {"lambda0": 0.3, "refresh_period": None, "normalize_alpha": False, "normalizer": False}
@@ -91,7 +91,7 @@ def test_a_step_has_spectral_radius_one_but_not_spectral_norm_one(cosine, norm):
 
 
 def test_the_steps_of_a_run_are_not_all_contractions():
-    """The eigenvalues stay in [0, 1], while the spectral norm, said to be 1, is above it."""
+    """The eigenvalues are in [0, 1], but the spectral norm, which the paper states to be 1, exceeds 1."""
     _, k, _, u = draw(tokens=100, width=16)
     k = F.normalize(k, dim=-1)
     alpha, _ = recursive_least_squares(k, u)

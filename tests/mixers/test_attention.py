@@ -1,4 +1,4 @@
-"""Softmax attention: windows, grouped queries and rotary positions, compared with what they mean."""
+"""Softmax attention: windows, grouped queries and rotary positions, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_every_option_keeps_the_contract(name: str, options: dict[str, Any]) -> 
 def test_padding_and_packing_hide_nothing_and_show_nothing(name: str, options: dict[str, Any], causal: bool) -> None:
     mixer = make(name, causal=causal, **options)
     x = make_tokens(3)
-    # Real tokens in the middle, with a hole, and none at all.
+    # Real tokens in the middle, with a gap, and none at all.
     real = torch.zeros(3, TOKENS, dtype=torch.bool)
     real[0, 5:30] = real[1, :12] = real[1, 20:35] = True
     padded, _ = mixer(x, mask=real)

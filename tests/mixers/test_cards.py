@@ -1,4 +1,4 @@
-"""What the cards of the mixers say is so."""
+"""The statements of the mixers' cards are true."""
 
 from __future__ import annotations
 

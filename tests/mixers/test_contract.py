@@ -27,7 +27,7 @@ TOKENS = 37
 def make(name: str, **options: Any) -> mixers.Mixer:
     torch.manual_seed(0)
     mixer = mixers.create(name, D_MODEL, **options).double().eval()
-    # Larger weights than at initialisation, so that gates and state decide the output and mistakes in them show.
+    # Larger weights than the initial ones, so that gates and states affect the output, and mistakes in them show.
     with torch.no_grad():
         for parameter in mixer.parameters():
             if parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
@@ -122,7 +122,7 @@ ON_UNIT_KEYS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in NAMES), *ON_UNIT_KEYS], ids=str)
 def test_tokens_of_zero_have_bounded_gradients(name: str, options: dict[str, Any]) -> None:
-    """Keys of zero length have no direction; the gradient through their unit was 6e13, and inf below a second layer."""
+    """Zero keys have no direction: the gradient through their normalisation was 6e13, and inf below a second layer."""
     mixer = make(name, **options)
     x = make_tokens(1)
     x[:, 2:6] = 0
@@ -425,7 +425,7 @@ def test_sizes_that_make_no_layer_are_refused() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """What operations and their one-token forms are asked for: their name and that of the backend."""
+    """Records which operations, and which of their one-token forms, are called: their name and that of the backend."""
     requests: set[tuple[str, str]] = set()
 
     def watch(op: str, name: str, call: dispatch.Call) -> Any:
@@ -465,7 +465,7 @@ def test_the_backend_that_is_named_runs(name: str, options: dict[str, Any], aske
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
-    """Compiled code is traced before autocast is set for the backward pass, which must not reach the recurrences."""
+    """Compiled code is traced before autocast is set for the backward pass, which must not affect the recurrences."""
     torch._dynamo.reset()
     # Few tokens: the graph of a chunk has parts for each of its halves.
     mixer, x = make(name).float(), make_tokens(2, 3).float().requires_grad_()

@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 def build(mixer="longhorn", direction="bidirectional", layer=0, share="projections", merge="sum", seed=0, **options):
-    """A reading of causal mixers, attention among them, where models would take one pass that sees all tokens."""
+    """A reading by causal mixers, including attention, where models would use one pass that sees all tokens."""
     torch.manual_seed(seed)
     create, orders = partial(mixers.create, mixer, WIDTH, **options), reading_orders(direction, layer)
     if len(orders) > 1:
@@ -71,7 +71,7 @@ def test_one_mixer_for_all_orders_equals_equal_scans(direction):
 
 
 def gradients_of(layer, x, layout, mask, monkeypatch=None):
-    """Output and gradients of a layer, read one order at a time if `monkeypatch` is given."""
+    """Output and gradients of a layer; it reads one order at a time if `monkeypatch` is given."""
     if monkeypatch is not None:
         monkeypatch.setattr(directions, "are_pairs", lambda orders: False)
     x = x.clone().requires_grad_()
@@ -90,7 +90,7 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, m
     layout = layout_of(3, 4, "middle" if direction == "cross" else "none")
     layer = build(mixer, direction, share=share)
     for parameter in layer.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)  # norms of ones and the like would be alike
+        parameter.data += 0.1 * torch.randn_like(parameter)  # initial norms of ones would be alike
     x = tokens(layout, batch=3)
     mask = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(3)) < 0.7 if masked else None
     paired = gradients_of(layer, x, layout, mask)
@@ -146,7 +146,7 @@ def count_calls(layer, x):
     return sum(event.count for event in profile.key_averages() if event.key.startswith("longseq::"))
 
 
-# Those whose kernels take long to emulate, and whose pairs call the operations of others, are left out.
+# Mixers whose kernels take long to interpret, and whose pairs call the same operations as others, are left out.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "share"),
@@ -164,16 +164,16 @@ def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     layer, x = build(mixer, share=share).float(), tokens(Layout(2, 2, None)).float()
     paired = count_calls(layer, x)
     forward = count_calls(build(mixer, "forward").float(), x)
-    assert 0 < paired <= forward  # one operation reads all of a pair of Longhorn layers
+    assert 0 < paired <= forward  # one operation computes a whole pair of Longhorn layers
 
 
-# One for each kind of pair: with operations that read both ways alone, with a pair of convolutions and of norms before
-# and after them, with projections of their own. test_contract.py compiles the operations of all.
+# One for each kind of pair: operations that read both ways; a pair of convolutions and of norms around them; own
+# projections. test_contract.py compiles the operations of all mixers.
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["deltanet", "longhorn", "linear_attention", "lattice", "rwkv6"])
 def test_a_compiled_graph_reads_pairs(mixer):
     torch.manual_seed(0)
-    # As wide as a model: the layout of narrow ones is another.
+    # As wide as a model: narrow layers have another memory layout.
     layer = Directions(partial(mixers.create, mixer, 192), reading_orders("bidirectional"))
     x = torch.randn(2, 3, 192)
     expected = gradients_of(layer, x, None, None)
@@ -213,7 +213,7 @@ def test_pairs_on_the_gpu(monkeypatch, mixer):
         paired = gradients_of(layer, x, None, None)
         single = gradients_of(layer, x, None, None, monkeypatch)
     for name, value in exact.items():
-        # Two sums of rounded numbers in another order: neither is the better one.
+        # Two sums of rounded numbers in different orders: neither is more accurate.
         allowed = 3 * error(single[name].cpu(), value) + 1e-3
         assert error(paired[name].cpu(), value) <= allowed, name
 

@@ -1,4 +1,4 @@
-"""Layers are their formulas, which are written out here one token at a time, from the parameters by name alone."""
+"""Layers equal their formulas, written here one token at a time, with the parameters by name only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D_MODEL, TOKENS = 8, 21  # after 20 tokens VLA refreshes its inverse
 Weights = dict[str, Tensor]
 Options = dict[str, Any]
 
-# Compared with a loop over tokens in a file of its own.
+# compared with a loop over tokens in files of their own
 ELSEWHERE = {"attention", "based", "hyena", "rg_lru", "rwkv6", "window_attention"}
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -164,7 +164,7 @@ def mamba2(p: Weights, x: Tensor, o: Options) -> Tensor:
 
 
 def selective(p: Weights, x: Tensor, o: Options, learn: Callable[..., Tensor]) -> Tensor:
-    """Mamba's block; `learn` makes the memory `[I, N]` after a token of the one before."""
+    """Mamba's layer; `learn` computes the memory `[I, N]` after a token from the one before it."""
     N = o.get("state_size", 16)
     x, z = project(p, "in_proj", x).chunk(2, -1)
     x = silu(convolve(x, p["convolution.weight"], p["convolution.bias"]))
@@ -217,7 +217,7 @@ def linear_attention(p: Weights, x: Tensor, o: Options) -> Tensor:
 def slots(
     p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], tuple[Tensor, Tensor]], silu_values: bool = False
 ) -> Tensor:
-    """The layer of GSA; `write` makes what slots keep and what they take in, `[T, H, M]`, of logits."""
+    """The layer of GSA; `write` computes the decays and write strengths of slots, `[T, H, M]`, from logits."""
     H, M = o.get("num_heads", 4), o.get("num_slots", 64)
     if o.get("data_dependent_gate", True):
         mixed, logits = cut(project(p, "in_proj", x), 3 * D_MODEL, H * M)
@@ -253,7 +253,7 @@ def abc(p: Weights, x: Tensor, o: Options) -> Tensor:
 
 
 def compression(p: Weights, x: Tensor, o: Options, learn: Callable[..., Tensor]) -> Tensor:
-    """Lattice's block; `learn` makes a head's memory `[D, M]` after a token of the one before."""
+    """Lattice's layer; `learn` computes a head's memory `[D, M]` after a token from the one before it."""
     H, forgets = o.get("num_heads", 1), "forget_bias" in p
     M = o.get("num_slots", D_MODEL // H)
     shared, v, gate, rates = cut(project(p, "in_proj", x), H * M, D_MODEL, D_MODEL, (1 + forgets) * H)
@@ -269,7 +269,7 @@ def compression(p: Weights, x: Tensor, o: Options, learn: Callable[..., Tensor])
 
 
 def away_from(s: Tensor, x: Tensor) -> Tensor:
-    """What of x is orthogonal to s."""
+    """The component of x that is orthogonal to s."""
     return x - s * (s @ x) / (s @ s)
 
 
@@ -373,7 +373,7 @@ def test_the_layer_is_its_formula(layer: Layer, options: Options) -> None:
     torch.manual_seed(0)
     mixer = mixers.create(layer.__name__, D_MODEL, **options).double()
     with torch.no_grad():
-        for parameter in mixer.parameters():  # norms and biases too: at their first values mistakes in them are hidden
+        for parameter in mixer.parameters():  # norms and biases too: their initial values hide mistakes
             parameter.normal_(std=0.5)
         for first_slots in mixer.buffers():
             first_slots.copy_(torch.linalg.qr(first_slots).Q)  # unit columns to float64

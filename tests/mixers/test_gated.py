@@ -1,4 +1,4 @@
-"""The mixers with decays: what they compute, in their papers' other forms and in the limits where two of them meet."""
+"""The mixers with decays, compared with other forms of their papers, and in limits where two of them agree."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_gla_with_open_gates_is_linear_attention() -> None:
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2"])
 def test_extreme_gates_stay_finite(name: str) -> None:
-    """The gates' logs come from their logits: a gate that is 0 or 1 to rounding has a finite log and gradient."""
+    """The gates' logs are computed from their logits: a gate that rounds to 0 or 1 has a finite log and gradient."""
     for options in ({}, {"lower_bound": 1e-9}) if name == "hgrn2" else ({},):
         mixer = make(name, **options).float()
         x = 1e4 * make_tokens().float()
@@ -234,7 +234,7 @@ def test_hgrn2_gate_and_key_add_up_to_one(bound: float) -> None:
 
 
 def test_hgrn2_memory_is_an_average_of_the_values() -> None:
-    """Gate and key share out one: each row of the memory is a weighted mean of zero and the values so far."""
+    """Gate and key sum to one: each row of the memory is a weighted mean of zero and the values so far."""
     mixer, x = make("hgrn2"), 5 * make_tokens(1, 300)
     v = mixer.in_proj(x)[..., 2 * D_MODEL :]
     _, state = mixer(x)

@@ -1,4 +1,4 @@
-"""Hyena: the layer is the published one, whatever the length, the order and the way it is computed."""
+"""Hyena equals the published layer for every length, order and way of computing it."""
 
 from __future__ import annotations
 

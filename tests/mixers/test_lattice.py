@@ -1,4 +1,4 @@
-"""Lattice and TTT: their options, their slots, and what chunks change."""
+"""Lattice and TTT: their options, their slots, and the effect of chunks."""
 
 from __future__ import annotations
 

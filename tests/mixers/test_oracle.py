@@ -1,7 +1,8 @@
-"""Layers against independent ones with the same weights: those of transformers and of flash-linear-attention (fla).
+"""Layers compared with independent ones that have the same weights: those of transformers and of flash-linear-attention
+(fla).
 
 `pytest -m oracle`; the extra `oracle` installs both. fla's layers run on Triton, which a CPU does not have: here their
-recurrences, norms and shifts are fla's own plain references, and what is left has none and is written out.
+recurrences, norms and shifts are fla's own torch references; the others have none and are written out.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def oracle(make: Callable[[pytest.MonkeyPatch], Oracle]) -> Callable[[pytest.Mon
 
 
 def load(module: str) -> Any:
-    """A module of a peer; the test is skipped where the peer is not installed."""
+    """A module of a peer; the test is skipped if the peer is not installed."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            # The suite has imported Triton so (see tests/conftest.py), and fla makes kernels while it is imported.
+            # The suite has imported Triton in this mode (see tests/conftest.py), and fla creates kernels at its import.
             patch.setenv("TRITON_INTERPRET", "1")
         pytest.importorskip(module.partition(".")[0])
         return importlib.import_module(module)
@@ -71,7 +72,7 @@ def transformers_layer(
     name = "".join(part.capitalize() for part in family.split("_"))
     module = load(f"transformers.models.{family}.modeling_{family}")
     for function in [value for value in vars(module).values() if inspect.isfunction(value)]:
-        # Where other packages have a kernel for it, transformers' own form is behind a choice between them.
+        # If other packages have a kernel for the function, transformers' own form is wrapped in a choice between them.
         if function.__module__ == module.__name__ and hasattr(function, "__wrapped__"):
             patch.setattr(module, function.__name__, inspect.unwrap(function))
     config = getattr(load("transformers"), f"{name}Config")(hidden_size=D_MODEL, **options)
@@ -79,7 +80,7 @@ def transformers_layer(
 
 
 def causal(window: int) -> Tensor:
-    """What is added to scores, `[1, 1, T, T]`: nothing for a token and the `window` - 1 before it."""
+    """The mask that is added to scores, `[1, 1, T, T]`: zero for a token and the `window` - 1 tokens before it."""
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     return torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)[None, None].double()
 
@@ -196,7 +197,7 @@ def recurrent_gemma(monkeypatch: pytest.MonkeyPatch) -> Oracle:
         }
 
     def run(peer: nn.Module, x: Tensor) -> Tensor:
-        # From position 1 on: at 0 the published code leaves out the root, as our docstring says.
+        # From position 1 on: at 0, the published code leaves out the root, as our docstring states.
         return peer(x, torch.arange(1, TOKENS + 1).expand(len(x), -1), None, use_cache=False)[0]
 
     ours = mixers.create("rg_lru", D_MODEL, width=48, num_heads=4)
@@ -226,7 +227,7 @@ def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 
 class Fla:
-    """fla with plain references in the place of its kernels."""
+    """fla with torch references in place of its kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.patch = monkeypatch
@@ -250,7 +251,7 @@ class Fla:
         return getattr(load(f"fla.layers.{module}"), name)(hidden_size=D_MODEL, layer_idx=0, **options)
 
     def recur_by(self, module: str, names: tuple[str, ...], recurrence: Callable[..., tuple[Tensor, Any]]) -> None:
-        """Put a recurrence in the place of a layer's kernels, and keep its last state."""
+        """Replace a layer's kernels by a recurrence, and keep its last state."""
 
         def run(**arguments: Any) -> tuple[Tensor, Any]:
             given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name == "scale"}
@@ -525,7 +526,7 @@ def fla_rwkv6(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 @pytest.fixture(params=ORACLES)
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Oracle:
-    """An oracle whose peer has random weights, norms and biases too, and whose layer of ours has the same."""
+    """An oracle whose peer has random weights, also of norms and biases, and whose layer of ours has the same."""
     torch.manual_seed(0)
     made = ORACLES[request.param](monkeypatch)
     made.ours.to(made.dtype).eval()
@@ -587,6 +588,6 @@ def test_parts_and_steps_are_the_peers_whole(pair: Oracle) -> None:
 
 
 def _memory(state: Any) -> Tensor:
-    """The recurrent memory; of slots the keys beside the values."""
+    """The recurrent memory; for slots, the keys and the values."""
     tensors = dict(state_tensors(state))
     return tensors["memory"] if "memory" in tensors else torch.cat((tensors["keys"], tensors["values"]), -1)

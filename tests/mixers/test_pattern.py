@@ -1,4 +1,4 @@
-"""Which mixer stands in which layer of a hybrid."""
+"""The mixer of each layer of a hybrid."""
 
 from __future__ import annotations
 

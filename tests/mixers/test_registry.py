@@ -1,4 +1,4 @@
-"""Mixers by name, and what a wrong name or option tells."""
+"""Mixers by name, and the messages for a wrong name or option."""
 
 from __future__ import annotations
 

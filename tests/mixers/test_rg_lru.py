@@ -1,4 +1,4 @@
-"""RG-LRU: the layer is the published recurrence, and its root has a gradient where nothing is forgotten."""
+"""RG-LRU equals the published recurrence, and its root has a gradient where nothing is forgotten."""
 
 from __future__ import annotations
 

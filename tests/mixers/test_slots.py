@@ -1,4 +1,4 @@
-"""Gated slot attention and ABC: what their options mean, and where the two are the same."""
+"""Gated slot attention and ABC: the meaning of their options, and where the two are equal."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_constant_gate_starts_uneven_and_is_not_decayed() -> None:
 
 
 def test_extreme_logits_are_safe() -> None:
-    """The running normaliser: a late token that outweighs all earlier ones by e^1000, then ones that hardly count."""
+    """The running normaliser: a late token that outweighs all earlier ones by e^1000, then tokens of little weight."""
     for dtype in (torch.float32, torch.float64):
         mixer, x = make("abc").to(dtype), make_tokens(1, 7).to(dtype)
         projected = mixer.project_in(x).detach()

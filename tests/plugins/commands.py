@@ -1,4 +1,4 @@
-"""Commands of `longseq`, one a line of standard input, in one process."""
+"""Commands of `longseq`, one per line of standard input, in one process."""
 
 import multiprocessing
 import shlex

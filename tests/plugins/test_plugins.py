@@ -1,4 +1,4 @@
-"""Code of users from outside the package: installed with an entry point, or a module in the working folder."""
+"""Users' code outside the package: installed with an entry point, or a module in the working folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many cases in one test, which names those that fail: where a case takes less time than pytest takes for a test."""
+"""Many cases in one test, which names those that fail: for cases that take less time than pytest needs per test."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Test = Callable[..., None]
 def cases(names: str | tuple[str, ...], values: Iterable[Any] | Callable[..., Iterable[Any]]) -> Callable[[Test], Test]:
     """Run a test with each of the values, as `pytest.mark.parametrize` does, but as one test.
 
-    `values` may be a function of other arguments of the test, by their names. The cases share the test's fixtures: what
-    a case leaves in them, the next one finds. All cases run; the error names those that failed, and the first failure
-    is its cause.
+    `values` may be a function of other arguments of the test, by their names. The cases share the test's fixtures:
+    changes by one case remain for the next. All cases run; the error names those that failed, and the first failure is
+    its cause.
     """
     names = (names,) if isinstance(names, str) else names
     listed = values if callable(values) else list(values)
@@ -34,7 +34,7 @@ def cases(names: str | tuple[str, ...], values: Iterable[Any] | Callable[..., It
             failures: list[tuple[str, BaseException]] = []
             for value in found:
                 case = dict(zip(names, value if len(names) > 1 else (value,), strict=True))
-                forget()  # no choice of a backend that an earlier case has made
+                forget()  # forget backends that an earlier case chose
                 try:
                     test(**arguments, **case)
                 except (Exception, pytest.fail.Exception) as error:

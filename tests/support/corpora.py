@@ -1,4 +1,4 @@
-"""Small corpora of made documents."""
+"""Small corpora of artificial documents."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def command(start: Callable[..., subprocess.Popen[str]]) -> Command:
 
 @pytest.fixture
 def command_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `longseq` in this process, in a folder: seconds faster, where it does not matter that a process starts."""
+    """Runs `longseq` in this process, in a folder: seconds faster, for tests that do not need a new process."""
 
     def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""`longseq compare`: what it trains, keeps and tells, and how it ends."""
+"""`longseq compare`: its runs, files and messages, and how it ends."""
 
 from __future__ import annotations
 
@@ -189,9 +189,15 @@ def test_a_comparison_that_is_stopped_ends_its_runs(number, tmp_path, monkeypatc
 @pytest.mark.parametrize("output", ["compared", "a b, (c)=d's"])
 def test_values_and_folders_are_spelled_so_that_hydra_reads_them(output, tmp_path):
     slices = [{"samples": 50, "name": "a b"}, {"samples": 60}]
-    own = {"output": str(tmp_path / output), "learning_rates": None, "mixers": ["gla"], "seeds": [0], "rows": None,
-           "sweep": {"data.test": [slices], "recipe": ["vla"], "model.tie_embeddings": [False]},
-           "overrides": ["task=probe", "recipe=mad"]}  # fmt: skip
+    own = compare.CompareKeys(
+        output=str(tmp_path / output),
+        mixers=["gla"],
+        seeds=[0],
+        sweep={"data.test": [slices], "recipe": ["vla"], "model.tie_embeddings": [False]},
+        overrides=["task=probe", "recipe=mad"],
+        **dict.fromkeys(("learning_rates", "rows", "jobs", "report")),
+        plot=False,
+    )
     with initialize_config_module("longseq.conf", version_base="1.3"):
         (trial,) = compare.plan(own, [])
         composed = compose("train", trial.overrides)

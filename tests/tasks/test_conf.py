@@ -17,15 +17,13 @@ import longseq.conf
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
-from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.lm.data import LanguageModelData
-from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.options import read
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.trainer import build_callbacks
 
@@ -66,13 +64,11 @@ def test_the_groups_are_those_tested_here():
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
 def test_every_option_composes_and_binds(group, option, compose_config, tmp_path):
     config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
-    if config["task"]["name"] == "lm":
-        bind(LanguageModelData, **config["data"], batch_size=1, seed=0)
-    elif config["task"]["name"] == "probe":
-        bind(ProbeDataModule, **config["data"], batch_size=1, seed=0)
+    # Prepared tokens lie in a folder, which a person must name.
+    told = {"root": "FOLDER"} if option == "tokens" else {}
+    read(registry.of(config).config.data, {**config["data"], **told}, "data")
+    if config["task"]["name"] == "probe":
         check_options(config["data"]["generator"], config["data"]["options"])
-    else:
-        bind(ImageDataModule, **config["data"], batch_size=1, seed=0, augment=config["recipe"]["augment"])
     bind(Trainer, **config["trainer"])
     for name, options in options_by_name(config["mixer"]["name"], config["mixer"]["options"]).items():
         bind(mixers.get(name), d_model=8, **options)

@@ -34,7 +34,7 @@ VERBS = {
 
 
 def keys_of(path: Path) -> dict[str, Any]:
-    """The keys of a file without Hydra's own and without those by which it says its tasks."""
+    """The keys of a file without Hydra's own, and without those that state its tasks."""
     content = yaml.safe_load(path.read_text()) or {}
     return {key: value for key, value in content.items() if key not in ("defaults", "hydra", *MARKS)}
 

@@ -1,4 +1,4 @@
-"""A run that continues on another number of devices: the same samples in the same order, each once in an epoch."""
+"""A run that continues on another number of devices: the same samples in the same order, each once per epoch."""
 
 from __future__ import annotations
 

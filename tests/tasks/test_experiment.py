@@ -1,4 +1,4 @@
-"""Every key of a training has a type and a range; one that nothing reads, or a value that cannot be, is one line."""
+"""Every key of a training has a type and a range; an unread key or an impossible value gives one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.training.configuration import resolve
 
-GONE = object()  # in place of a value: the key is not there
+GONE = object()  # in place of a value: the key is absent
 
 
 def name_part(part: object) -> str:

@@ -18,7 +18,7 @@ FIRST_LEG = 200  # epochs of one process, in which a leak would show
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
+    """The resources of a process."""
 
     megabytes: float
     threads: int
@@ -34,7 +34,7 @@ def usage(pid: int) -> Usage:
 
 
 def epoch_of(path: Path) -> int:
-    """The epochs that a checkpoint has behind it; its writer replaces it whole."""
+    """The epochs of a checkpoint, which its writer replaces as a whole."""
     return torch.load(path, weights_only=True)["epoch"] if path.is_file() else -1
 
 
@@ -86,7 +86,7 @@ def test_four_hundred_epochs_and_ten_interruptions_leave_nothing_behind(tmp_path
     assert metrics["epochs"] == EPOCHS
     # Of all legs, without the start of each process.
     assert 2 * seconds[-1] < metrics["seconds"] < sum(seconds)
-    # From the second reading on: the first few epochs still import and allocate.
+    # From the second reading on: the first epochs still import and allocate.
     early, late = report[0]["usage"][0][1], report[0]["usage"][1][1]
     assert late.megabytes < 1.1 * early.megabytes
     assert late.threads <= early.threads + 1

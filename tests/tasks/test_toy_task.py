@@ -1,4 +1,4 @@
-"""A task from outside the package goes through the commands as the tasks inside it do."""
+"""A task from outside the package runs through the commands like the tasks inside it."""
 
 from __future__ import annotations
 

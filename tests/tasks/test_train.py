@@ -1,4 +1,4 @@
-"""`longseq train`: what a run leaves behind, how it resumes, and several processes."""
+"""`longseq train`: the results of a run, its resume, and several processes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_warnings_reach_the_user_one_line_each(tmp_path, command, tiny_overrides
     lines = [line for line in result.stderr.splitlines() if line.startswith("longseq: warning: ")]
     assert any(f"skipped unreadable image {broken} (" in line for line in lines)
     assert any("the validation images are also the test images" in line for line in lines)
-    assert result.stdout.count("unreadable image(s) skipped") == 1
+    assert result.stdout.count("skipped unreadable images: 1 (") == 1
     assert only(tmp_path, "outputs/image/*/unreadable.txt").read_text() == f"{broken}\n"
 
 
@@ -161,7 +161,7 @@ INTERRUPTIBLE = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, compose_config, tiny_overrides):
-    """The folder of a run that nothing stopped."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     train.run(compose_config("train", *tiny_overrides, *INTERRUPTIBLE, f"output={folder / 'run'}"))
     return folder / "run"
@@ -237,7 +237,7 @@ def test_a_finished_run_is_neither_repeated_nor_overwritten(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_count_each_test_image_once(tmp_path, command, command_here, tiny_overrides):
-    """359 test images do not divide by two. One process alone watches the mixers."""
+    """359 test images are not divisible by two. Only one process watches the mixers."""
     watched = ("mixer=linear_attention", "callbacks.telemetry.every_n_steps=5")
     result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim", *watched)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""A run of `longseq train` whose checkpoint the tools are tested on."""
+"""A run of `longseq train` whose checkpoint the tests of the tools use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longseq benchmark`: what is wrong gets no time, what is measured is what it says, and launches win by right."""
+"""`longseq benchmark`: wrong results get no time, measurements are what they state, and the best launches win."""
 
 from __future__ import annotations
 
@@ -61,9 +61,6 @@ def triton_form(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace
 
 
-# ---- times
-
-
 def test_one_that_fails_does_not_end_the_others():
     def fail() -> None:
         raise RuntimeError("too\n  large")
@@ -82,9 +79,6 @@ def test_the_environment_is_changed_for_a_while(monkeypatch):
         assert (os.environ["LONGSEQ_HELD"], os.environ["LONGSEQ_ABSENT"]) == ("a", "b")
     assert os.environ["LONGSEQ_HELD"] == "before"
     assert "LONGSEQ_ABSENT" not in os.environ
-
-
-# ---- the gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,7 +136,7 @@ def mamba_scan(u, delta, A, B, C):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for the peers: functions with their arguments and layouts, which compute what theirs compute."""
+    """Stands in for the peers: functions with their arguments, layouts and results."""
     functions = {
         "fla.ops.delta_rule": {"chunk_delta_rule": fla_delta_rule},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": fla_gated_delta_rule},
@@ -163,7 +157,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names_of(work: Work) -> set[str]:
-    """Of the tensors that its operation takes."""
+    """The tensors that its operation takes."""
     return set(work.make(torch.float32, CPU).arguments)
 
 
@@ -192,9 +186,6 @@ def test_only_installed_peers_take_part():
     assert peers.find_peers(wide, names_of(wide), CPU) == []
 
 
-# ---- longseq benchmark kernels
-
-
 def test_kernels_are_compared_then_timed(tmp_path, triton_form):
     triton_form(wrong_delta_rule)
     output = tmp_path / "deep" / "rows.json"
@@ -220,7 +211,7 @@ def test_kernels_are_compared_then_timed(tmp_path, triton_form):
 
 @pytest.mark.parametrize("op", ["delta_rule", "longhorn_scan"])
 def test_what_a_first_call_imports_is_known_before(op, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are interpreted or not from their import on
     modules = kernels.find_modules(op)
     assert any(hasattr(importlib.import_module(name), f"{op}_triton") for name in modules)
 
@@ -283,7 +274,7 @@ def test_a_gpu_that_is_not_there_is_a_mistake(monkeypatch):
 
 @pytest.mark.parametrize("work", [*TABLE, *OWN], ids=lambda work: f"{work.op}-{work.shape}")
 def test_the_table_holds_calls_that_work(work):
-    """At a few tokens: the sizes and options are ones that the operation has, and peers can be given its tensors."""
+    """At a few tokens: the operation has the sizes and options, and peers accept its tensors."""
     few = work._replace(sizes={**work.sizes, "T": 3})
     keys = kernels.KernelsKeys(
         ops=None,
@@ -322,8 +313,6 @@ def test_tables_are_chosen_by_device_and_operation():
     with pytest.raises(ValueError, match="no shape of ops"):
         choose_work(None, ["cumulative_softmax"], CPU)
 
-
-# ---- longseq benchmark models
 
 SMALL_MODELS = (
     "image.models=[longseq_vit_tiny_patch16_224]",
@@ -425,11 +414,8 @@ def test_the_examples_of_the_help_are_models_that_exist(overrides):
         mixers.create(name, 64, backend=config.backend)
 
 
-# ---- longseq benchmark tune
-
-
 class FakeTrial:
-    """A call whose time is what a function of its launch says, infinite where it is wrong."""
+    """A call whose time is a function of its launch, infinite where it is wrong."""
 
     def __init__(self, module: Any, shape: str, cost: Any) -> None:
         self.module, self.cost = module, cost
@@ -521,7 +507,7 @@ def test_only_the_kernels_that_are_asked_for_change(module, tables):
 
 
 def fake_trials(monkeypatch: pytest.MonkeyPatch, module: Any, cost: Any) -> None:
-    """`tune.run` on a table of ours, with calls that take as long as their launch says."""
+    """`tune.run` on a table of ours, with calls whose times depend on their launch."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(tune, "find_tables", lambda: {"delta_rule": module})
     monkeypatch.setattr(tune, "tables_of", lambda op, tables: ["delta_rule"])
@@ -609,7 +595,7 @@ HEADS = {"B": 1, "T": 3, "H": 1, "K": 8}
     ],
 )  # fmt: skip
 def test_trials_of_the_real_kernels_find_their_places(real_tables, op, sizes, dtype, gradients, places):
-    """Emulated: what a shape's calls take from whichever table."""
+    """Interpreted: the launches that a shape's calls read, from any table."""
     trial = tune.Trial(real_tables, Work(op, sizes, list_variants(op)[0]), dtype, CPU, 0.001, gradients)
     found: dict[Any, set[str]] = {}
     for place in trial.places:
@@ -621,7 +607,7 @@ def test_trials_of_the_real_kernels_find_their_places(real_tables, op, sizes, dt
 
 @pytest.mark.slow
 def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, tmp_path, real_tables):
-    """Emulated: each run extends the file, and the kernels take what it holds."""
+    """Interpreted: each run extends the file, and the kernels use its launches."""
     monkeypatch.setattr(tune, "CHOICES", {"tokens": (2, 4, 8), "warps": (4, 8)})
     file = tmp_path / "deep" / "launches.json"
     fresh = {name: copy.deepcopy(module.LAUNCHES) for name, module in real_tables.items()}
@@ -652,7 +638,7 @@ def test_operations_are_tuned_in_the_tables_that_their_calls_read(monkeypatch, t
 
 @pytest.mark.slow
 def test_a_candidate_that_crashes_is_left_out_when_the_run_is_repeated(monkeypatch, tmp_path, real_tables):
-    """Emulated, but for the crash."""
+    """Interpreted, except the crash."""
     monkeypatch.setattr(tune, "CHOICES", {"warps": (2, 4, 8)})
     file, tried = tmp_path / "launches.json", []
     command = (
@@ -737,16 +723,13 @@ def test_kernels_that_no_shape_launches_leave_no_file(monkeypatch, tmp_path, mod
 
 
 def test_the_page_of_kernels_and_help_name_the_operations_that_can_be_tuned(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are emulated or not from their import on
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernels are interpreted or not from their import on
     named = ", ".join(tune.list_tuned(tune.find_tables()))
     with initialize_config_module("longseq.conf", version_base="1.3"):
         text = compose("benchmark_tune", return_hydra_config=True).hydra.help.template
     kernels = (Path(__file__).parents[2] / "docs" / "pages" / "kernels.md").read_text()
     for page in (text, kernels):
         assert named in " ".join(page.replace("`", "").split())
-
-
-# ---- results
 
 
 def test_results_are_tables_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

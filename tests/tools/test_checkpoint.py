@@ -1,4 +1,4 @@
-"""The loader of checkpoints: what it gives back, and what it says of files that it cannot use."""
+"""The loader of checkpoints: its results, and its messages for files that it cannot use."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_no_configuration_is_needed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model comes from its own description: other defaults and a configuration that is gone change nothing."""
+    """The model comes from its own description: other defaults and a missing configuration change nothing."""
     x = torch.randn(3, 1, 8, 8)
     expected = load(checkpoint).backbone(x)
     monkeypatch.setitem(ImageBackbone.__init__.__wrapped__.__kwdefaults__, "merge", "mean")  # type: ignore[attr-defined]
@@ -219,6 +219,10 @@ def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> No
         ValueError, match=r"does not say where its data lie: give data\.source=folder data\.root=FOLDER"
     ):
         measure()
+    folder = ("data.source=folder", f"data.root={tmp_path / 'images'}")
+    for wrong in ("data.eval_batch_size=0", "data.crop_pct=-1", "data.on_error=ignore", "data.download=3"):
+        with pytest.raises(ValueError, match=f"^{wrong} must be "):
+            measure(*folder, wrong)
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The console script: what it says of itself, and one line for a mistake."""
+"""The console script: its texts, and one line for a mistake."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from longseq.tools import cli
+from longseq.tools import cli, key_help
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -101,8 +102,34 @@ def test_the_installed_script_helps_with_a_verb():
     script = Path(sys.executable).with_name("longseq")
     result = subprocess.run([script, "train", "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for word in ("longseq train mixer=deltanet", "mixer:", "resume=true"):
+    for word in ("longseq train mixer=deltanet", "mixer:", "resume=true", "seed=0  ", "output=${hydra"):
         assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("verb", "lines"),
+    [
+        ("train", ["seed=0", "init=null"]),
+        ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
+        ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+    ],
+)
+def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
+    told = dict(line.split(maxsplit=1) for line in key_help.describe_keys(verb).splitlines())
+    assert set(lines) <= told.keys()
+    module, _, name = key_help.KEYS[verb].rpartition(".")
+    hints = get_type_hints(getattr(importlib.import_module(module), name))
+    groups = {key for key, hint in hints.items() if "Mapping" in str(hint)}
+    assert {line.partition("=")[0].partition(".")[0] for line in told} | groups == hints.keys()
+    assert all(len(words) > 8 for words in told.values()), "each has words of its own"
+
+
+def test_the_help_names_what_a_key_takes():
+    told = key_help.describe_keys("predict").splitlines()
+    (top_k,) = (line for line in told if line.startswith("top_k=5 "))
+    assert top_k.endswith("the most probable classes of each image; a whole number of at least 1")
+    (checkpoint,) = (line for line in told if line.startswith("checkpoint=null "))
+    assert checkpoint.endswith("; text, needed")
 
 
 @pytest.mark.slow

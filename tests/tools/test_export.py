@@ -1,4 +1,4 @@
-"""Exported files: what they compute, what they say about themselves, and that other processes can run them."""
+"""Exported files: their results, their metadata, and that other processes can run them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DATA: dict[str, Any] = {
 
 
 def build(chassis: str = VIM, mixer: str = "attention", *, seed: int = 0, **options: Any) -> nn.Module:
-    """A small model whose mixers matter: fresh weights would give nearly the same logits for every image."""
+    """A small model whose mixers affect the logits: with fresh weights, they would be nearly alike for every image."""
     torch.manual_seed(seed)
     sizes = {"img_size": 36, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_classes": 5, "in_chans": 1}
     model = timm.create_model(chassis, mixer=mixer, **{**sizes, **options})
@@ -62,7 +62,7 @@ def build(chassis: str = VIM, mixer: str = "attention", *, seed: int = 0, **opti
 
 
 class Elsewhere:
-    """A process of somebody who has none of ours: it runs the exported files that it is told of, and compares.
+    """A process without our packages, which runs the given exported files and compares them.
 
     `check` is the body of a function of `folder` and `stem`. The process starts once for all tests of the module.
     """
@@ -143,7 +143,7 @@ def with_onnxruntime() -> Iterator[Elsewhere]:
 
 @pytest.fixture
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the two formats that begin with the same program share it, in a test of one model: it takes most time."""
+    """Let the two formats that begin with the same program share it in a test of one model: it takes most time."""
     programs: list[torch.export.ExportedProgram] = []
 
     def capture_once(module: nn.Module, example: Tensor, axes: Mapping[int, str]) -> torch.export.ExportedProgram:
@@ -169,7 +169,7 @@ EXPORTED = sorted(
 def test_files_run_in_other_processes(
     chassis: str, mixer: str, tmp_path: Path, with_torch: Elsewhere, with_onnxruntime: Elsewhere, captured_once: None
 ) -> None:
-    # Lattice's recurrence is not linear: with the weights of seed 0, rounding alone moves an image's logits by 1e-3.
+    # Lattice's recurrence is not linear: with the weights of seed 0, rounding alone changes an image's logits by 1e-3.
     model = build(chassis, mixer, seed=2 if mixer == "lattice" else 0, **CHASSIS[chassis])
     for format, suffix in SUFFIXES.items():
         report = export_image_classifier(
@@ -283,7 +283,7 @@ def test_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 class BatchAware(nn.Module):
-    """Gives another result for the traced batch size than for others, which a trace does not see."""
+    """Gives another result for the traced batch size than for others, which a trace cannot represent."""
 
     pretrained_cfg: ClassVar = {"input_size": (1, 8, 8), "mean": (0.5,), "std": (0.5,)}
 

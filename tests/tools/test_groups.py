@@ -1,4 +1,4 @@
-"""Every option of every group tells its tasks, and under another task it is one line with the remedy."""
+"""Every option of every group states its tasks, and under another task it gives one line with the remedy."""
 
 from __future__ import annotations
 

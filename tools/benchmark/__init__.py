@@ -1,1 +1,1 @@
-"""`longseq benchmark kernels|models|tune`: what the kernels and the models cost, beside their peers in one process."""
+"""`longseq benchmark`: time and memory of kernels and models, compared with their peers in one process."""

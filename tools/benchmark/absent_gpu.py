@@ -1,4 +1,4 @@
-"""Stand-in for a GPU that is not there: Triton compiles kernels for it, and launches are noted instead of run."""
+"""Stand-in for a GPU that is absent: Triton compiles kernels for it, and records launches in place of running them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.runtime import driver
 
 from longseq.kernels import devices, triton_launch
 
-# Bytes of shared memory that a program may have, by compute capability: CUDA C++ Programming Guide, table of technical
+# The most bytes of shared memory of a program, by compute capability: CUDA C++ Programming Guide, table of technical
 # specifications.
 SHARED_MEMORY = {
     (8, 0): 163 * 1024,
@@ -27,7 +27,7 @@ launched: list[str] = []
 
 
 class Launcher:
-    """Takes the place of the launcher that Triton builds with a C compiler."""
+    """Replaces the launcher that Triton builds with a C compiler."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.name = metadata.name
@@ -39,7 +39,7 @@ class Launcher:
 def activate(capability: tuple[int, int] = HOPPER) -> None:
     """Make Triton treat the tensors of any device as those of a GPU with this compute capability.
 
-    Call it before the Triton modules of the operations are imported: at their import tables of launches are fitted to
+    Call it before the Triton modules of the operations are imported: at their import, tables of launches are adapted to
     the GPU.
     """
     number = 10 * capability[0] + capability[1]
@@ -52,11 +52,11 @@ def activate(capability: tuple[int, int] = HOPPER) -> None:
             launcher_cls=Launcher,
             utils=utils,
             get_current_target=lambda: GPUTarget("cuda", number, 32),
-            get_current_device=lambda: number,  # kernels are kept by device
+            get_current_device=lambda: number,  # Triton caches kernels by device
             get_current_stream=lambda device: 0,
         )
     )
-    # A GPU that is there must not be asked for its properties.
+    # A GPU that is present must not be asked for its properties.
     torch.cuda.is_available = lambda: False  # type: ignore[assignment]
     devices.SHARED_MEMORY = SHARED_MEMORY[capability]
     triton_launch.capability_here = lambda: list(capability)  # type: ignore[assignment]

@@ -1,12 +1,12 @@
-"""`longseq benchmark compile`: compile every kernel of every operation for GPUs that need not be there.
+"""`longseq benchmark compile`: compile every kernel of every operation for GPUs that need not be present.
 
-The operations are called on tensors without values. They launch their kernels as usual, and Triton hands over each
-launch instead of compiling it. So there is no list of kernels or arguments to keep here. The calls are those of the
-self-tests, at more widths, read forward.
+The operations are called on tensors without values. They launch their kernels as usual, and Triton passes each launch
+on in place of compiling it. So this module has no list of kernels or arguments. The calls are those of the self-tests,
+at more widths, read forward.
 
 Launches of one kernel with the same types, sizes and options differ in flags, such as a gate or packed sequences. Flags
-hardly change the shared memory that a kernel takes. One of these launches is compiled; at the widths of the self-tests
-as many as it takes to meet each value of each flag.
+hardly change the shared memory of a kernel, so that one of these launches is compiled; at the widths of the self-tests,
+as many launches as are needed to include each value of each flag.
 
 A row of the file is kept until its kernel, a function that the kernel calls, its arguments or Triton's version change.
 Comments and docstrings do not count as changes.
@@ -48,13 +48,13 @@ from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.benchmark.measure import one_line
 from longseq.tools.benchmark.report import check_output
 
-# Beside the self-tests' own: widths of keys, values, slots and channels, of which the widest that an operation takes
-# are compiled, and one between; a scan's states; tokens of an orthogonal recurrence's chunks.
+# Widths of keys, values, slots and channels beside those of the self-tests: the widest that an operation takes is
+# compiled, and one between. Likewise the states of a scan, and the tokens of an orthogonal recurrence's chunks.
 WIDTHS = (128, 256, 512)
 STATES = (16, 64)
 CHUNKS = (1, 16, 64)
-TENSOR_MEMORY = 512  # columns, of Blackwell's tensor cores
-SECONDS = 20.0  # between two writings of the file
+TENSOR_MEMORY = 512  # the columns of Blackwell's tensor memory
+SECONDS = 20.0  # the interval between two writings of the file
 
 
 class Launch(NamedTuple):
@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     capability: tuple[int, int]
     call: str
     kernel: str  # module:name
-    specialization: str  # what Triton compiles it from again, as JSON
+    specialization: str  # the JSON from which Triton compiles it again
     key: str
 
     @property
@@ -74,25 +74,25 @@ class Launch(NamedTuple):
 
 
 class _SharedMemoryIsKnown(Exception):
-    """Ends a compilation whose code is not wanted."""
+    """Ends a compilation after its shared memory is known, if its code is not needed."""
 
 
 def _capabilities() -> dict[str, tuple[int, int]]:
-    """The families of GPUs whose shared memory is known, by their names."""
+    """The families of GPUs whose shared memory is known, by name."""
     from longseq.tools.benchmark.absent_gpu import SHARED_MEMORY
 
     return {".".join(map(str, capability)): capability for capability in SHARED_MEMORY}
 
 
 def list_compiled() -> list[str]:
-    """The operations with Triton kernels, those for one token among them."""
+    """The operations with Triton kernels, including those for one token."""
     names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
     return [op for op in names if "triton" in [backend.name for backend in backends(op)]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileKeys(CommandKeys):
-    """The keys of `longseq benchmark compile`; conf/benchmark_compile.yaml says what they mean."""
+    """The keys of `longseq benchmark compile`; conf/benchmark_compile.yaml documents them."""
 
     ops: Annotated[list[Annotated[str, OneOf(list_compiled)]], Length(1)] | None
     capabilities: Annotated[list[Annotated[str, OneOf(_capabilities)]], Length(1)]
@@ -102,7 +102,7 @@ class CompileKeys(CommandKeys):
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
-    """Compile what `benchmark_compile.yaml` asks for, and write a row for each launch."""
+    """Compile what `benchmark_compile.yaml` selects, and write a row for each launch."""
     keys = read_command(CompileKeys, cfg)
     for name in (LAUNCHES_VARIABLE, "TRITON_INTERPRET"):
         if os.environ.get(name):
@@ -138,7 +138,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
 
 def find_fault(row: dict[str, Any]) -> str | None:
-    """Why a kernel cannot be launched on its GPU."""
+    """Why a kernel cannot be launched on its GPU, or None."""
     from longseq.tools.benchmark.absent_gpu import SHARED_MEMORY
 
     if row["error"] is not None:
@@ -153,7 +153,7 @@ def find_fault(row: dict[str, Any]) -> str | None:
 
 
 def list_widths(op: str) -> Iterator[dict[str, int]]:
-    """The widths that an operation's kernels are compiled at: those of its self-test first."""
+    """The widths for which an operation's kernels are compiled; those of its self-test come first."""
     own = find_trial(op).widths
 
     def resize(**sizes: int) -> dict[str, int]:
@@ -167,16 +167,17 @@ def list_widths(op: str) -> Iterator[dict[str, int]]:
             for chunk in CHUNKS if "C" in own else (0,):
                 found.append(widths | {name: x for name, x in (("N", states), ("C", chunk)) if name in own})
     for widths in {tuple(widths.values()): widths for widths in found}.values():
-        if not explain(op, device="cuda", sizes=widths)["triton"]:  # which may refuse them together
+        if not explain(op, device="cuda", sizes=widths)["triton"]:  # the operation may refuse them together
             yield widths
 
 
 def record(
     capabilities: Iterable[tuple[int, int]], ops: list[str], processes: int, calls: Collection[str] | None = None
 ) -> list[Launch]:
-    """The launches of operations on each family of GPUs, of all calls or those of these names, the widest first.
+    """The launches of operations on each family of GPUs, the widest first; of all calls, or of the calls with these
+    names.
 
-    Tables are fitted to a GPU as they are imported: each family has a process of its own.
+    Tables are adapted to a GPU at their import: each family has a process of its own.
     """
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
         found = pool.map(_record, [(capability, ops, calls) for capability in capabilities], chunksize=1)
@@ -196,20 +197,21 @@ def _record(task: tuple[tuple[int, int], list[str], Collection[str] | None]) -> 
 
     absent_gpu.activate(capability)
     import_kernels()
-    # Kernels are compiled or emulated as they are imported; calls are accepted as they are made, on any device.
+    # Kernels are compiled or interpreted according to the environment at their import; calls check it when they are
+    # made.
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     found: dict[Any, tuple[Any, ...]] = {}
     place: list[Any] = ["", "", False]
 
     def note(**launch: Any) -> bool:
-        """Triton's question before a compilation, whether the launch is somebody else's: it is."""
+        """Triton's hook before a compilation, which asks if another program handles the launch; the answer is yes."""
         kernel, specialization = launch["fn"].jit_function, launch["compile"]["specialization_data"]
         found.setdefault((kernel, launch["compile"]["key"]), (kernel, specialization, *place))
         return True
 
     knobs.runtime.jit_cache_hook = note
-    knobs.language.default_fp_fusion = False  # every launch says itself what it wants
+    knobs.language.default_fp_fusion = False  # every launch sets this itself
     for op in ops:
         for name, in_trial, call in list_calls_at_widths(op):
             if calls is None or name in calls:
@@ -219,9 +221,9 @@ def _record(task: tuple[tuple[int, int], list[str], Collection[str] | None]) -> 
 
 
 def list_calls_at_widths(op: str) -> Iterator[tuple[str, bool, Callable[[], Any]]]:
-    """Calls of an operation, by name: in half precision with float32 gates, as models have them, and in float32.
+    """Calls of an operation, by name: in half precision with float32 gates, as in models, and in float32.
 
-    And whether their widths are the self-test's.
+    The boolean is true for the widths of the self-test.
     """
     for place, widths in enumerate(list_widths(op)):
         sizes = " ".join(f"{name}={size}" for name, size in widths.items())
@@ -240,7 +242,7 @@ def import_kernels() -> None:
 
 
 def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> list[Launch]:
-    """Of launches that differ in flags alone as many as the module says, those of most flags first."""
+    """Of launches that differ only in flags, as many as the module's docstring says, with the most flags first."""
     import triton
 
     described = []
@@ -260,7 +262,7 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
         seen |= met
         name = f"{kernel.fn.__module__}:{kernel.fn.__qualname__}"
         data = json.loads(specialization)
-        del data["key"]  # which has the place of the kernel in its file
+        del data["key"]  # it contains the line of the kernel in its file
         parts = json.dumps([data, hash_kernel(kernel), triton.__version__], sort_keys=True, default=str)
         key = hashlib.sha256(parts.encode()).hexdigest()[:16]
         launches.append(Launch(op, capability, call, name, specialization, key))
@@ -268,7 +270,7 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
 
 
 def _describe(kernel: Any, data: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
-    """What decides how large a compiled kernel is, and its flags: constants that are true or false, and directions."""
+    """What determines the size of a compiled kernel, and its flags: boolean constants, and directions."""
     sizes, flags = [], []
     for (place, *_), value in zip(data["constant_keys"], data["constant_vals"], strict=True):
         name = kernel.arg_names[place]
@@ -282,7 +284,7 @@ def _describe(kernel: Any, data: dict[str, Any]) -> tuple[Any, list[tuple[str, A
 
 
 def compile_all(launches: list[Launch], processes: int, end: float) -> Iterator[dict[str, Any]]:
-    """Rows of launches as they are compiled, until the end of the time for it."""
+    """Yield the rows of launches as they are compiled, until the time is over."""
     with multiprocessing.get_context("fork").Pool(processes, import_kernels) as pool:
         for row in pool.imap_unordered(compile_launch, launches, chunksize=1):
             yield row
@@ -291,7 +293,7 @@ def compile_all(launches: list[Launch], processes: int, end: float) -> Iterator[
 
 
 def compile_launch(launch: Launch, *, is_whole: bool = True) -> dict[str, Any]:
-    """The row of a launch: what its kernel takes of a GPU. Registers and spills are known of a whole compilation."""
+    """The row of a launch: what its kernel needs of a GPU. A whole compilation also tells registers and spills."""
     from triton import knobs
     from triton.backends.nvidia import compiler
 
@@ -304,7 +306,7 @@ def compile_launch(launch: Launch, *, is_whole: bool = True) -> dict[str, Any]:
     to_module = compiler.llvm.to_module
 
     def note(module: Any, context: Any) -> Any:
-        """Triton's call once it has allocated memory and before the rest of the work."""
+        """Triton's hook after it has allocated memory and before the rest of the work."""
         figures["shared"] = module.get_int_attr("ttg.shared") or 0
         figures["tensor_memory"] = module.get_int_attr("ttg.tensor_memory_size") or 0
         if not is_whole:
@@ -331,7 +333,7 @@ def compile_launch(launch: Launch, *, is_whole: bool = True) -> dict[str, Any]:
 
 @lru_cache(None)
 def hash_kernel(kernel: Any) -> str:
-    """A digest of a kernel's source and of all functions and constants of ours that it comes to."""
+    """A digest of a kernel's source, and of all our functions and constants that it uses."""
     from triton.runtime.jit import JITFunction
 
     seen: dict[str, str] = {}
@@ -353,7 +355,9 @@ def hash_kernel(kernel: Any) -> str:
 
 
 def hash_sources() -> dict[str, str]:
-    """By the folder of kernels, a digest of its Triton modules and of what they share; and of the calls compiled."""
+    """For each folder of kernels, a digest of its Triton modules and of the modules that they share, and of the
+    compiled calls.
+    """
     folder = Path(longseq.kernels.__file__).parent
     shared = _hash_files([*sorted(folder.glob("triton_*.py")), folder / "self_test_cases.py", Path(__file__)])
     files: dict[str, list[Path]] = {}
@@ -370,7 +374,7 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def strip(source: str) -> str:
-    """A source without its comments, docstrings and empty lines."""
+    """A source without comments, docstrings and empty lines."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -391,7 +395,7 @@ def _result(
     ops: list[str],
     is_everywhere: bool,
 ) -> dict[str, Any]:
-    """What the file holds: with a hash of the sources if the whole table was recorded and compiled."""
+    """The content of the file; with a hash of the sources if the whole table was recorded and compiled."""
     rows = [done[launch.key] for launch in launches if launch.key in done]
     is_whole = is_everywhere and ops == list_compiled()
     return {
@@ -409,7 +413,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, result: dict[str, Any]) -> None:
-    """As JSON with one row a line."""
+    """Write JSON with one row per line."""
     head = json.dumps({name: value for name, value in result.items() if name != "rows"}, indent=2)
     rows = sorted(
         result["rows"], key=lambda row: (row["op"], row["kernel"], row["capability"], row["call"], row["key"])

@@ -16,22 +16,22 @@ from longseq.tools.benchmark.peers import Peer, Tensors
 from longseq.tools.benchmark.report import is_emulated
 from longseq.tools.benchmark.work import Work
 
-# Of what one of ours may be off. Peers round what lies between two products: their gate is to tell another operation
-# from another rounding.
+# The multiple of our own tolerance that peers may reach. Peers round intermediate results: the check of peers only
+# distinguishes another operation from another rounding.
 PEER_FACTOR = 8
 
 Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 
 class Verdict(NamedTuple):
-    """The result of the check: may the implementation be timed, and why."""
+    """The result of the check: whether the implementation may be timed, and why."""
 
     passed: bool
     words: str
 
 
 class Gate:
-    """The exact results of one call in float64, and the errors that the self-test allows beside them."""
+    """The exact results of one call in float64, and the errors that the self-test allows."""
 
     def __init__(self, work: Work, dtype: torch.dtype, device: torch.device, gradients: bool = True) -> None:
         self.dtype, self.gradients = dtype, gradients
@@ -39,7 +39,7 @@ class Gate:
         self.options = options_of(self.inputs, work)
         generator = torch.Generator().manual_seed(1)
         outputs = call_op(self.inputs, self.options, "torch")(tensors_of(self.inputs))
-        # Random weights: with regular ones the two halves of a sum over time would cancel.
+        # Random weights: with regular ones, the two halves of a sum over time would cancel.
         self.weights = [
             torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for y in outputs
         ]
@@ -50,12 +50,12 @@ class Gate:
 
     def judge_backend(self, backend: str) -> Verdict:
         """Compare one of our backends."""
-        # Triton's interpreter cuts off what a GPU rounds.
+        # Triton's interpreter truncates where a GPU rounds.
         factor = 2 if is_emulated() and self.dtype != torch.float32 else 1
         return self._judge(call_op(self.inputs, self.options, backend), factor)
 
     def judge_peer(self, peer: Peer) -> Verdict:
-        """Compare a peer, where it computes the same."""
+        """Compare a peer, if it computes the same function."""
         if not peer.same:
             return Verdict(True, "another operation")
 
@@ -78,7 +78,7 @@ class Gate:
         return Verdict(True, f"right: {words}" + (f"; {', '.join(changed)} differ by run" if changed else ""))
 
     def _run(self, function: Function, dtype: torch.dtype) -> Tensors:
-        """The outputs and the gradient of every tensor; without gradients the outputs of a call that keeps nothing."""
+        """The outputs and the gradient of every tensor; without gradients, the outputs of a call that saves nothing."""
         leaves = {
             name: x.detach().to(dtype).requires_grad_(self.gradients) if x.is_floating_point() else x
             for name, x in tensors_of(self.inputs).items()
@@ -95,12 +95,12 @@ class Gate:
 
 
 def tensors_of(inputs: Inputs) -> Tensors:
-    """The tensors of a call that starts without a state, as models' calls do."""
+    """The tensors of a call without an initial state, as in models."""
     return {**inputs.sequences, **inputs.parameters}
 
 
 def options_of(inputs: Inputs, work: Work) -> dict[str, Any]:
-    """The options of a call, and the state of operations that cannot start without one."""
+    """The options of a call, and the state for operations that need an initial one."""
     state = {"initial_state": inputs.initial_state} if inputs.needs_state else {}
     return {**inputs.options, **work.options, **state}
 
@@ -115,6 +115,6 @@ def call_op(inputs: Inputs, options: Mapping[str, Any], backend: str) -> Functio
         if isinstance(state, Tensor):
             given["initial_state"] = state.to(next(iter(tensors.values())).dtype)
         outputs = operation(**tensors, **given, backend=backend)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs[:-1]  # but the state, where there is one
+        return (outputs,) if isinstance(outputs, Tensor) else outputs[:-1]  # without the state, if there is one
 
     return run

@@ -60,12 +60,12 @@ EMULATED = "Triton's kernels were emulated on the CPU: they are compared with fl
 
 
 class _Contestant(NamedTuple):
-    """An implementation ready to be timed."""
+    """An implementation that is ready to be timed."""
 
     name: str
     leaves: Tensors
     function: Function
-    modules: tuple[str, ...]  # with the kernels that its first call compiles
+    modules: tuple[str, ...]  # the modules of the kernels that its first call compiles
     peer: Peer | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ class _Contestant(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsKeys(CommandKeys):
-    """The keys of `longseq benchmark kernels`; conf/benchmark_kernels.yaml says what they mean."""
+    """The keys of `longseq benchmark kernels`; conf/benchmark_kernels.yaml documents them."""
 
     ops: Operations | None
     shapes: Shapes | None
@@ -93,7 +93,7 @@ class KernelsKeys(CommandKeys):
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
-    """Measure what `benchmark_kernels.yaml` asks for; print the table and write it with its rows."""
+    """Measure what `benchmark_kernels.yaml` selects; print the table and write it with its rows."""
     keys = read_command(KernelsKeys, cfg)
     device = find_device(keys.device)
     work = choose_work(keys.shapes, keys.ops, device)
@@ -102,7 +102,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     check_output(keys.output)
     rows: list[dict[str, Any]] = []
     compiled: set[Any] = set()
-    # The gate below is a stricter self-test, and first calls are timed from empty caches.
+    # The gate is stricter than the self-test, and first calls are timed with empty caches.
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
         environment({SELF_TEST_VARIABLE: "0", "TRITON_CACHE_DIR": cache}),
@@ -112,7 +112,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
                 rows += measure_work(item, dtype, device, keys, compiled)
                 notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
                 result = make_result("Operations and their peers", rows, device, notes)
-                write_result(result, keys.output)  # after every shape: a kernel that crashes takes no row with it
+                write_result(result, keys.output)  # after every shape: a kernel that crashes loses no row
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
 
@@ -138,7 +138,7 @@ def measure_work(
                 contestants.pop(name)
                 rows[name].pop("first_call_s", None)
         _time(rows, contestants, device, keys.seconds)
-    except Exception as error:  # too little memory, say: the other shapes are measured all the same
+    except Exception as error:  # such as too little memory: the other shapes are still measured
         return [{**head, "implementation": "all", "verdict": f"not measured: {one_line(error)}"}]
     finally:
         if device.type == "cuda":
@@ -148,14 +148,14 @@ def measure_work(
 
 
 def _widths(work: Work) -> tuple[int, ...]:
-    """The sizes that kernels are compiled for, and whether a sequence is short."""
+    """The sizes for which kernels are compiled, and whether a sequence is short."""
     return (*(size for name, size in work.sizes.items() if name not in "BTH"), work.sizes["T"] <= 1024)
 
 
 def _enter(
     work: Work, dtype: torch.dtype, device: torch.device, keys: KernelsKeys
 ) -> tuple[dict[str, _Contestant], dict[str, str]]:
-    """Who can run a call, and who cannot, with the reasons."""
+    """The implementations that can run a call, and the reasons of those that cannot."""
     inputs = work.make(dtype, device)
     options = options_of(inputs, work)
     tensors = {name: _leaf(x) for name, x in tensors_of(inputs).items()}
@@ -197,7 +197,7 @@ def _time_first_call(contestant: _Contestant, device: torch.device) -> dict[str,
             importlib.import_module(module)
         return {"first_call_s": round(time_once(contestant.both, device), 2)}
     except Exception:
-        return {}  # the gate says what is wrong
+        return {}  # the gate reports what is wrong
 
 
 def _judge(
@@ -213,7 +213,7 @@ def _judge(
 def _time(
     rows: dict[str, dict[str, Any]], contestants: dict[str, _Contestant], device: torch.device, seconds: float
 ) -> None:
-    """Enter the times and the memory of everybody into the rows."""
+    """Add the times and the memory of all contestants to the rows."""
     passes = ("forward", "both")
     if device.type != "cuda":
         if is_emulated():

@@ -13,9 +13,9 @@ import torch
 
 Run = Callable[[], Any]
 
-ROUNDS = 2  # of taking turns, against clocks that drift
-FEWEST, MOST = 3, 100  # calls that are timed in a round
-CACHE_BYTES = 256 * 2**20  # more than any GPU's second-level cache
+ROUNDS = 2  # every function is measured in turn, so often, against clocks that drift
+FEWEST, MOST = 3, 100  # timed calls in a round
+CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU
 
 
 class Times(NamedTuple):
@@ -27,21 +27,21 @@ class Times(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Times, or in one line why there are none."""
+    """Times, or the reason why there are none, in one line."""
 
     times: Times | None
     failure: str | None = None
 
 
 def one_line(error: BaseException) -> str:
-    """An error as a cell of a table."""
+    """An error's text for a cell of a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment for a while."""
+    """Set environment variables inside the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -55,13 +55,13 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the work of a GPU; on a CPU there is none to wait for."""
+    """Wait for the work of a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def time_in_turn(runs: Mapping[str, Run], device: torch.device, seconds: float) -> dict[str, Outcome]:
-    """Time functions in turn, each for about so many seconds in all. One that fails does not end the others."""
+    """Time functions in turn, each for about `seconds` in all. A function that fails does not stop the others."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     failures: dict[str, str] = {}
     for _ in range(ROUNDS):
@@ -83,7 +83,7 @@ def _summarise(samples: list[float]) -> Times:
 
 
 def _time(run: Run, device: torch.device, seconds: float) -> list[float]:
-    """Milliseconds of each of the calls that fit into the seconds, after two that are not counted."""
+    """Milliseconds of each call within `seconds`, after two calls that are not counted."""
     run()
     synchronize(device)
     start = time.perf_counter()
@@ -114,7 +114,7 @@ def _time_on_gpu(run: Run, device: torch.device, count: int) -> list[float]:
 
 
 def time_once(run: Run, device: torch.device) -> float:
-    """Seconds of one call: of the first one, with whatever it compiles."""
+    """Seconds of one call, the first one, including compilation."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -123,7 +123,7 @@ def time_once(run: Run, device: torch.device) -> float:
 
 
 def added_bytes(run: Run, device: torch.device) -> int:
-    """Return the most memory of a GPU that a call allocates beyond what was there before.
+    """The most GPU memory that a call allocates beyond the memory in use before it.
 
     The function is called once before, so that workspaces of libraries and buffers of autotuning do not count.
     """
@@ -137,12 +137,12 @@ def added_bytes(run: Run, device: torch.device) -> int:
 
 
 def capture(run: Run, device: torch.device) -> Run:
-    """A CUDA graph of a function: what replays it. Raises RuntimeError for functions that no graph can hold."""
+    """The replay of a function's CUDA graph. Raises RuntimeError for functions that cannot be captured."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        # Left to itself, torch.cuda.graph takes a stream of the device that first captured a graph, and before torch
-        # 2.15 at least it leaves that stream the current one where capturing fails.
+        # By default, torch.cuda.graph uses a stream of the device on which the first graph was captured. If capturing
+        # fails, torch up to 2.15 at least leaves that stream current.
         with torch.cuda.stream(stream):
             for _ in range(2):
                 run()

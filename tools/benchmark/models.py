@@ -44,7 +44,7 @@ COMPILED = "The models were compiled for training, and image models for inferenc
 ON_CPU = "Measured on a CPU: speeds are relative to the first row of the same task and size."
 
 Row = dict[str, Any]
-Task = tuple[Row, Callable[[], Row]]  # what a row is about, and the function that measures the rest
+Task = tuple[Row, Callable[[], Row]]  # the head of a row, and the function that measures the rest
 
 
 def _backends() -> set[str]:
@@ -85,7 +85,7 @@ class LanguageModelsKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsKeys(CommandKeys):
-    """The keys of `longseq benchmark models`; conf/benchmark_models.yaml says what they mean."""
+    """The keys of `longseq benchmark models`; conf/benchmark_models.yaml documents them."""
 
     image: ImageModelsKeys | None
     text: LanguageModelsKeys | None
@@ -97,7 +97,7 @@ class ModelsKeys(CommandKeys):
 
 
 def run(cfg: DictConfig) -> Row:
-    """Measure what `benchmark_models.yaml` asks for; print the table and write it with its rows."""
+    """Measure what `benchmark_models.yaml` selects; print the table and write it with its rows."""
     keys = read_command(ModelsKeys, cfg)
     device = find_device(keys.device)
     work = plan(keys, device)
@@ -116,13 +116,13 @@ def run(cfg: DictConfig) -> Row:
                 result = make_result("Whole models", rows, device, notes)
             else:
                 result = make_result("Whole models", _relate(rows), device, (*notes, ON_CPU))
-            write_result(result, keys.output)  # after every row: a model that is too large takes no other with it
+            write_result(result, keys.output)  # after every row: a model that is too large loses no other row
     Console().print(to_markdown(result), markup=False, highlight=False, soft_wrap=True)
     return result
 
 
 def plan(keys: ModelsKeys, device: torch.device) -> list[Task]:
-    """All that is to be measured. Raises ValueError for what does not exist, before anything is."""
+    """All measurements. Raises ValueError for names that do not exist, before anything is measured."""
     if keys.image is None and keys.text is None:
         raise ValueError("image=null text=null leaves nothing to measure: keep one")
     tasks: list[Task] = []
@@ -155,7 +155,7 @@ def _plan_text(keys: ModelsKeys, device: torch.device) -> Iterator[Task]:
 
 
 def _relate(rows: list[Row]) -> list[Row]:
-    """Speeds relative to those of the first row of the same task and size."""
+    """Add speeds relative to that of the first row of the same task and size."""
     first: dict[Any, float] = {}
     related = []
     for row in rows:
@@ -176,12 +176,12 @@ def _guard(head: Row, device: torch.device, measure: Callable[[], Row]) -> Row:
         return head | {"remark": one_line(error)}
     finally:
         if device.type == "cuda":
-            gc.collect()  # a model that goes while the next one is measured would lower the memory of that
+            gc.collect()  # a model that is freed while the next one is measured would distort its memory
             torch.cuda.empty_cache()
 
 
 def image_models(image: ImageModelsKeys, pixels: int, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
-    """Each of our models with each mixer, then the peers of timm."""
+    """Each of our models with each mixer, then the peers in timm."""
     _check_mixers(image.mixers)
     if unknown := [name for name in (*image.models, *image.peers) if not timm.is_model(name)]:
         raise ValueError(f"image.models and image.peers have {', '.join(unknown)}, which timm does not know")
@@ -195,7 +195,7 @@ def image_models(image: ImageModelsKeys, pixels: int, backend: str) -> Iterator[
 
 
 def language_models(text: LanguageModelsKeys, backend: str) -> Iterator[tuple[Row, Callable[[], nn.Module]]]:
-    """Our token model with each mixer, then the peers that are installed."""
+    """Our token model with each mixer, then the installed peers."""
     _check_mixers(text.mixers)
     size: Row = {"vocab_size": text.vocabulary, "d_model": text.d_model, "depth": text.depth}
     size["recompute"] = text.recompute
@@ -229,7 +229,7 @@ class _Llama(nn.Module):
             max_position_embeddings=max(text.lengths) + text.new_tokens,
             tie_word_embeddings=True,
         )
-        config._attn_implementation = "sdpa"  # an argument of the constructor that its signature does not have
+        config._attn_implementation = "sdpa"  # the constructor accepts it, though its signature does not name it
         self.model = LlamaForCausalLM(config)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -248,13 +248,13 @@ def _autocast(device: torch.device) -> AbstractContextManager[None]:
 def build_model(
     make: Callable[[], nn.Module], keys: ModelsKeys, device: torch.device
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """The model, and what is called: the model compiled if that is asked for."""
+    """The model, and its callable, which is compiled if the keys ask for it."""
     with torch.device(device):
         torch.manual_seed(0)
         model = make()
     if keys.compile is None:
         return model.to(device), model
-    torch.compiler.reset()  # blocks of earlier models would count against the limit of recompilations
+    torch.compiler.reset()  # compilations of earlier models would count towards the limit of recompilations
     return model.to(device), torch.compile(model, mode=keys.compile)
 
 
@@ -273,7 +273,7 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.de
 
 
 def _measure_step(step: Run, units: int, unit: str, before: int, keys: ModelsKeys, device: torch.device) -> Row:
-    """The first step, the speed of the others, and memory; `before` are the bytes there before the model was built."""
+    """The first step, the speed of the others, and memory; `before` is the memory in use before the model was built."""
     row: Row = {"first_step_s": round(time_once(step, device), 2)}
     row[f"training_{unit}_per_s"] = _rate(step, units, keys, device)
     if device.type == "cuda":
@@ -320,7 +320,7 @@ def measure_image(
 
 
 def measure_training(make: Callable[[], nn.Module], tokens: int, keys: ModelsKeys, device: torch.device) -> Row:
-    """Training of a language model, with as many sequences as a step's tokens hold."""
+    """Training of a language model; the number of sequences follows from a step's tokens."""
     before = _allocated(device)
     model, called = build_model(make, keys, device)
     text = keys.text
@@ -340,7 +340,7 @@ def measure_training(make: Callable[[], nn.Module], tokens: int, keys: ModelsKey
 
 @torch.inference_mode()
 def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: ModelsKeys, device: torch.device) -> Row:
-    """Token by token after a prompt."""
+    """Decoding token by token after a prompt."""
     before = _allocated(device)
     model, _ = build_model(make, replace(keys, compile=None), device)
     model.to(torch.bfloat16).eval()
@@ -354,7 +354,7 @@ def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: ModelsKeys
         state = start
         for _ in range(text.new_tokens):
             _, state = step(token, state)
-        if hasattr(start, "crop"):  # transformers' cache, which is no value: it holds the new tokens now
+        if hasattr(start, "crop"):  # transformers' cache is modified in place: it holds the new tokens now
             start.crop(-text.new_tokens)
 
     row: Row = {"parameters": count_parameters(model)}

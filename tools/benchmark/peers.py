@@ -1,4 +1,4 @@
-"""The peers of our operations that are installed here, in their own layouts."""
+"""The installed peers of our operations, in their own layouts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ Tensors = dict[str, Tensor]
 
 
 class Peer(NamedTuple):
-    """Another implementation: of the same operation, which is then compared with ours, or of one for the same place."""
+    """Another implementation: of the same operation, then compared with ours, or of one for the same purpose."""
 
     name: str
     same: bool
-    run: Callable[[Tensors, Mapping[str, Any]], Tensor]  # of what `prepare` made, and the operation's options
-    prepare: Callable[[Tensors], Tensors] = dict  # from our tensors
+    run: Callable[[Tensors, Mapping[str, Any]], Tensor]  # takes the result of `prepare` and the operation's options
+    prepare: Callable[[Tensors], Tensors] = dict  # from our tensors to the peer's
     restore: Callable[[Tensor], Tensor] = lambda output: output  # to our layout
-    modules: tuple[str, ...] = ()  # to import before a first call is timed, of peers that compile in it
+    modules: tuple[str, ...] = ()  # imported before a first call is timed, for peers that compile in it
 
 
 def find_peers(work: Work, tensors: Iterable[str], device: torch.device) -> list[Peer]:
-    """The peers of a call with tensors of these names. Those that are not installed, or have no such operation, are
-    left out."""
+    """The peers of a call with tensors of these names.
+
+    Peers that are not installed, or do not have the operation, are left out.
+    """
     peers = []
     widest = max(work.sizes.get(name, 0) for name in "KV")
     if {"q", "k", "v"} <= set(tensors) and widest <= 256:
@@ -51,7 +53,7 @@ def _attend(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
 
 
 def _channels_first(tensors: Tensors) -> Tensors:
-    """Mamba's arguments; of Longhorn's the same sizes, and decays of its own."""
+    """Mamba's arguments, with Longhorn's sizes and other decays."""
     x = tensors["x"]
     if "delta" in tensors:
         rate, decay, key, query = (tensors[name] for name in ("delta", "A", "B", "C"))
@@ -101,7 +103,7 @@ def _fla_gla(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
 def _fla_gsa(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
     from fla.ops.gsa import chunk_gsa  # pyright: ignore[reportMissingImports]
 
-    write = 1 - tensors["g"].float().exp()  # what our operation derives from g, the layer computes for fla's
+    write = 1 - tensors["g"].float().exp()  # our operation derives this from g; in fla, the layer computes it
     return chunk_gsa(**tensors, s=write.to(tensors["g"].dtype), scale=options["scale"])[0]
 
 

@@ -1,4 +1,4 @@
-"""Results of a benchmark: JSON rows with their circumstances, and a table of them in Markdown."""
+"""Results of a benchmark: JSON rows with their circumstances, and a Markdown table of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from longseq.tasks.circumstances import describe, find_circumstances
 from longseq.tasks.training.options import Length
 
-# The key `dtypes` of a benchmark.
+# The type of a benchmark's key `dtypes`.
 Dtypes = Annotated[list[Literal["bfloat16", "float16", "float32"]], Length(1)]
 
 
 def find_device(name: str) -> torch.device:
-    """The device that a configuration asks for; auto is the first GPU, or the CPU."""
+    """The device of a configuration; "auto" is the first GPU, or the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -40,21 +40,21 @@ def find_device(name: str) -> torch.device:
 
 
 def check_names(key: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """ValueError for a name of the list `key` that is none of `known`."""
+    """Raise ValueError for a name of the list `key` that is not in `known`."""
     for name in names:
         if name not in known:
             raise ValueError(f"{key} has {name!r}: choose from {', '.join(known)}")
 
 
 def is_emulated() -> bool:
-    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    """True if Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
 
 
 def make_result(
     what: str, rows: Sequence[Mapping[str, Any]], device: torch.device, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Rows with what each was measured on, by which command, and how to read them."""
+    """Rows with their hardware, the command, and notes for their reader."""
     return {
         "what": what,
         "command": command_line(),
@@ -70,7 +70,7 @@ def command_line() -> str:
 
 
 def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-    """The rows, each with the commit, the date, the hardware and the versions of this process as `measured`."""
+    """The rows, each with `measured`: the commit, the date, the hardware and the versions of this process."""
     measured = find_circumstances(device)
     if device.type == "cpu":
         measured["threads"] = torch.get_num_threads()
@@ -78,7 +78,7 @@ def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -
 
 
 def check_output(output: str) -> Path:
-    """The file that rows are written to."""
+    """The file for the rows."""
     file = Path(output)
     if file.suffix != ".json":
         raise ValueError(f"output={output} is no name for JSON rows: give one that ends in .json")
@@ -95,9 +95,10 @@ def write_result(result: Mapping[str, Any], output: str) -> Path:
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:
-    """One result as a heading, its command, its table, its circumstances and its notes. Lists stay in the rows.
+    """One result as a heading, its command, its table, its circumstances and its notes. Lists are left out of the
+    table.
 
-    A cell that is a mapping has the value of each seed; the table gives their mean and standard deviation too.
+    A cell that is a mapping has the value of each seed; the table shows their mean and standard deviation.
     """
     rows = result["rows"]
     columns = [
@@ -123,7 +124,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
 
 
 def describe_circumstances(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The different circumstances of the rows, each in words, with a letter."""
+    """The different circumstances of the rows in words, each with a letter."""
     texts = dict.fromkeys(_describe(row) for row in rows if row.get("measured"))
     return {text: chr(ord("a") + number) for number, text in enumerate(texts)}
 

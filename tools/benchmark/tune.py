@@ -1,8 +1,9 @@
-"""`longseq benchmark tune`: the launches of an operation's Triton kernels, measured on this GPU.
+"""`longseq benchmark tune`: find the fastest launches of an operation's Triton kernels on this GPU.
 
-From the launches that an operation's calls take, from its own table or another's, one constant of one kernel is changed
-at a time, and the change is kept if the result is right and the call gets faster; this is repeated until nothing helps.
-The winners are written to a file that LONGSEQ_LAUNCHES names for the kernels (see `longseq.kernels.launch_file`).
+It starts from the launches in the tables that an operation's calls use, its own or another operation's. It changes one
+constant of one kernel at a time, and keeps the change if the result is correct and the call is faster, until no change
+helps. The best launches are written to a file, which kernels read if LONGSEQ_LAUNCHES names it (see
+`longseq.kernels.launch_file`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from longseq.tools.benchmark.report import (
 )
 from longseq.tools.benchmark.work import TINY, Shapes, Work, choose_work, list_measured
 
-# A change must gain this much: less is noise, and the table is to be the same for whoever measures again.
+# A change must gain this much. Less is noise, and whoever measures again should get the same table.
 GAIN = 0.99
 CHOICES = {
     "block": (16, 32, 64, 128, 256),
@@ -56,11 +57,11 @@ CHOICES = {
     "tokens": (1, 2, 4, 8, 16),
 }
 CRASHED = "crashed: the process did not come back"
-Tables = Mapping[str, ModuleType]  # the modules with a table LAUNCHES, by the folder of kernels that they stand in
+Tables = Mapping[str, ModuleType]  # the modules with a table LAUNCHES, by their folder of kernels
 
 
 class Place(NamedTuple):
-    """Where a launch stands: in which folder's table, under which key, for which kernel."""
+    """The place of a launch: the table's folder, the key in the table, and the kernel."""
 
     op: str
     bytes: int
@@ -70,7 +71,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneKeys(CommandKeys):
-    """The keys of `longseq benchmark tune`; conf/benchmark_tune.yaml says what they mean."""
+    """The keys of `longseq benchmark tune`; conf/benchmark_tune.yaml documents them."""
 
     op: str
     shapes: Shapes | None
@@ -83,7 +84,7 @@ class TuneKeys(CommandKeys):
 
 
 def run(cfg: DictConfig) -> dict[str, Any]:
-    """Tune what `benchmark_tune.yaml` asks for, and write the launches with every candidate's row."""
+    """Tune what `benchmark_tune.yaml` selects, and write the launches with every candidate's row."""
     keys = read_command(TuneKeys, cfg)
     device = find_device(keys.device)
     if device.type != "cuda" and not is_emulated():
@@ -98,7 +99,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         check_names("kernels", keys.kernels, sorted(known))
     capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
     file = File(check_output(keys.output), tables, capability, circumstances(device))
-    with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64
+    with environment({SELF_TEST_VARIABLE: "0"}):  # every candidate is compared with float64 here
         for dtype in (getattr(torch, name) for name in keys.dtypes):
             trials = [Trial(tables, item, dtype, device, keys.seconds, keys.gradients) for item in work]
             try:
@@ -121,14 +122,14 @@ def run(cfg: DictConfig) -> dict[str, Any]:
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """What a run of the file is remembered by."""
+    """The circumstances that identify a run in the file."""
     found = find_circumstances(device)
     found.setdefault("gpu", f"{found['processor']}, Triton emulated")
     return {"command": command_line(), **found}
 
 
 class File:
-    """The file that a run extends: by the launches of its own family of GPUs, in place of those it held there."""
+    """The file that a run extends: it replaces the launches of its own family of GPUs and keeps the others."""
 
     def __init__(self, path: Path, tables: Tables, capability: list[int] | None, run: Mapping[str, Any]) -> None:
         self.path, self.capability = path, capability
@@ -136,7 +137,7 @@ class File:
         self.held: dict[str, Any] = {"launches": [], "rows": [], "runs": []}
         if path.exists():
             held = read_launches(path, f"output={path}", "name another file, or delete this one")
-            # Tables may have changed: launches that the kernels would refuse do not stay.
+            # Tables may have changed: launches that the kernels would refuse are dropped.
             fitting = {part: [row for row in held[part] if _fits(row, tables)] for part in ("launches", "rows")}
             self.held = {**fitting, "runs": held["runs"]}
             if "trying" in held and _fits(held["trying"], tables):
@@ -146,7 +147,7 @@ class File:
         self.trying: dict[str, Any] | None = None
 
     def begin(self, place: Place | None, launch: Any = None) -> None:
-        """Write in the file what is tried next, or that nothing is. If the process crashes, the file says why."""
+        """Write which launch is tried next, or that none is: after a crash, the file names the launch."""
         self.trying = None if place is None else {**place._asdict(), "launch": launch._asdict(), **self.head}
         self._write()
 
@@ -156,7 +157,7 @@ class File:
         return any(wanted.items() <= row.items() for row in self.held["rows"] if _is_crash(row))
 
     def add(self, place: Place, launch: Any, row: dict[str, Any]) -> None:
-        """Write a candidate and the best launch of its place, at once: a later crash must not lose them."""
+        """Write a candidate and the best launch of its place at once, so that a later crash does not lose them."""
         if place not in self.tuned:
             self.held["rows"] = self._without(place, "rows")
         self.tuned[place] = launch
@@ -171,7 +172,7 @@ class File:
         self.path.write_text(json.dumps({**self.held, **trying}, indent=2) + "\n")
 
     def _without(self, place: Place, part: str) -> list[dict[str, Any]]:
-        """The rows but for those of a place on this family of GPUs, and with its crashes."""
+        """The rows of other places or other GPUs, and the rows of crashes."""
         return [
             row
             for row in self.held[part]
@@ -188,7 +189,7 @@ def _is_crash(row: Mapping[str, Any]) -> bool:
 
 
 def _fits(row: Mapping[str, Any], tables: Tables) -> bool:
-    """Whether the tables have such a launch in its place."""
+    """True if the tables accept this launch in its place."""
     place = _place_of(row)
     launches = tables[place.op].LAUNCHES.get((place.bytes, place.width), {}) if place.op in tables else {}
     entry = launches.get(place.kernel)
@@ -196,7 +197,7 @@ def _fits(row: Mapping[str, Any], tables: Tables) -> bool:
 
 
 def choose_shapes(op: str, shapes: Any, device: torch.device) -> list[Work]:
-    """The calls to tune on. Raises ValueError, with an example, for an operation that needs to be given some."""
+    """The calls for tuning. Raises ValueError, with an example, for an operation without default shapes."""
     try:
         return choose_work(shapes, [op], device)
     except ValueError as error:
@@ -221,12 +222,14 @@ def find_tables() -> Tables:
 
 
 def list_tuned(tables: Tables) -> list[str]:
-    """The operations whose calls take launches from tables."""
+    """The operations whose calls read launches from tables."""
     return [op for op in list_measured() if _imported_tables(op, tables)]
 
 
 def tables_of(op: str, tables: Tables) -> list[str]:
-    """The tables that an operation's calls take launches from: its own, and those of whose kernels it launches."""
+    """The tables from which an operation's calls read launches: its own, and those of the operations whose kernels it
+    launches.
+    """
     found = _imported_tables(op, tables) if op in list_measured() else []
     if not found:
         raise ValueError(f"op={op} launches no kernels of a table: choose one of {', '.join(list_tuned(tables))}")
@@ -234,14 +237,14 @@ def tables_of(op: str, tables: Tables) -> list[str]:
 
 
 def _imported_tables(op: str, tables: Tables) -> list[str]:
-    """The tables in an operation's Triton modules, and in those that these import from."""
+    """The tables in an operation's Triton modules, and in the modules that these import."""
     own = find_modules(op)
     sources = "".join(inspect.getsource(importlib.import_module(name)) for name in own)
     return [name for name, module in tables.items() if module.__name__ in own or f"from {module.__name__} " in sources]
 
 
 class _Watched(dict[Any, Any]):
-    """A table that remembers which of its entries were asked for."""
+    """A table that records which of its entries were read."""
 
     def __init__(self, entries: Any) -> None:
         super().__init__(entries)
@@ -253,7 +256,7 @@ class _Watched(dict[Any, Any]):
 
 
 def find_places(tables: Mapping[str, Any], call: Callable[[], Any]) -> list[Place]:
-    """The launches that a call takes from tables, in their order."""
+    """The launches that a call reads from tables, in order."""
     before = {op: module.LAUNCHES for op, module in tables.items()}
     watched = {op: {key: _Watched(launches) for key, launches in table.items()} for op, table in before.items()}
     try:
@@ -273,11 +276,11 @@ def find_places(tables: Mapping[str, Any], call: Callable[[], Any]) -> list[Plac
 
 
 def propose(kernel: str, launch: Any) -> Iterator[Any]:
-    """Launches of a kernel that differ from this one in one constant, by one place in its list of choices."""
+    """Launches that differ from this one in one constant, by one step in its list of choices."""
     for constant, value in launch._asdict().items():
         choices: tuple[Any, ...] = CHOICES.get(constant, ())
         if value == 0:
-            continue  # the kernel has no such block
+            continue  # the kernel does not have this block
         at = choices.index(value) if value in choices else None
         for index, choice in enumerate(choices):
             candidate = launch._replace(**{constant: choice})
@@ -286,7 +289,7 @@ def propose(kernel: str, launch: Any) -> Iterator[Any]:
 
 
 class Trial:
-    """One shape that candidates are compared and timed on."""
+    """One shape on which candidates are compared and timed."""
 
     def __init__(
         self, tables: Tables, work: Work, dtype: torch.dtype, device: torch.device, seconds: float, gradients: bool
@@ -308,7 +311,7 @@ class Trial:
             raise ValueError(f"{work.op} {work.shape} cannot be tuned, as it fails at full size")
 
     def call(self) -> tuple[Tensor, ...]:
-        """Forward and backward at full size, or forward alone as in inference."""
+        """Forward and backward at full size, or only forward, as in inference."""
         if not self.gradients:
             with torch.no_grad():
                 return self.function(self.leaves)
@@ -317,7 +320,7 @@ class Trial:
         return torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])
 
     def measure(self) -> float:
-        """The median milliseconds, on a GPU of a CUDA graph, which no host holds up; infinite for a call that fails."""
+        """The median milliseconds, on a GPU of a CUDA graph, without host time; infinite for a call that fails."""
         try:
             run = capture(self.call, self.device) if self.device.type == "cuda" else self.call
         except Exception:
@@ -326,11 +329,11 @@ class Trial:
         return math.inf if times is None else times.median
 
     def judge(self) -> tuple[float, str]:
-        """Milliseconds, infinite for what is wrong, and what float64 says."""
+        """Milliseconds, infinite for a wrong result, and the result of the comparison with float64."""
         verdict = self.gate.judge_backend("triton")
         milliseconds = self.measure() if verdict.passed else math.inf
         if math.isinf(milliseconds) and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # raises where nothing can run any more
+            torch.cuda.synchronize(self.device)  # raises if nothing can run any more
         return milliseconds, verdict.words
 
 
@@ -341,10 +344,10 @@ def tune(
     done: Collection[Place] = (),
     file: File | None = None,
 ) -> Iterator[tuple[Place, Any, dict[str, Any]]]:
-    """Yield for every candidate the place that it was tried at, the best launch there so far, and its row.
+    """Yield for every candidate its place, the best launch there so far, and its row.
 
-    A candidate is judged by all shapes whose calls take their launch from that place: by the geometric mean of their
-    times. Places that are done stay as they are. The file is told of each candidate before, and asked what crashed.
+    A candidate is judged on all shapes whose calls read their launch from that place, by the geometric mean of their
+    times. Places in `done` are not changed. The file records each candidate before it is tried, and which ones crashed.
     """
     for place in dict.fromkeys(place for trial in trials for place in trial.places):
         if place in done or (only and place.kernel not in only):

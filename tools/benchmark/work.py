@@ -16,7 +16,7 @@ class Work(NamedTuple):
     """One call of an operation: the kind of its inputs, its sizes by dimension name, its options."""
 
     op: str
-    sizes: Mapping[str, int]  # B, T and the operation's own
+    sizes: Mapping[str, int]  # B, T and the operation's own dimensions
     variant: str
     options: Mapping[str, Any] = {}
 
@@ -55,7 +55,7 @@ def _orthogonal(chunk_size: int) -> Work:
     return Work("orthogonal_recurrence", sizes, "plain", {"chunk_size": chunk_size})
 
 
-# What models of language and of images call, from the widths of published ones.
+# Calls of published language and image models.
 TABLE = (
     _heads("delta_rule", "plain", 8, 2048, 16, 128),
     _heads("delta_rule", "plain", 1, 16384, 16, 128),
@@ -75,9 +75,9 @@ TABLE = (
     _orthogonal(16),
     _orthogonal(64),
 )
-# Beyond those: gates, the delta rule of orthogonal_recurrence's heads above, Mamba's scan, a pair of Longhorn layers
-# (R counts its ranks and the bias), memory-bound neighbours, and where recurrences are weak: one sequence of few heads,
-# which leaves most of a GPU idle, while attention spreads over the tokens.
+# Further calls: gates, the delta rule with the heads of orthogonal_recurrence above, Mamba's scan, a pair of Longhorn
+# layers (R counts its ranks and the bias), memory-bound operations, and a weak case of recurrences: one sequence with
+# few heads, which leaves most of a GPU idle, while attention runs over all tokens in parallel.
 OWN = (
     _heads("delta_rule", "gated", 8, 2048, 16, 128),
     _heads("delta_rule", "gated", 128, 197, 6, 64),
@@ -104,11 +104,11 @@ TINY = (
 
 
 def list_measured() -> tuple[str, ...]:
-    """Names of the operations that can be measured: those on whole sequences."""
+    """The names of the operations that can be measured: those on whole sequences."""
     return tuple(sorted((*list_ops(), "longhorn_pair")))
 
 
-# The keys `ops` and `shapes` of a benchmark.
+# The types of the keys `ops` and `shapes` of a benchmark.
 Operations = Annotated[list[Annotated[str, OneOf(list_measured)]], Length(1)]
 Shapes = Annotated[list[dict[str, Any]], Length(1)]
 
@@ -116,7 +116,7 @@ Shapes = Annotated[list[dict[str, Any]], Length(1)]
 def choose_work(
     shapes: Sequence[Mapping[str, Any]] | None, ops: Sequence[str] | None, device: torch.device
 ) -> list[Work]:
-    """The calls that a configuration asks for: its own shapes, or the table's on a GPU and tiny ones elsewhere."""
+    """The calls of a configuration: its own shapes, or the table's on a GPU and tiny ones elsewhere."""
     if shapes is not None:
         work = [_read_work(shape) for shape in shapes]
     else:

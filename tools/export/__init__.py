@@ -18,7 +18,7 @@ __all__ = ["FORMATS", "ExportReport", "export_image_classifier", "register_forma
 
 @dataclass(frozen=True, kw_only=True)
 class ExportKeys(CommandKeys):
-    """The keys of `longseq export`; conf/export.yaml says what they mean."""
+    """The keys of `longseq export`; conf/export.yaml documents them."""
 
     checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     format: Annotated[str | None, OneOf(FORMATS)]
@@ -34,8 +34,8 @@ class ExportKeys(CommandKeys):
 
 
 def run(cfg: DictConfig) -> ExportReport:
-    """Export the checkpoint that the configuration `export.yaml` names, and print how the file compares with it."""
-    # Here, because an export from Python needs no training packages.
+    """Export the checkpoint of the configuration `export.yaml`, and print how the file compares with the model."""
+    # Imported here, because an export from Python needs no training packages.
     from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
 
@@ -72,6 +72,6 @@ def run(cfg: DictConfig) -> ExportReport:
 
 
 def _format_of(output: str | None) -> str:
-    """The format that the output's name asks for; ONNX where it asks for none."""
+    """The format of the output's ending; ONNX without a known one."""
     suffix = Path(output or "").suffix
     return next((name for name, own in SUFFIXES.items() if own == suffix), "onnx")

@@ -1,4 +1,4 @@
-"""The torch.export program of an image classifier: what the onnx and pt2 formats are written from."""
+"""The torch.export program of an image classifier, from which the onnx and pt2 formats are written."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _NAMESPACES_OF_TORCH = frozenset({"aten", "prim", "prims"})
 
 
 def capture(module: nn.Module, example: Tensor, axes: Mapping[int, str]) -> torch.export.ExportedProgram:
-    """Trace `module` with the named axes symbolic; an axis that the model fixes is an error of torch.export.
+    """Trace `module` with the named axes symbolic; torch.export raises an error for an axis that the model fixes.
 
-    An earlier trace leaves guards behind that would turn an open axis of this one into a constant, hence the reset;
-    scans cannot be traced with gradients on.
+    The reset removes guards of an earlier trace, which would turn an open axis of this one into a constant. Gradients
+    are off, because scans cannot be traced with them.
     """
     torch._dynamo.reset()
     shapes = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
     with torch.no_grad():
         program = torch.export.export(module, (example,), dynamic_shapes=(shapes,))
     for node in call_nodes(program):
-        node.meta.pop("stack_trace", None)  # source lines and paths of this machine
+        node.meta.pop("stack_trace", None)  # it has source lines and paths of this machine
     return program
 
 
 def foreign_operators(program: torch.export.ExportedProgram) -> set[str]:
-    """Names of registered operators, in the graph and its subgraphs, that torch alone does not bring."""
+    """The names of operators, in the graph and its subgraphs, that are not part of torch."""
     return {
         str(node.target)
         for node in call_nodes(program)
@@ -37,7 +37,7 @@ def foreign_operators(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def call_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    """The nodes that compute something, those inside scans included."""
+    """The nodes that compute something, including those inside scans."""
     return [
         node
         for graph_module in program.graph_module.modules()

@@ -29,13 +29,13 @@ __all__ = ["FORMATS", "SUFFIXES", "FileFormat", "ImageClassifierFile", "export_i
 
 
 class FileFormat(Protocol):
-    """A format of files: a module, or any object, with these two functions."""
+    """A file format: a module, or any object, with these two functions."""
 
     def write(self, module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
         """Write a module that maps images `[B, C, H, W]` to logits; return how often the file uses each operator."""
 
     def open_file(self, path: Path) -> Callable[[Tensor], Tensor]:
-        """The file as a function of images, on the CPU: the export compares it with the module."""
+        """The file as a function of images, on the CPU; the export compares it with the module."""
 
 
 _FORMATS: dict[str, Any] = {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}
@@ -46,7 +46,7 @@ SUFFIXES: Mapping[str, str] = MappingProxyType(_SUFFIXES)
 
 
 def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
-    """Enter a format of files, which `longseq export format=NAME` and names that end in `suffix` then choose."""
+    """Register a file format, which `longseq export format=NAME` and names that end in `suffix` then choose."""
     if name in _FORMATS or suffix in _SUFFIXES.values() or not suffix.startswith("."):
         raise ValueError(f"the format {name!r} with the suffix {suffix!r} is there already, or its suffix has no dot")
     _FORMATS[name], _SUFFIXES[name] = file_format, suffix
@@ -59,7 +59,7 @@ TRACED_BATCH = 2
 class ImageClassifierFile(nn.Module):
     """The function that an exported file computes: [uint8 pixels -> normalised] -> backbone -> [softmax].
 
-    With `image_size` it refuses other sizes, because a position table of the same length would take some of them.
+    With `image_size` it refuses other sizes; without this check, sizes with the same number of positions would pass.
     """
 
     mean: Tensor
@@ -113,14 +113,16 @@ def export_image_classifier(
     measure_latency: bool = False,
     extra_metadata: Mapping[str, Any] = MappingProxyType({}),
 ) -> ExportReport:
-    """Write `model` as one file and compare the file with it, on other batch sizes than the traced one.
+    """Write `model` as one file, and compare the file with it, also on batch sizes other than the traced one.
 
-    The file takes images [batch, channels, height, width] of any batch size: normalised float32, or uint8 pixels with
-    `preprocess`; it gives logits [batch, classes], or probabilities with `softmax`. It is written in float32 from a
-    copy on the CPU: the model stays as it is. `data` holds what a checkpoint knows (img_size, in_chans, mean, std,
-    interpolation, crop_pct, class_names); what it lacks is taken from the model's `pretrained_cfg`.
-    How far the file may be from the model: see `longseq.tools.export.parity.compare`. Raises ValueError where the
-    format cannot hold the model or the file differs; a file of that name from before is then left as it was.
+    The file takes images [batch, channels, height, width] with any batch size: normalised float32, or uint8 pixels with
+    `preprocess`. It gives logits [batch, classes], or probabilities with `softmax`. It is written in float32 from a
+    copy on the CPU; the model does not change. `data` is what a checkpoint knows (img_size, in_chans, mean, std,
+    interpolation, crop_pct, class_names); missing entries are those of the model's `pretrained_cfg`.
+
+    `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the
+    format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
+    is.
     """
     started = time.perf_counter()
     target = _target(output, format)
@@ -144,7 +146,7 @@ def export_image_classifier(
     expected = expect(module, probes)
     for batch in expected:
         _check_output(model, batch.output, data)
-    # Before a runtime opens: its idle threads slow everything else in the process.
+    # Before a runtime is loaded: its idle threads slow down the rest of the process.
     model_ms = latency_ms(module, probes[0]) if measure_latency else None
     spec = FileSpec(
         axes=AXES if dynamic_resolution else {0: AXES[0]},
@@ -186,7 +188,7 @@ def export_image_classifier(
 
 
 def _target(output: str | Path, format: str) -> Path:
-    """The file to write, its folder made; its name must not promise another format."""
+    """The file to write, with its folder created; ValueError if its name has the ending of another format."""
     if format not in FORMATS:
         raise ValueError(f"format={format} is unknown: take one of {', '.join(FORMATS)}")
     target = Path(output)
@@ -232,7 +234,9 @@ def _check_request(
 
 
 def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, int]]:
-    """Sizes to compare at, then the one to trace with; all whole numbers of patches, the traced one not square."""
+    """The sizes to compare at, and the size to trace with; all are whole numbers of patches, the traced one is not
+    square.
+    """
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", 32)
     rows, columns = _pair(patch)
     steps = ((0, 0), (1, 0), (4, 6), (0, 2))
@@ -240,7 +244,7 @@ def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, i
 
 
 def _float_copy(model: nn.Module) -> nn.Module:
-    """A float32 copy for the CPU that takes the ops' exportable backend and no checkpointed blocks."""
+    """A float32 copy on the CPU with the operations' exportable backend and without gradient checkpointing."""
     duplicate = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
     disable_checkpointing = getattr(duplicate, "set_grad_checkpointing", None)
     if callable(disable_checkpointing):

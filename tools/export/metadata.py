@@ -1,4 +1,4 @@
-"""What an exported file says about itself, so that whoever runs it needs nothing else."""
+"""The metadata of an exported file, with which a program needs nothing else to run it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREPROCESSING = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_p
 def classifier_metadata(
     model: nn.Module, data: Mapping[str, Any], *, preprocess: bool, softmax: bool, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Facts about an image classifier file: classes, preprocessing, input and output, and where it comes from."""
+    """Facts about an image classifier's file: classes, preprocessing, input and output, and its origin."""
     metadata: dict[str, Any] = {key: data[key] for key in PREPROCESSING if data.get(key) is not None}
     metadata["decoding"] = DECODING
     if data.get("class_names"):

@@ -1,4 +1,4 @@
-"""ONNX: one file with its weights, run by onnxruntime without torch or longseq."""
+"""ONNX: one file with its weights, for onnxruntime without torch or longseq."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPSETS = range(18, 27)
 
 
 def check(module: nn.Module, opset: int) -> None:
-    """Refuse before the work begins what cannot end well."""
+    """Raise an error for exports that cannot succeed, before the work begins."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -41,7 +41,7 @@ def check(module: nn.Module, opset: int) -> None:
 
 
 def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
-    """Write `module` to `path`, with the axes named in the file's input and the metadata as its properties.
+    """Write `module` to `path`, with named axes in the file's input, and the metadata as its properties.
 
     Returns how often the file uses each operator.
     """
@@ -70,10 +70,10 @@ def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Cou
 
 
 def _optimize(program: Any) -> None:
-    """The exporter's optimizer, after passes that leave less for it to do.
+    """Run the exporter's optimizer, after passes that leave less for it to do.
 
-    Its time grows with the square of the number of nodes. Of those it is given, most are sizes that can be computed
-    now, what nothing reads any more, and copies: without them it takes a third of the time and finds the same graph.
+    Its time grows with the square of the number of nodes. Most nodes are sizes that can be computed now, results that
+    nothing reads any more, and copies. Without these, it takes a third of the time and finds the same graph.
     """
     from onnx_ir.passes.common import CommonSubexpressionEliminationPass
     from onnxscript import optimizer
@@ -86,7 +86,7 @@ def _optimize(program: Any) -> None:
 
 
 def _check_model(model: Any, spec: FileSpec) -> None:
-    """Raise RuntimeError where the model is not what was asked for: the exporter fixes axes and opsets in silence."""
+    """Raise RuntimeError if the model is not as requested: the exporter fixes axes and opsets without an error."""
     dimensions = model.graph.input[0].type.tensor_type.shape.dim
     for axis, name in spec.axes.items():
         if not dimensions[axis].dim_param:
@@ -100,7 +100,7 @@ def _check_model(model: Any, spec: FileSpec) -> None:
 
 
 def _clean(model: Any) -> None:
-    """Drop constants that nothing reads, of which onnxruntime would warn, and what the exporter notes about origins.
+    """Remove constants that nothing reads (onnxruntime would warn about them), and the exporter's notes on origins.
 
     Those notes are half of a small file, with source lines and paths of this machine.
     """
@@ -115,7 +115,7 @@ def _clean(model: Any) -> None:
 
 
 def _graphs(graph: Any) -> list[Any]:
-    """The graph and those inside it (the bodies of Scan and If)."""
+    """The graph and its subgraphs (the bodies of Scan and If)."""
     inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
     return [graph, *(found for body in inner for found in _graphs(body))]
 

@@ -17,9 +17,9 @@ __all__ = ["Comparison", "Expected", "compare", "expect", "latency_ms", "probe_i
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the file is from the model on one batch, what was allowed, and the share of images of equal class.
+    """How far the file is from the model on one batch, the limit, and the share of images with the same class.
 
-    `rounding` is how far the model itself is from its double precision.
+    `rounding` is the distance of the model from its double precision.
     """
 
     shape: tuple[int, ...]
@@ -34,9 +34,10 @@ class Comparison:
 
 
 def probe_images(batch: int, channels: int, height: int, width: int, *, pixels: bool) -> Tensor:
-    """Images to compare on [B, C, H, W]: in turn noise, smooth and plain; uint8 if `pixels`, else normalised float32.
+    """Images [B, C, H, W] for the comparison: noise, smooth and constant in turn; uint8 if `pixels`, else normalised.
 
-    Smooth and plain images give correlated and equal tokens, where a delta rule's triangular systems are hardest.
+    Smooth and constant images give correlated and equal tokens, for which a delta rule's triangular systems are
+    hardest.
     """
     generator = torch.Generator().manual_seed(1000 * batch + height + width)
     noise = torch.randn(batch, channels, height, width, generator=generator)
@@ -49,7 +50,7 @@ def probe_images(batch: int, channels: int, height: int, width: int, *, pixels: 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the model gives for a batch, and how far rounding to float32 puts it off."""
+    """The model's output for a batch, and its error from rounding to float32."""
 
     images: Tensor
     output: Tensor
@@ -58,7 +59,7 @@ class Expected:
 
 @torch.no_grad()
 def expect(model: nn.Module, batches: Sequence[Tensor]) -> list[Expected]:
-    """Run a float32 model on each batch, and its double precision for the rounding error."""
+    """Run a float32 model on each batch, and a double precision copy for the rounding error."""
     exact = copy.deepcopy(model).double()
     expected = []
     for images in batches:
@@ -71,8 +72,8 @@ def expect(model: nn.Module, batches: Sequence[Tensor]) -> list[Expected]:
 def compare(call: Callable[[Tensor], Tensor], expected: Expected, tolerance: float) -> Comparison:
     """Run the file on the images of `expected`.
 
-    Allowed is `tolerance` times the largest output (or times 1, if that is more); or three times the model's rounding
-    error, if that is more: what a file with twice that error can be away from the model.
+    The limit is `tolerance` times the largest output, or times 1 if that is larger; or three times the model's rounding
+    error if that is larger, which is the distance that a file with twice the model's error can have.
     """
     images, output = expected.images, expected.output
     actual = call(images)
@@ -90,7 +91,7 @@ def compare(call: Callable[[Tensor], Tensor], expected: Expected, tolerance: flo
 @torch.no_grad()
 def latency_ms(call: Callable[[Tensor], Tensor], images: Tensor, seconds: float = 1.0) -> float:
     """Median time of one call in milliseconds, over at least 5 calls and about `seconds`."""
-    for _ in range(3):  # TorchScript compiles during its first calls
+    for _ in range(3):  # TorchScript compiles in its first calls
         call(images)
     times: list[float] = []
     while len(times) < 5 or sum(times) < seconds:

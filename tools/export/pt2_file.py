@@ -1,4 +1,4 @@
-"""pt2: the torch.export program, run by torch without longseq and the input of AOTInductor."""
+"""pt2: the torch.export program, for torch without longseq, and the input of AOTInductor."""
 
 from __future__ import annotations
 

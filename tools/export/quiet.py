@@ -1,4 +1,4 @@
-"""Silence for the exporters, which narrate and warn about their own internals while they work."""
+"""Silences the exporters, which print and warn about their own internals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["quiet"]
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop warnings, log records up to WARNING and prints inside the block; exceptions pass."""
+    """Drop warnings, log records up to WARNING and prints inside the block; exceptions are raised."""
     previous = logging.root.manager.disable
     with (
         warnings.catch_warnings(),

@@ -18,7 +18,7 @@ __all__ = ["ExportReport"]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written and how it compares; latencies are medians of one call at batch 1 on this machine's CPU."""
+    """The written file and its comparison with the model; latencies are medians of one call at batch 1 on this CPU."""
 
     path: Path
     format: str

@@ -1,4 +1,4 @@
-"""What is asked of an exported file, whatever its format."""
+"""The specification of an exported file, for every format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AXES = {0: "batch", 2: "height", 3: "width"}
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The open axes of the input by index, the output's name, what the file says about itself, and ONNX's opset."""
+    """The open axes of the input by index, the output's name, the metadata, and ONNX's opset."""
 
     axes: Mapping[int, str]
     output_name: str

@@ -1,4 +1,4 @@
-"""TorchScript: traced and frozen, run by torch (Python or C++) without longseq."""
+"""TorchScript: traced and frozen, for torch (Python or C++) without longseq."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Cou
     if foreign:
         raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
     torch.jit.save(traced, str(path), _extra_files={EXTRA_FILE: json.dumps(dict(spec.metadata))})
-    written = torch.jit.load(str(path)).inlined_graph  # less than what was traced
+    written = torch.jit.load(str(path)).inlined_graph  # loading removes some of what was traced
     return Counter(kind for kind in _kinds(written) if kind != "prim::Constant")
 
 
 def _kinds(block: Any) -> list[str]:
-    """The operators of a graph and of the blocks inside it (loops and branches)."""
+    """The operators of a graph and of its blocks (loops and branches)."""
     kinds = []
     for node in block.nodes():
         kinds.append("^" + node.pyname() if node.kind() == "prim::PythonOp" else node.kind())

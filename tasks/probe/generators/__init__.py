@@ -1,6 +1,6 @@
 """The generators of the probes, by name. Each makes many samples at once from a `numpy.random.Generator`.
 
-A plug-in adds its own: `@register("name")` above a function of (random, samples, *, options with defaults) -> Samples.
+A plug-in adds its own with `@register("name")` on a function (random, samples, *, options with defaults) -> Samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GENERATORS: Mapping[str, Callable[..., Samples]] = MappingProxyType(_GENERATORS)
 
 
 def register(name: str) -> Callable[[Generator], Generator]:
-    """Enter a generator, which `data.generator=NAME` then chooses; its keyword arguments are `data.options`."""
+    """Register a generator, which `data.generator=NAME` then chooses; its keyword arguments are `data.options`."""
 
     def enter(generator: Generator) -> Generator:
         if name in _GENERATORS:
@@ -58,7 +58,7 @@ def generator_options(name: str) -> dict[str, Any]:
 
 
 def check_options(name: str, chosen: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that the generator does not have, or a value of another kind than its default."""
+    """Raise ValueError for an option that the generator does not have, or a value of another type than its default."""
     known = generator_options(name)
     if unknown := sorted(set(chosen) - set(known)):
         raise ValueError(
@@ -70,7 +70,7 @@ def check_options(name: str, chosen: Mapping[str, Any]) -> None:
 
 
 def _unmet(default: Any, value: Any) -> str | None:
-    """What a value must be to stand in place of `default`, None if it can."""
+    """What a value must be to replace `default`; None if it is that."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"

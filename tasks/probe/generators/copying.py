@@ -1,4 +1,4 @@
-"""Copying: a sequence word for word, and the tokens that stand among blanks."""
+"""Copying: a whole sequence, or the tokens among blanks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from longseq.tasks.probe.generators.samples import IGNORED, Samples, next_token_
 
 
 def copy(random: np.random.Generator, samples: int, *, vocab_size: int = 128, tokens: int = 64) -> Samples:
-    """Random tokens, a separator (the last of the vocabulary), and the tokens again: asked from the separator on.
+    """Random tokens, a separator (the last of the vocabulary), and the tokens again, asked from the separator on.
 
-    Of T tokens T/2 are copied; the last of them is asked and not shown.
+    Of T tokens, T/2 are copied; the last of them is asked but not shown.
 
     Source: Variational Linear Attention, section 5.2.
     """
@@ -31,7 +31,7 @@ def selective_copying(
 ) -> Samples:
     """Tokens among blanks, a copy sign, then blanks at which the tokens are asked in their order.
 
-    The tokens stand at random places of the first `tokens - copied - 1`, all choices equally likely. Blank and copy
+    The tokens are at random positions among the first `tokens - copied - 1`, all choices equally likely. Blank and copy
     sign are the last two tokens of the vocabulary.
 
     Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), section 3.1.

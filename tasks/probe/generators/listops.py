@@ -1,4 +1,4 @@
-"""ListOps: nested operations on lists of digits, whose result is asked at the end."""
+"""ListOps: nested operations on lists of digits; the result is asked at the end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from longseq.tasks.probe.generators.samples import IGNORED, Integers, Samples
 
-# Digits are their own tokens.
+# Digits are their own tokens; these are the others.
 MIN, MAX, MED, SM, CLOSE, PADDING = range(10, 16)
 
 
 class _Level(NamedTuple):
-    """The nodes of all trees at one depth: tree, parent (an index into the level above), token (digit or operator)."""
+    """The nodes of all trees at one depth: tree, parent (index into the level above), token (digit or operator)."""
 
     tree: Integers
     parent: Integers
@@ -81,7 +81,7 @@ def _grow(
 
 
 def _keep(levels: list[_Level], lengths: Integers, kept: np.ndarray) -> tuple[list[_Level], Integers]:
-    """Drop the trees that are not kept and number the others anew."""
+    """Drop the trees that are not kept, and renumber the others."""
     number = kept.cumsum() - 1
     result = []
     above = number

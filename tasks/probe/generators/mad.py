@@ -1,4 +1,4 @@
-"""MAD's tasks that are not copying.
+"""MAD's tasks, except copying.
 
 Source: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024), section 3.1 and appendix B.
 """
@@ -24,9 +24,10 @@ def recall(
 ) -> Samples:
     """In-context recall, noisy with `noise` > 0: keys and their values in random order, a value asked at a known key.
 
-    Half of the vocabulary without `noise_vocab_size` are keys, half values; each sample has its own value for each key.
-    A pair is replaced by two noise tokens with probability `noise`. The last pair repeats a key that was shown.
-    `label_all` asks for every next token, as MAD trains; else only for values of keys that were shown before.
+    The vocabulary without `noise_vocab_size` is one half keys, one half values; each sample has its own value for each
+    key. A pair is replaced by two noise tokens with probability `noise`. The last pair repeats a key that was shown.
+    With `label_all`, every next token is asked, as in MAD's training; otherwise only the values of keys that were shown
+    before.
     """
     words = vocab_size - noise_vocab_size
     size, pairs = words // 2, tokens // 2
@@ -39,7 +40,7 @@ def recall(
     value_of = size + random.integers(0, words - size, (samples, size))
     keys = random.integers(0, size, (samples, pairs))
     noisy = random.random((samples, pairs)) < noise
-    noisy[np.arange(samples), random.integers(0, pairs - 1, samples)] = False  # one pair at least is shown
+    noisy[np.arange(samples), random.integers(0, pairs - 1, samples)] = False  # at least one pair is shown
     noisy[:, -1] = False
     shown = _present(np.where(noisy, size, keys)[:, :-1], size)
     keys[:, -1] = _any_of(random, shown)
@@ -66,9 +67,9 @@ def fuzzy_recall(
 ) -> Samples:
     """In-context recall whose keys and values are several tokens: all tokens of a value are asked at a known key.
 
-    Keys have `shortest_key` to `key_size` tokens and values one to `value_size`, all sizes equally likely, no token
-    twice in one. MAD trains with keys of every size and tests with the longest. The last pair repeats a key that was
-    shown; the sequence is padded on the left with the last token of the vocabulary.
+    Keys have `shortest_key` to `key_size` tokens and values one to `value_size`, all sizes equally likely; the tokens
+    of a key or value are different. MAD trains with keys of every size and tests with the longest. The last pair
+    repeats a key that was shown. The sequence is padded on the left with the last token of the vocabulary.
     """
     words = vocab_size - 1
     half = words // 2
@@ -84,7 +85,7 @@ def fuzzy_recall(
     drawn = _draw_motifs(random, key_sizes, (samples, most))
 
     lengths = key_sizes[drawn] + value_sizes[np.take_along_axis(value_of, drawn, axis=1)]
-    room = tokens - key_size - value_size  # the last pair must fit whatever its sizes
+    room = tokens - key_size - value_size  # the last pair must fit, whatever its sizes
     fits = lengths.cumsum(axis=1) <= room
     probe = _any_of(random, _present(np.where(fits, drawn, len(keys)), len(keys)))
     count = fits.sum(axis=1)
@@ -99,7 +100,7 @@ def fuzzy_recall(
     labelled[..., key_size:] = known[..., None]
     filled = (pieces >= 0) & used[..., None]
     sequence, labelled = _right_aligned(pieces, labelled, filled, tokens, padding=words)
-    # The label of a place is the token behind it.
+    # The label of a position is the next token.
     following = np.concatenate([labelled[:, 1:], np.zeros((samples, 1), dtype=bool)], axis=1)
     return Samples(sequence, next_token_labels(sequence, None if label_all else following))
 
@@ -109,7 +110,7 @@ def memorization(
 ) -> Samples:
     """Keys, each followed by a sign (the last token) at which its value is asked. No value is ever shown.
 
-    What belongs to a key is the same in all samples, drawn once from `mapping_seed`; no two keys share a value.
+    The value of a key is the same in all samples, drawn once from `mapping_seed`; no two keys share a value.
     """
     if tokens < 2 or tokens % 2 or vocab_size < 3:
         raise ValueError(
@@ -127,7 +128,7 @@ def memorization(
 
 
 def compression(random: np.random.Generator, samples: int, *, vocab_size: int = 16, tokens: int = 32) -> Samples:
-    """Random tokens and a sign (the last token) behind them; each place asks for its own token.
+    """Random tokens and a sign (the last token) after them; each position asks for its own token.
 
     The model must rebuild the sequence from its feature at the sign (`longseq.backbones.autoencoder`).
     """
@@ -139,7 +140,7 @@ def compression(random: np.random.Generator, samples: int, *, vocab_size: int = 
 
 
 def _present(keys: Integers, size: int) -> np.ndarray:
-    """Which of the keys [0, size) occur in each row: `[N, size]`; the key `size` stands for none."""
+    """Which of the keys [0, size) occur in each row: `[N, size]`; the key `size` means none."""
     present = np.zeros((len(keys), size + 1), dtype=bool)
     np.put_along_axis(present, keys, True, axis=1)
     return present[:, :size]
@@ -151,7 +152,7 @@ def _any_of(random: np.random.Generator, present: np.ndarray) -> Integers:
 
 
 def _shown_before(keys: Integers, size: int) -> np.ndarray:
-    """Whether the key stands earlier in its row; the key `size` stands for none."""
+    """True if the key occurs earlier in its row; the key `size` means none."""
     samples, count = keys.shape
     first = np.full((samples, size + 1), count)
     places = np.broadcast_to(np.arange(count), keys.shape)
@@ -160,7 +161,7 @@ def _shown_before(keys: Integers, size: int) -> np.ndarray:
 
 
 def _motifs(words: Integers, shortest: int, longest: int) -> tuple[Integers, Integers]:
-    """Every order of `shortest` to `longest` different words, filled up with -1, and their sizes."""
+    """Every order of `shortest` to `longest` different words, padded with -1, and their sizes."""
     listed = [motif for size in range(shortest, longest + 1) for motif in permutations(words.tolist(), size)]
     sizes = np.array([len(motif) for motif in listed])
     filled = np.full((len(listed), longest), -1)
@@ -169,7 +170,7 @@ def _motifs(words: Integers, shortest: int, longest: int) -> tuple[Integers, Int
 
 
 def _draw_motifs(random: np.random.Generator, sizes: Integers, shape: tuple[int, int]) -> Integers:
-    """Draw motifs by index: each size is equally likely, and each motif of a size."""
+    """Draw motifs by index: each size is equally likely, and so is each motif of a size."""
     kinds, starts, counts = np.unique(sizes, return_index=True, return_counts=True)
     kind = random.integers(0, len(kinds), shape)
     return starts[kind] + (random.random(shape) * counts[kind]).astype(np.int64)
@@ -178,7 +179,7 @@ def _draw_motifs(random: np.random.Generator, sizes: Integers, shape: tuple[int,
 def _right_aligned(
     pieces: Integers, labelled: np.ndarray, filled: np.ndarray, tokens: int, *, padding: int
 ) -> tuple[Integers, np.ndarray]:
-    """Put the filled entries of `pieces [N, P, S]` side by side at the right end of `[N, tokens]`."""
+    """Concatenate the filled entries of `pieces [N, P, S]` at the right end of `[N, tokens]`."""
     samples = len(pieces)
     pieces, labelled, filled = (part.reshape(samples, -1) for part in (pieces, labelled, filled))
     place = tokens - filled.sum(axis=1, keepdims=True) + filled.cumsum(axis=1) - 1

@@ -1,4 +1,4 @@
-"""Multi-query associative recall, as zoology asks it."""
+"""Multi-query associative recall in zoology's form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def mqar(
 ) -> Samples:
     """Key-value pairs k1 v1 ... kN vN, then each key once more, at which its value is asked.
 
-    Keys are different tokens of [1, V/2) and values different ones of [V/2, V). The second occurrences stand at the
-    even places behind the pairs, g places on, drawn without replacement by p(g) ~ (g + 1)^(power - 1): most are near.
-    Between them stand zeros, or random tokens of the whole vocabulary with `filler="random"`.
+    Keys are different tokens of [1, V/2), values are different tokens of [V/2, V). The second occurrences are at even
+    positions after the pairs, at distances g drawn without replacement with p(g) ~ (g + 1)^(power - 1): most are near.
+    Between them are zeros, or random tokens of the whole vocabulary with `filler="random"`.
 
     Source: Zoology (Arora et al., 2023), section 4 and appendix E.
     """
@@ -43,7 +43,7 @@ def mqar(
         sequence[:, context:] = random.integers(0, vocab_size, (samples, tokens - context))
     sequence[:, 0:context:2] = keys
     sequence[:, 1:context:2] = values
-    # The largest of log p + Gumbel noise are a draw without replacement (Gumbel-top-k).
+    # The positions with the largest log p + Gumbel noise are a draw without replacement (Gumbel-top-k).
     weight = (power - 1) * np.log(np.arange(1, (tokens - context) // 2 + 1))
     score = weight + random.gumbel(size=(samples, len(weight)))
     places = context + 2 * np.argsort(-score, axis=1)[:, :pairs]

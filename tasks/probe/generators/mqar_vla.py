@@ -1,4 +1,4 @@
-"""Multi-query associative recall, as the VLA paper asks it."""
+"""Multi-query associative recall in the form of the VLA paper."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def mqar_vla(
 ) -> Samples:
     """Pairs k1 v1 ... kn vn, a separator (the last token of the vocabulary), then the keys in another order.
 
-    At each key behind the separator its value is asked. Keys are different tokens of `keys = [low, high)`, by default
-    all but the separator; values are any tokens but the separator. `tokens` is 3n + 1; where more are asked for, tokens
-    that are no keys of the sample stand between the pairs and the separator (the paper names no filling).
+    The value of each key after the separator is asked there. Keys are different tokens of `keys = [low, high)`, by
+    default all tokens but the separator; values are any tokens but the separator. `tokens` is 3n + 1 by default. With
+    more, tokens that are not keys of the sample fill the space between the pairs and the separator (the paper names no
+    filling).
 
     Source: Variational Linear Attention, section 5.2 and figure 1.
     """
@@ -54,7 +55,7 @@ def mqar_vla(
 
 
 def _others(random: np.random.Generator, key: np.ndarray, size: int, count: int) -> np.ndarray:
-    """Draw `count` tokens of [0, size) for each row of `key [N, n]` that are none of its keys."""
+    """Draw `count` tokens of [0, size) for each row of `key [N, n]`, other than the keys of the row."""
     samples, pairs = key.shape
     taken = np.zeros((samples, size), dtype=bool)
     np.put_along_axis(taken, key, True, axis=1)

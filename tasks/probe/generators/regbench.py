@@ -1,4 +1,4 @@
-"""RegBench: strings of a random automaton, which the model has to infer from them."""
+"""RegBench: strings of a random automaton, which the model has to infer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def regbench(
     strings: tuple[int, int] = (10, 20),
     string_length: tuple[int, int] = (1, 50),
 ) -> Samples:
-    """For each sample an automaton of its own and strings that it accepts, with a separator between them.
+    """For each sample an automaton of its own, and strings that it accepts, with a separator between them.
 
-    Numbers of states, of letters in its alphabet, of edges from a state, of strings and their lengths are drawn from
-    the given ranges, both ends included. Letters are tokens [0, V - 2); the separator is V - 2 and the padding V - 1.
-    The edges of a state carry different letters and lead to any states; a string starts in the first state and takes
-    each of a state's edges with the same probability. Where a letter follows it is asked, and every letter that the
-    automaton allows there is right. No two samples share an automaton, whatever the numbers of its states.
+    The numbers of states, of letters in the alphabet, of edges from a state and of strings, and the lengths of strings,
+    are drawn from the given ranges, both ends included. Letters are tokens [0, V - 2); the separator is V - 2 and the
+    padding V - 1. The edges of a state have different letters and lead to any states. A string starts in the first
+    state and takes each of a state's edges with the same probability. Every position before a letter asks for it, and
+    each letter that the automaton allows there is right. No two samples have the same automaton, whatever the numbers
+    of its states.
 
     Source: In-Context Language Learning: Architectures and Algorithms (Akyürek et al., 2024), section 3.
     """
@@ -38,7 +39,7 @@ def regbench(
     targets = _automata(random, samples, states, letters, edges, most)
     length = random.integers(string_length[0], string_length[1], (samples, strings[1]), endpoint=True)
     count = random.integers(strings[0], strings[1], samples, endpoint=True)
-    ends = (length + 1).cumsum(axis=1) - 1  # the separator's place behind each string
+    ends = (length + 1).cumsum(axis=1) - 1  # the position of the separator after each string
     last = ends[np.arange(samples), count - 1]
     width = strings[1] * (string_length[1] + 1)
     separators = np.zeros((samples, width), dtype=bool)
@@ -74,7 +75,7 @@ def _automata(
     edges: tuple[int, int],
     most: int,
 ) -> Integers:
-    """Draw transitions `[N, S, most]`: the state that a letter leads to, -1 where the state has no such edge."""
+    """Draw transitions `[N, S, most]`: the state to which a letter leads, or -1 without such an edge."""
     size = random.integers(states[0], states[1], samples, endpoint=True)
     alphabet = random.integers(letters[0], letters[1], samples, endpoint=True)
     rank = random.random((samples, most)).argsort(axis=1).argsort(axis=1)
@@ -88,18 +89,18 @@ def _automata(
 
 
 def _nth(marks: np.ndarray, index: Integers) -> Integers:
-    """The column of the mark with the given index in each row."""
+    """The column of the mark number `index` in each row."""
     return ((marks.cumsum(axis=1) == index[:, None] + 1) & marks).argmax(axis=1)
 
 
 def _canonical(targets: Integers) -> Integers:
-    """Number the states by their first visit, breadth first and letter by letter; unreachable ones fall out.
+    """Number the states by their first visit, breadth first and letter by letter; unreachable states are dropped.
 
-    Two automata that differ only in the names of their states become equal.
+    Two automata that differ only in the numbers of their states become equal.
     """
     samples, states, letters = targets.shape
     rows = np.arange(samples)
-    number = np.full((samples, states + 1), -1)  # of each old state; the last column takes what leads nowhere
+    number = np.full((samples, states + 1), -1)  # the number of each old state; the last column is for missing edges
     number[:, 0] = 0
     found = np.ones(samples, dtype=np.int64)
     old = np.full((samples, states), states)  # the old state of each number

@@ -1,4 +1,4 @@
-"""Samples of a probe: what a generator makes, and how duplicates among them are left out."""
+"""Samples of a probe: the result of a generator, and the removal of duplicates."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.integer[Any]]
 
-# The label where nothing is asked.
+# The label of positions without a question.
 IGNORED = -100
 
-# So many samples are made at a time, which bounds the memory, and so many times in vain before giving up.
+# Samples are made _CHUNK at a time, which bounds the memory; the second number is how often this may yield nothing new.
 _CHUNK = 8192
 _PATIENCE = 20
 
 
 class Samples(NamedTuple):
-    """Sequences with what is asked of them.
+    """Sequences and their questions.
 
     tokens: `[N, T]`.
-    labels: `[N, T]`, the answer at each place, IGNORED where nothing is asked.
-    allowed: `[N, T]`, where several answers are right, as bits: answer a is right if bit a is set. None: the label is.
-    identity: `[N, ...]`, what must differ between any two samples. None: the tokens.
+    labels: `[N, T]`, the answer at each position, IGNORED without a question.
+    allowed: `[N, T]`, the right answers as bits: answer a is right if bit a is set. None: only the label is right.
+    identity: `[N, ...]`, which must differ between any two samples. None: the tokens.
     """
 
     tokens: Integers
@@ -33,7 +33,7 @@ class Samples(NamedTuple):
     identity: Integers | None = None
 
     def take(self, rows: Integers) -> Samples:
-        """Pick samples."""
+        """Select samples."""
         return Samples(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
@@ -41,9 +41,9 @@ Make = Callable[[np.random.Generator, int], Samples]
 
 
 def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) -> tuple[Samples, Integers]:
-    """Make `count` samples, none like another and none whose hash is in `seen`; returns them and the hashes of all.
+    """Make `count` different samples, whose hashes are not in `seen`; returns them and all hashes.
 
-    ValueError where the generator does not have so many.
+    ValueError if the generator cannot make so many.
     """
     parts: list[Samples] = []
     found = barren = 0
@@ -65,7 +65,7 @@ def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) ->
 
 
 def row_hashes(rows: Integers) -> Integers:
-    """A 64-bit hash of each row of `rows [N, ...]`; two that agree by chance only cost one sample its place."""
+    """A 64-bit hash of each row of `rows [N, ...]`. A collision only replaces one sample by another."""
     flat = rows.reshape(len(rows), -1).astype(np.uint64)
     places = np.random.default_rng(0).integers(0, 2**63, flat.shape[1], dtype=np.uint64)
     state = flat + places
@@ -90,7 +90,7 @@ def distinct(random: np.random.Generator, samples: int, count: int, low: int, hi
     if 2 * count > size:
         return low + random.random((samples, size)).argsort(axis=1)[:, :count]
     drawn = random.integers(low, high, (samples, count))
-    # Drawing again what repeats an earlier number treats all numbers alike, so every outcome stays equally likely.
+    # Drawing a repeated number again treats all numbers alike, so that every outcome stays equally likely.
     repeats = _repeats(drawn)
     while repeats.any():
         drawn[repeats] = random.integers(low, high, int(repeats.sum()))
@@ -100,7 +100,7 @@ def distinct(random: np.random.Generator, samples: int, count: int, low: int, hi
 
 
 def _repeats(numbers: Integers) -> NDArray[np.bool_]:
-    """Mark the numbers that stand earlier in their row."""
+    """Mark the numbers that occur earlier in their row."""
     order = numbers.argsort(axis=1, kind="stable")
     ordered = np.take_along_axis(numbers, order, axis=1)
     again = np.zeros(numbers.shape, dtype=bool)
@@ -111,14 +111,14 @@ def _repeats(numbers: Integers) -> NDArray[np.bool_]:
 
 
 def next_token_labels(tokens: Integers, labelled: NDArray[np.bool_] | None = None) -> Integers:
-    """Labels `[N, T]`: at each place the token that follows, where `labelled [N, T]` (everywhere without it)."""
+    """Labels `[N, T]`: at each position the next token, where `labelled [N, T]` is true (None: everywhere)."""
     labels = np.full(tokens.shape, IGNORED, dtype=tokens.dtype)
     labels[:, :-1] = tokens[:, 1:]
     return labels if labelled is None else np.where(labelled, labels, IGNORED)
 
 
 def _narrowed(samples: Samples) -> Samples:
-    """In the smallest types: sets are kept in memory."""
+    """Convert to the smallest types: sets are kept in memory."""
     tokens, labels, identity = (
         None if part is None else part.astype(np.int16 if part.max(initial=0) < 2**15 else np.int32)
         for part in (samples.tokens, samples.labels, samples.identity)

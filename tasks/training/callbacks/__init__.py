@@ -1,1 +1,1 @@
-"""What happens around the training steps: averaging, checkpoints, guards, measurements and pictures."""
+"""Callbacks of the training loop: averaging, checkpoints, guards, measurements and pictures."""

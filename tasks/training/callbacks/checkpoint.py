@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from, and the best one."""
+"""The checkpoint from which a run continues, and the best one."""
 
 import sys
 import time
@@ -18,8 +18,8 @@ from longseq.tasks.training.callbacks.updates import updated, validation_follows
 class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
-    `mode` is max where higher values are better, else min; a run takes it from the metric. `best_metrics` are the
-    validation metrics of the moment it was written.
+    `mode` is max if higher values are better, else min; a run takes it from the metric. `best_metrics` are the
+    validation metrics when it was written.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
@@ -34,7 +34,7 @@ class BestCheckpoint(ModelCheckpoint):
         self.best_metrics: dict[str, float] = {}
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
-        # Small validation sets tie often, and the earlier of two checkpoints was trained for less long.
+        # Ties are common on small validation sets; the later checkpoint was trained for longer.
         best = self.best_model_score
         ties = current is not None and best is not None and bool(current == best)
         if not ties and not super().check_monitor_top_k(trainer, current):
@@ -55,9 +55,9 @@ class BestCheckpoint(ModelCheckpoint):
 class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt` every n updates, every n minutes, at the end of each epoch and when the run is interrupted.
 
-    A checkpoint always describes the moment after an update, so that a resumed run repeats the uninterrupted one. After
-    an interruption within a step, or between the accumulated batches of an update, the checkpoint is of the update
-    before. After an interruption during the optimizer's step or a validation the previous checkpoint stays.
+    A checkpoint always has the state after an update, so that a resumed run repeats the uninterrupted one. After an
+    interruption within a step, or between the accumulated batches of an update, the checkpoint is that of the update
+    before. After an interruption during the optimizer's step or a validation, the previous checkpoint remains.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LastCheckpoint(Checkpoint):
         self.every_n_minutes = every_n_minutes
         self._saved_at = time.monotonic()
         self._saved_step = -1
-        self._resume_point: dict[str, Any] | None = None  # the loops' state after the latest update
+        self._resume_point: dict[str, Any] | None = None  # the state of the loops after the latest update
         self._interrupted = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,7 +87,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The checkpoint of an update waits for the validation behind it, which Lightning would skip after a resume.
+        # The checkpoint waits for the validation after its update, which Lightning would skip after a resume.
         if updated(trainer, batch_idx) and not trainer.is_last_batch and not validation_follows(trainer):
             self._pass(trainer)
 
@@ -101,7 +101,7 @@ class LastCheckpoint(Checkpoint):
         self._resume_point = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Of several processes none can write alone. They stop together on SIGTERM, and then all take part.
+        # With several processes, none can save alone. On SIGTERM they stop together, and all take part in saving.
         alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
         if self._resume_point is not None and alone and not isinstance(exception, NonFiniteError):
             self._interrupted = True
@@ -119,7 +119,7 @@ class LastCheckpoint(Checkpoint):
             checkpoint["loops"]["fit_loop"] = self._resume_point
 
     def _pass(self, trainer: Trainer) -> None:
-        """Note the state from where a run can continue, and save it where that is due."""
+        """Record the state from which a run can continue, and save it if that is due."""
         self._resume_point = trainer.fit_loop.state_dict()
         if self._is_due(trainer):
             self._save(trainer)
@@ -132,7 +132,7 @@ class LastCheckpoint(Checkpoint):
         elapsed = time.monotonic() - self._saved_at >= 60 * self.every_n_minutes
         if trainer.world_size == 1:
             return elapsed
-        # The processes' clocks differ, and asking costs a collective.
+        # The processes' clocks differ, and agreeing costs a collective.
         return trainer.global_step % 50 == 0 and trainer.strategy.reduce_boolean_decision(elapsed, all=False)
 
     def _save(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""How long a run has taken."""
+"""The duration of a run."""
 
 import time
 from typing import Any

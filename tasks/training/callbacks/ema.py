@@ -53,7 +53,7 @@ class ExponentialMovingAverage(WeightAveraging):
 
     @torch.no_grad()
     def _update(self, pl_module: LightningModule, decay: float) -> None:
-        # AveragedModel.update_parameters reads its counter from the device, which waits for the device at every step.
+        # AveragedModel.update_parameters reads its counter from the device in every step, which waits for the device.
         assert self._average_model is not None
         averages, weights = [], []
         for average, weight in zip(_tensors(self._average_model.module), _tensors(pl_module), strict=True):
@@ -73,12 +73,12 @@ class ExponentialMovingAverage(WeightAveraging):
         self._swapped = False
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning calls this also before a test, which must see the averaged weights and not the raw ones.
+        # Lightning also calls this before a test, which must use the averaged weights and not the raw ones.
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # A checkpoint written after an interrupted validation must not hold the average as the raw weights.
+        # A checkpoint after an interrupted validation must not save the average as the raw weights.
         if self._swapped:
             self._swap_models(pl_module)
             self._swapped = False

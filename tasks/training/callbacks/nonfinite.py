@@ -1,4 +1,4 @@
-"""Stops a training whose loss, gradients or weights are no longer finite, and says where it began."""
+"""Stops a training whose loss, gradients or weights are no longer finite, and names the first of them."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ class NonFiniteError(ValueError):
 
 
 class NonFiniteStop(Callback):
-    """Raises NonFiniteError that names the update and the loss or the parameter that went first.
+    """Raises NonFiniteError, which names the update and the loss or parameter that was first not finite.
 
-    Every update is examined on the device; the verdict is read, which waits for the device, every `every_n_steps`
-    updates, before a checkpoint is written and at the end of an epoch. So no checkpoint holds a non-finite weight.
-    Under a loss scaler (trainer.precision=16-mixed) gradients are not judged.
+    Every update is checked on the device. The result is read every `every_n_steps` updates, before a checkpoint is
+    written and at the end of an epoch; reading waits for the device. So no checkpoint holds a non-finite weight. Under
+    a loss scaler (trainer.precision=16-mixed), gradients are not checked.
 
-    Of several processes each judges its own loss and what it holds of sharded parameters. They read one verdict, which
-    names the ranks, and stop together.
+    With several processes, each checks its own loss and its parts of sharded parameters. All processes read the same
+    result, which names the ranks, and stop together.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -31,8 +31,8 @@ class NonFiniteStop(Callback):
         self.every_n_steps = every_n_steps
         self._loss: Tensor | None = None
         self._names: list[str] = []
-        self._first_step: Tensor | None = None  # the first bad update, -1 so far
-        self._verdict: Tensor | None = None  # which of loss, parameters, gradients were bad at that update
+        self._first_step: Tensor | None = None  # the first bad update, -1 if there was none
+        self._verdict: Tensor | None = None  # which of loss, parameters and gradients were bad in that update
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._loss = loss.detach()
@@ -44,7 +44,7 @@ class NonFiniteStop(Callback):
         assert self._loss is not None
         named = [(name, parameter) for name, parameter in _backbone_parameters(pl_module) if parameter.grad is not None]
         parameters = [parameter for _, parameter in named]
-        # While a loss scaler (16-mixed) settles, infinite gradients are usual, and it skips their updates.
+        # Infinite gradients are usual while a loss scaler (16-mixed) settles; it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         gradients = [] if scaled else [parameter.grad for parameter in parameters]
         sizes = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
@@ -70,7 +70,7 @@ class NonFiniteStop(Callback):
         self.check()
 
     def check(self) -> None:
-        """Raise NonFiniteError if an update was bad, in any process. Waits for the device, and for the others."""
+        """Raise NonFiniteError if an update was bad in any process. Waits for the device and the other processes."""
         if self._first_step is None or self._verdict is None:
             return
         steps = _of_all_ranks(self._first_step)
@@ -87,11 +87,14 @@ class NonFiniteStop(Callback):
         )
 
     def _culprit(self, loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
-        """What went first, and in which ranks: `[ranks]`; the verdicts are `[ranks]`, `[ranks, parameters]` twice."""
+        """What was first not finite, and a mask `[ranks]` of where.
+
+        `loss` is `[ranks]`, `parameters` and `gradients` are `[ranks, parameters]`.
+        """
         if bool(parameters.any()):
             index = int(parameters.any(0).nonzero()[0])
             return f"parameter {self._names[index]} went non-finite first", parameters[:, index]
-        # The backward pass runs from the output to the input, so the last of the bad gradients was the first to go.
+        # The backward pass runs from the output to the input, so the last of the bad gradients was the first in time.
         index = int(gradients.any(0).nonzero()[-1]) if bool(gradients.any()) else -1
         name = self._names[index] if index >= 0 else None
         if bool(loss.any()):
@@ -109,7 +112,7 @@ def _norms(tensors: list[Any]) -> list[Tensor]:
 
 
 def _of_all_ranks(x: Tensor) -> Tensor:
-    """`x [...]` of each process, `[ranks, ...]`."""
+    """The tensors `x [...]` of all processes: `[ranks, ...]`."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return x.unsqueeze(0)
     parts = [torch.empty_like(x) for _ in range(distributed.get_world_size())]

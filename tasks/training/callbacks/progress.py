@@ -1,4 +1,4 @@
-"""The progress bar: rate, remaining time of the whole run, and one line an epoch."""
+"""The progress bar: rate, remaining time of the whole run, and one line per epoch."""
 
 import math
 import time
@@ -15,10 +15,10 @@ from longseq.tasks.training.module import TrainedModule
 
 
 class TrainingProgress(ProgressBar):
-    """Shows the whole run as one bar in a terminal, and prints one line an epoch everywhere.
+    """Shows the whole run as one bar in a terminal, and prints one line per epoch everywhere.
 
     Values (the losses and `metric`) are read from the device only when the bar is redrawn, at most once in
-    `refresh_seconds`; `unit` is what a batch counts.
+    `refresh_seconds`. `unit` is the unit of `count_units`.
     """
 
     def __init__(self, refresh_seconds: float = 1.0, metric: str = "val/top1", unit: str = "images") -> None:
@@ -97,7 +97,7 @@ class TrainingProgress(ProgressBar):
             self._progress.update(self._task, rate=self._rate(), values=values)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A line of a validation within an epoch; that of the epoch's end stands in the line of the epoch."""
+        """Print a line for a validation within an epoch; the one at an epoch's end is in the epoch's line."""
         if not self._enabled or trainer.state.fn != TrainerFn.FITTING or trainer.is_last_batch:
             return
         end = _last_update(pl_module)
@@ -128,7 +128,7 @@ class TrainingProgress(ProgressBar):
 
 
 def _last_update(module: LightningModule) -> int | None:
-    """The update after which the run ends, where the module was told one."""
+    """The update after which the run ends, if the module knows it."""
     return module.last_update if isinstance(module, TrainedModule) else None
 
 

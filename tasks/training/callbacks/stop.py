@@ -1,4 +1,4 @@
-"""An end in order where several processes are told to stop."""
+"""An orderly end when several processes are told to stop."""
 
 import os
 import sys
@@ -15,15 +15,15 @@ from longseq.tasks.training.processes import is_started_by_run
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Leave the program with 143 where SIGTERM ended a training or a test."""
+    """Exit with 143 if SIGTERM ended a training or a test."""
     try:
         yield
     except SIGTERMException:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         if is_started_by_run():
-            # With another exit code than 0 Lightning would kill the first process before that has ended by itself. And
-            # an ordinary exit sometimes aborts, in threads of torch at the end of the interpreter.
+            # With an exit code other than 0, Lightning would kill the first process before it has ended. And an
+            # ordinary exit sometimes aborts in threads of torch at the end of the interpreter.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -34,10 +34,10 @@ class StopTogether(Callback):
     """Makes all processes of a run stop at the same batch when SIGTERM reaches one of them or all.
 
     Lightning 2.6 hangs in two ways. It calls a collective operation in the signal handler while other processes wait in
-    another collective; and the first process stops one batch before the others. Here the handler only notes the signal.
-    The processes agree about it before each training batch, and before every tenth batch of an evaluation. Evaluations
-    of streams are left out, because the number of batches differs between processes. A run of one process stops as
-    Lightning does it.
+    another collective, and the first process stops one batch before the others. Here the handler only records the
+    signal. The processes agree about it before each training batch, and before every tenth batch of an evaluation.
+    Evaluations of streams are excluded, because the number of batches differs between processes. A run of one process
+    stops as Lightning does it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the mixers report about their scans: norms of states, gates that saturate."""
+"""What the mixers report about their scans: norms of states, saturation of gates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from longseq.tasks.training.callbacks.updates import updated
 
 
 class Telemetry(Callback):
-    """Logs `telemetry/LAYER/NAME` for all that the mixers report (see `longseq.mixers.Mixer.observe`).
+    """Logs `telemetry/LAYER/NAME` for everything that the mixers report (see `longseq.mixers.Mixer.observe`).
 
-    Every `every_n_steps` updates the first process runs `examples` of the batch through the body of the model once more
-    (see `TrainedModule.observe`), in evaluation, without gradients, in the precision of the training; compiled or not,
-    the training pass stays as it is.
-    LAYER is the block, and where a block has a mixer for each of several orders also the order: `blocks.3.backward`.
+    Every `every_n_steps` updates, the first process runs `examples` of the batch through the body of the model once
+    more (see `TrainedModule.observe`): in evaluation mode, without gradients, in the precision of the training. The
+    training pass does not change, compiled or not. LAYER is the block; if a block has a mixer for each of several
+    orders, LAYER also names the order: `blocks.3.backward`.
     """
 
     def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
@@ -45,7 +45,7 @@ class Telemetry(Callback):
             f"telemetry/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()
         }
         if named and trainer.is_global_zero:
-            # One transfer from the device for all of them.
+            # one transfer from the device for all numbers
             values = torch.stack(list(named.values())).tolist()
             trainer.logger.log_metrics(dict(zip(named, values, strict=True)), step=trainer.global_step - 1)
 
@@ -61,12 +61,12 @@ def watching(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
         yield reports
     finally:
         for mixer in mixers.values():
-            del mixer.observed  # the class says None
+            del mixer.observed  # the class attribute is None
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run `model` in evaluation, without gradients; its mode and the random generators are given back as they were."""
+    """Run `model` in evaluation mode without gradients; restore its mode and the random generators afterwards."""
     trained = [module for module in model.modules() if module.training]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     model.eval()

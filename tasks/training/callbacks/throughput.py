@@ -17,16 +17,15 @@ _KEY = "throughput"
 
 
 class Throughput(Callback):
-    """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch) every
-    `log_every_n_steps` updates; `unit` is what a batch counts (see `longseq.tasks.data.units`).
+    """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch).
 
-    The clock runs while a batch is fetched and trained on, not during validation and checkpoints. The device is waited
-    for once per logged window. `rate` (units per second) and `data_wait_ms` hold the means over the whole run, also
-    over what of it came before a resume.
+    It logs a window of `log_every_n_steps` updates at a time; `unit` is that of `longseq.tasks.data.units`. The clock
+    runs while a batch is loaded and trained on, not during validation and checkpoints. Each window waits for the device
+    once. `rate` (units per second) and `data_wait_ms` are means over the whole run, including the time before a resume.
 
-    Where the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, the windows also
-    log `throughput/mfu`: the model's operations per second as a part of what the devices could do in the precision of
-    the run, with as many operations a unit as the last batch of the window had.
+    If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
+    `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
+    The operations per unit are those of the last batch of the window.
     """
 
     def __init__(self, unit: str = "images") -> None:
@@ -47,7 +46,7 @@ class Throughput(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self._clock is None:
-            # Lightning marks the fetching of a batch for its profilers and for no callback.
+            # Lightning reports the loading of a batch to profilers, but not to callbacks.
             self._clock = _FetchClock(trainer.profiler)  # type: ignore[attr-defined]
             trainer.profiler = self._clock  # type: ignore[attr-defined]
 
@@ -85,7 +84,7 @@ class Throughput(Callback):
             if (used := self._utilisation(trainer, pl_module, batch)) is not None:
                 measured["throughput/mfu"] = used
             trainer.logger.log_metrics(measured, step=trainer.global_step - 1)
-        # The first window holds the start of the workers and of the kernels.
+        # The first window includes the start of the workers and of the kernels.
         if self._first_window_is_over:
             self._run.merge(self._window)
         self._first_window_is_over = True
@@ -149,7 +148,7 @@ class _Window:
 
 
 class _FetchClock(Profiler):
-    """Times the fetching of training batches and hands every call on to the profiler that the user chose."""
+    """Times the loading of training batches, and forwards every call to the profiler that the user chose."""
 
     def __init__(self, inner: Profiler) -> None:
         super().__init__()
@@ -168,7 +167,7 @@ class _FetchClock(Profiler):
         self.inner.stop(action_name)
 
     def take(self) -> float:
-        """Seconds of waiting since the last call."""
+        """The seconds of waiting since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 

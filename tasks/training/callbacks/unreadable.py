@@ -1,4 +1,4 @@
-"""The count of images that could not be read."""
+"""The samples that could not be read."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from longseq.tasks.training.files import write_text
 
 
-class UnreadableImages(Callback):
-    """Prints, after the test, how many images of the run were skipped because they could not be read, and which.
+class UnreadableSamples(Callback):
+    """Prints, after the test, how many samples of the run were skipped as unreadable, and which.
 
-    `folder/unreadable.txt` lists all of them, one path a line, from the end of fit on.
+    `folder/unreadable.txt` lists them all, one path per line, from the end of fit on. `unit` names the samples.
     """
 
-    def __init__(self, max_paths: int = 10, folder: str | None = None) -> None:
-        self.max_paths = max_paths
+    def __init__(self, max_paths: int = 10, folder: str | None = None, unit: str = "samples") -> None:
+        self.max_paths, self.unit = max_paths, unit
         self.path = None if folder is None else Path(folder) / "unreadable.txt"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -28,10 +28,10 @@ class UnreadableImages(Callback):
         shown = ", ".join(paths[: self.max_paths])
         more = f" and {len(paths) - self.max_paths} more" if len(paths) > self.max_paths else ""
         listed = f"; all in {self.path}" if more and self.path is not None else ""
-        print(f"{len(paths)} unreadable image(s) skipped: {shown}{more}{listed}", flush=True)
+        print(f"skipped unreadable {self.unit}: {len(paths)} ({shown}{more}{listed})", flush=True)
 
     def _write(self, trainer: Trainer) -> list[str]:
-        """The paths of all processes, and of the run before it was interrupted."""
+        """Write and return the paths of all processes, and those of the run before an interruption."""
         paths = set(_of_all_processes(trainer, list(trainer.datamodule.unreadable)))  # type: ignore[attr-defined]
         if self.path is not None and self.path.is_file():
             paths.update(self.path.read_text().splitlines())

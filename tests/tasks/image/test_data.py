@@ -1,4 +1,4 @@
-"""The data module over its sources, on data made here: digits, folders, tars, streams, damaged files, wrong input."""
+"""The data module with its sources, on artificial data: digits, folders, tars, streams, damaged files, wrong input."""
 
 import io
 import logging
@@ -7,10 +7,10 @@ import tarfile
 import numpy as np
 import pytest
 import torch
+from image_data import image_data
 from PIL import Image
 
 from longseq.tasks.data.place import Place
-from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import ImageFiles
 from longseq.tasks.image.sources import Split, digits, split_off
 
@@ -25,7 +25,7 @@ def png(shade):
 
 
 def write_folder(root, train=12, val=5):
-    """Pictures of one shade each, which tells the class: 0-79 cat, 80-159 dog, 160-239 emu."""
+    """Pictures of one shade each, which determines the class: 0-79 cat, 80-159 dog, 160-239 emu."""
     for split, count in (("train", train), ("val", val)):
         for label, name in enumerate(CLASSES):
             folder = root / split / name
@@ -43,7 +43,7 @@ def write_tar(path, folder):
 
 def open_data(source, root=None, **options):
     options = {"img_size": 16, "batch_size": 4, "num_workers": 0, "mean": [0.0], "std": [1.0]} | options
-    module = ImageDataModule(name="test", source=source, root=None if root is None else str(root), **options)
+    module = image_data(name="test", source=source, root=None if root is None else str(root), **options)
     module.prepare_data()
     module.setup()
     return module
@@ -76,7 +76,7 @@ def test_digits_split_is_fixed_disjoint_and_stratified():
 
 
 def test_digits_batches_and_info():
-    module = ImageDataModule(
+    module = image_data(
         name="digits", source="digits", img_size=8, in_chans=1, batch_size=64, num_workers=0, mean=[0.3053], std=[0.376]
     )
     module.setup()
@@ -272,9 +272,9 @@ def test_files_to_predict_report_the_unreadable_ones(folder):
         ("cifar10", {"root": "absent/folder"}, "data.download=true"),
         ("fashion_mnist", {"root": "absent/folder"}, "data.download=true"),
         ("hfds/absent/name", {}, "data.download=true"),
-        ("digits", {"in_chans": 2}, "1 .grey. or 3"),
+        ("digits", {"in_chans": 2}, r"data\.in_chans=2 must be one of 1, 3"),
         ("digits", {"num_classes": 4}, "less than the 10 classes"),
-        ("digits", {"on_error": "ignore"}, "choose skip or raise"),
+        ("digits", {"on_error": "ignore"}, r"data\.on_error=ignore must be one of skip, raise"),
         ("digits", {"augment": {"crops": 1}}, "augment has no crops"),
         ("digits", {"batch_size": 7, "augment": {"mixing": {"mixup": 0.8}}}, "even batch size"),
     ],

@@ -1,13 +1,13 @@
-"""Every image data set and every recipe composes, and says what it is published to say."""
+"""Every image data set and every recipe composes, with the published values."""
 
 from importlib import resources
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from image_data import image_data
 from omegaconf import OmegaConf
 
-from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.mixing import BatchMixing
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import MARKS
@@ -32,17 +32,17 @@ def built(recipe, name):
     return targets.build(options, allowed, f"recipe.{name}")
 
 
-def image_data():
+def image_sources():
     """The data sets with a source of images; probes have a generator."""
     folder = resources.files("longseq.conf") / "data"
     return [name for name in names("data") if "source" in OmegaConf.load(folder / f"{name}.yaml")]
 
 
-@pytest.mark.parametrize("name", image_data())
+@pytest.mark.parametrize("name", image_sources())
 def test_every_data_set_builds_with_its_recipe(name):
     config = load(f"data={name}")
-    module = ImageDataModule(**config["data"], augment=config["recipe"]["augment"], batch_size=4, seed=0)
-    assert module.name == name
+    module = image_data(**config["data"], augment=config["recipe"]["augment"], batch_size=4, seed=0)
+    assert module.keys.name == name
     assert name in names("recipe")
 
 
@@ -51,7 +51,7 @@ def test_every_recipe_trains_a_step(name):
     config = load(f"recipe={name}")
     recipe = config["recipe"]
     if "augment" in recipe:
-        module = ImageDataModule(**config["data"], augment=recipe["augment"], batch_size=8, seed=0)
+        module = image_data(**config["data"], augment=recipe["augment"], batch_size=8, seed=0)
         module.setup()
         images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
         smoothing = recipe["loss"]["label_smoothing"]

@@ -5,9 +5,8 @@ import zlib
 
 import pytest
 import torch
+from image_data import image_data
 from lightning.pytorch import Callback, LightningModule, Trainer
-
-from longseq.tasks.image.data import ImageDataModule
 
 AUGMENT = {"crop": "padded", "padding": 1, "hflip": 0.5, "repeats": 3, "erasing": {"prob": 0.5, "mode": "pixel"}}
 BATCH_SIZE = 256
@@ -16,7 +15,7 @@ BATCHES = 5  # 1,295 training digits
 
 def digits(num_workers=0, **options):
     options = {"batch_size": BATCH_SIZE, "augment": AUGMENT, "seed": 3} | options
-    module = ImageDataModule(name="digits", source="digits", img_size=8, in_chans=1, num_workers=num_workers, **options)
+    module = image_data(name="digits", source="digits", img_size=8, in_chans=1, num_workers=num_workers, **options)
     module.setup()
     return module
 
@@ -89,7 +88,7 @@ def test_the_global_generator_is_left_alone():
 
 
 class Recorder(LightningModule):
-    """Trains a linear model and notes what it was given."""
+    """Trains a linear model and records its batches."""
 
     def __init__(self, fail_at=None):
         super().__init__()
@@ -184,7 +183,7 @@ def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_pat
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("hook", "place"), [("batch", (1, 3)), ("epoch", (0, 0))])
 def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(hook, place, tmp_path):
-    """With 4 x 64 images to an update, from where 2 x 128 were trained: the images of all epochs, once and in order."""
+    """After updates of 2 x 128 images, 4 x 64 images make an update: images of all epochs come once and in order."""
     path = tmp_path / "interrupted.ckpt"
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         train(Recorder(), [Interrupt(hook, place, path)], accumulate=2, batch_size=128)

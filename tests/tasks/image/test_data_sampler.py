@@ -1,4 +1,4 @@
-"""Which samples a rank gets: pure functions, equal over world sizes, nothing twice in evaluation."""
+"""The samples of a rank: pure functions, equal over world sizes, none twice in an evaluation."""
 
 import itertools
 

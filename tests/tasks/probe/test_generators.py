@@ -1,4 +1,4 @@
-"""Each generator against a slow reading of its definition: labels, duplicates, seeds."""
+"""Each generator compared with a slow form of its definition: labels, duplicates, seeds."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_compression() -> None:
 
 
 def accepted(word: list[int], edges: dict[tuple[int, ...], set[int]]) -> None:
-    """Note, for each prefix of a word, the letter that followed it."""
+    """Record, for each prefix of a word, the letter that followed it."""
     for place, letter in enumerate(word):
         edges.setdefault(tuple(word[:place]), set()).add(letter)
 
@@ -211,7 +211,7 @@ def test_regbench() -> None:
         assert 2 <= len(words) <= 4
         state = 0
         for place, token in enumerate(body):
-            # The automaton, in its canonical numbering, walks along.
+            # The automaton, in its canonical numbering, follows the string.
             if token == 8:
                 state = 0
             else:
@@ -240,7 +240,7 @@ def test_automata_that_differ_in_names_are_the_same() -> None:
 
 
 def evaluate(tokens: list[int], place: int = 0) -> tuple[int, int]:
-    """The value of the expression at a place, and the place behind it."""
+    """The value of the expression at `place`, and the position after it."""
     if tokens[place] < 10:
         return tokens[place], place + 1
     operator, values, place = tokens[place], [], place + 1

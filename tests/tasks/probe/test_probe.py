@@ -106,7 +106,7 @@ def test_a_mixer_learns_to_recall_and_training_stops_there(compose_config, tmp_p
         ("regbench", ["data.options.strings=[2,3]", "data.options.string_length=[1,5]"]),
         ("mad_compression", []),
         ("mad_recall", ["mixer=hybrid", "mixer.name=deltanet+attention"]),
-        ("mqar_mixture", ["data.options.vocab_size=600"]),
+        ("mqar_mixture", ["data.options.vocab_size=600", "model.direction=bidirectional"]),
     ],
 )
 def test_every_kind_of_probe_takes_a_step(data, overrides, compose_config, tmp_path):

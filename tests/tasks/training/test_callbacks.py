@@ -200,7 +200,7 @@ def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path,
     config.recipe.batch_size = 8
     train.run(config)
     output = capsys.readouterr().out
-    assert "1 unreadable image(s) skipped" in output
+    assert "skipped unreadable images: 1 (" in output
     assert str(broken) in output
 
 

@@ -111,7 +111,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, compose_config, tiny_overrides):
-    """The folder of a run in updates that nothing stopped."""
+    """The folder of an uninterrupted run in updates."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train.run(compose_config("train", *tiny_overrides, *IN_UPDATES, f"output={folder}"))
     return folder

@@ -1,4 +1,4 @@
-"""Two runs never write to one folder, whoever started them, and a dead run is no hindrance."""
+"""Two runs never write to one folder, whoever started them, and a dead run does not block a new one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_lock_of_another_host_or_of_no_one_is_refused_with_the_remedy(content,
 
 @pytest.mark.slow
 def test_one_of_many_takes_over(tmp_path):
-    """All find the dead lock at once, time after time."""
+    """All find the dead lock at once, repeatedly."""
     program = (
         "import runpy, sys, time\nfrom pathlib import Path\n"
         "locked = runpy.run_path(sys.argv[1])['locked']\n"

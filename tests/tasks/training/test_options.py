@@ -1,4 +1,4 @@
-"""What a person writes is checked by types and ranges: one line for each mistake, with the remedy."""
+"""Keys are checked by types and ranges: one line for each mistake, with the remedy."""
 
 from __future__ import annotations
 

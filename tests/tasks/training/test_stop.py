@@ -1,4 +1,4 @@
-"""How runs of several processes end: told by SIGTERM, alone or with their whole group, or by the death of the first."""
+"""How runs of several processes end: by SIGTERM, to one process or the whole group, or by the death of the first."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ended_within(seconds: float, process: subprocess.Popen[str]) -> bool:
 
 @pytest.fixture
 def leave_nothing():
-    """Ends what a failed test has left."""
+    """Ends the processes that a failed test has left."""
     started: list[subprocess.Popen[str]] = []
     yield started
     for process in started:
@@ -115,7 +115,7 @@ def test_the_others_end_within_seconds_when_the_first_process_is_killed(
 
 
 def test_a_process_whose_parent_is_gone_does_not_begin():
-    """It may have ended before the other one could ask to be told."""
+    """It may have ended before the other process could ask for the signal."""
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['follow_parent'](); print('begun')"
     for parent, code in ((os.getpid(), 0), (1, 1)):
         environment = {**os.environ, "LOCAL_RANK": "1", "LONGSEQ_PARENT": str(parent)}

@@ -1,4 +1,4 @@
-"""What a configuration may name to be built, and that nothing named in a file is called."""
+"""What a configuration may name to be built, and that nothing else named in a file is called."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_training_calls_nothing_that_is_not_listed(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# Where a name stands in place of a number that a model or its data needs: such a checkpoint is refused.
+# A name in place of a number that a model or its data needs: such a checkpoint is refused.
 NEEDED = ["data.root", "data.mean", "model.drop_rate", "mixer.options.num_heads"]
 
 

@@ -1,4 +1,4 @@
-"""What the mixers report reaches TensorBoard, and the training does not notice."""
+"""The mixers' reports reach TensorBoard, and the training does not change."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_exploding_state_shows(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_training_is_the_same_with_and_without(precision, tiny, tmp_path):
-    """With what draws random numbers in each step (drop path, mixing), averaged weights and accumulation."""
+    """With random draws in each step (drop path, mixing), averaged weights and accumulation."""
     common = (
         *LONGHORN,
         f"trainer.precision={precision}",

@@ -1,4 +1,4 @@
-"""Batches of different numbers of targets: an update is of the mean over all of them, wherever they were counted."""
+"""Batches with different numbers of targets: an update is of the mean over all targets, wherever they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, PLACES, CLASSES, UPDATES = 8, 6, 3, 2
 
 
 class Rows(LightningDataModule):
-    """Updates of ROWS rows with 0 to PLACES targets each, dealt out to processes and accumulated batches."""
+    """Updates of ROWS rows with 0 to PLACES targets each, divided among processes and accumulated batches."""
 
     tokens_per_epoch = None
 

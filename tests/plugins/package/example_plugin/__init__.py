@@ -43,7 +43,7 @@ def stripes(root: str | None, *, download: bool, val_fraction: float, split_seed
 
 @generators.register("parity")
 def parity(random: np.random.Generator, samples: int, *, vocab_size: int = 2, tokens: int = 8) -> generators.Samples:
-    """Bits, and at each whether those so far have an odd sum."""
+    """Bits; the label of each is the parity of the bits so far."""
     bits = random.integers(0, 2, (samples, tokens))
     return generators.Samples(bits, bits.cumsum(axis=1) % 2)
 

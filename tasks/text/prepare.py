@@ -1,0 +1,384 @@
+"""`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
+
+Processes encode the parts of the input side by side, each into a file below OUTPUT/.partial. When all are there, one
+process joins them in the order of the input, without duplicates. The same command goes on where an earlier one stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from longseq.tasks.report import quiet_libraries, shorten
+from longseq.tasks.text.documents import (
+    Encoded,
+    Fractions,
+    first_of_equal,
+    gzip_bits,
+    hashes_of,
+    split_numbers,
+)
+from longseq.tasks.text.encoded_parts import NAMED, encode_part, encoded_path, read_array, told_path
+from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
+from longseq.tasks.text.store import (
+    MANIFEST,
+    PARTIAL,
+    SPLITS,
+    TOKENIZER,
+    VERSION,
+    checksum,
+    file_types,
+)
+from longseq.tasks.text.tokenizer import (
+    Tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+    trained_size,
+)
+from longseq.tasks.training.command import CommandKeys, read_command
+from longseq.tasks.training.files import write_text
+from longseq.tasks.training.lock import locked
+from longseq.tasks.training.options import Length, Range, Required
+from longseq.tasks.training.processes import usable_cores
+
+# Bytes of text from which a tokenizer is trained: more change it little and take long.
+TRAINING_TEXT = 1 << 28
+
+Fraction = Annotated[float, Range(0, below=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareKeys(CommandKeys):
+    """The keys of `longseq prepare`; conf/prepare.yaml says what they mean."""
+
+    input: Annotated[
+        str | Annotated[list[str], Length(1)] | None,
+        Required("give input=FILE, input=FOLDER or input=[A,B]: the text to prepare"),
+    ]
+    output: Annotated[str | None, Required("give output=FOLDER: where the tokens are written")]
+    tokenizer: str
+    separator: str | None
+    column: str
+    prompt_column: str | None
+    validation: Fraction
+    test: Fraction
+    processes: Annotated[int | None, Range(1)]
+
+    def __post_init__(self) -> None:
+        check_fractions(self.validation, self.test, "validation", "test")
+
+
+def check_fractions(validation: float, test: float, *keys: str) -> None:
+    """ValueError where nothing is left to train on."""
+    if validation + test >= 1:
+        raise ValueError(
+            f"{keys[0]}={validation} and {keys[1]}={test} leave nothing to train on: their sum is to be below 1"
+        )
+
+
+@quiet_libraries()
+def run(cfg: DictConfig) -> None:
+    """Prepare as configured, and tell what was made."""
+    keys = read_command(PrepareKeys, cfg)
+    assert keys.input is not None
+    assert keys.output is not None
+    columns = Columns(keys.column, keys.prompt_column)
+    parts = find_parts([keys.input] if isinstance(keys.input, str) else keys.input, columns)
+    manifest = prepare(
+        parts,
+        Path(keys.output),
+        columns=columns,
+        tokenizer=keys.tokenizer,
+        separator=keys.separator,
+        fractions={"validation": keys.validation, "test": keys.test},
+        processes=keys.processes,
+    )
+    print(describe(manifest))
+    print(f"longseq train task=lm data=tokens data.root={shorten(keys.output)}")
+
+
+def describe(manifest: Mapping[str, Any]) -> str:
+    """The counts of a manifest, and the first lines that could not be read."""
+    splits = ", ".join(
+        f"{split} {told['documents']:,} documents of {told['tokens']:,} tokens"
+        for split, told in manifest["splits"].items()
+    )
+    counts = manifest["counts"]
+    left = ", ".join(
+        f"{counts[what]:,} {name}"
+        for what, name in (("duplicates", "duplicates"), ("empty", "empty documents"), ("malformed", "malformed"))
+        if counts[what]
+    )
+    lines = [splits, *([f"left out: {left}"] if left else []), *manifest["malformed"]]
+    for split in ("validation", "test"):
+        if manifest["splits"][split]["documents"] == 0:
+            lines.append(f"{split} has no document, which training needs: prepare again with a larger {split}=FRACTION")
+    return "\n".join(lines)
+
+
+def prepare(
+    parts: Sequence[Part],
+    output: Path,
+    *,
+    columns: Columns = TEXT,
+    tokenizer: str = "bytes",
+    separator: str | None = None,
+    fractions: Fractions,
+    processes: int | None = None,
+    show_progress: bool = True,
+) -> dict[str, Any]:
+    """Write the tokens of `parts` to the folder `output`; returns its manifest.
+
+    `processes` is how many read and encode side by side, by default one for each core that this process may use.
+    ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, or the
+    disk is full.
+    """
+    if (output / MANIFEST).exists():
+        raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
+    partial = output / PARTIAL
+    plan = json.dumps(
+        {
+            "version": VERSION,
+            "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
+            "columns": list(columns),
+            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
+            "fractions": dict(fractions),
+        }
+    )
+    with _full_disk_told(output), locked(partial, "output"):
+        _continue_plan(partial, plan)
+        chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
+        counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
+        if counts["documents"] == 0:
+            told = f": {malformed[0]}" if malformed else ""
+            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines or files{told}")
+        manifest = _join(len(parts), chosen, fractions, partial, output, show_progress)
+        manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
+        manifest["malformed"] = malformed
+        write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    shutil.rmtree(partial)
+    return manifest
+
+
+def _is_named(tokenizer: str) -> bool:
+    return tokenizer == "bytes" or trained_size(tokenizer) is not None
+
+
+def _stamp(path: str) -> list[int]:
+    """What tells that a file is the one that was read before."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _continue_plan(partial: Path, plan: str) -> None:
+    path = partial / "plan.json"
+    if not path.exists():
+        write_text(path, plan)
+    elif path.read_text() != plan:
+        raise ValueError(
+            f"{partial} holds an unfinished preparation of other input or with other keys: remove it, or choose "
+            "another output"
+        )
+
+
+def _choose_tokenizer(
+    tokenizer: str, separator: str | None, parts: Sequence[Part], columns: Columns, fractions: Fractions, partial: Path
+) -> Tokenizer:
+    size = trained_size(tokenizer)
+    if size is None:
+        return read_tokenizer(tokenizer, separator)
+    path = partial / TOKENIZER
+    if not path.exists():
+        trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
+        write_text(path, trained.to_dict()["json"])
+    return read_tokenizer(str(path))
+
+
+def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fractions) -> Iterator[str]:
+    """Texts of the training split, from parts all over the input."""
+    left = TRAINING_TEXT
+    # Parts far from each other come first: 0, n/2, n/4, 3n/4, ...
+    bits = max(1, (len(parts) - 1).bit_length())
+    order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
+    for index in order:
+        for document in read_part(parts[index], columns):
+            if isinstance(document, Malformed) or not document.text:
+                continue
+            if split_numbers(hashes_of([document]), fractions)[0] != SPLITS.index("train"):
+                continue
+            yield document.prompt + document.text
+            left -= len(document.text)
+            if left <= 0:
+                return
+
+
+def _encode_parts(
+    parts: Sequence[Part],
+    columns: Columns,
+    tokenizer: Tokenizer,
+    fractions: Fractions,
+    partial: Path,
+    processes: int | None,
+    show_progress: bool,
+) -> tuple[Counter[str], list[str]]:
+    """Encode what is not there yet; returns the counts of all parts, and the first lines that could not be read."""
+    waiting = [index for index in range(len(parts)) if not told_path(partial, index).exists()]
+    told = tokenizer.to_dict()
+    processes = min(processes or usable_cores(), len(waiting))
+    with _progress(show_progress) as progress:
+        task = progress.add_task("encoding", total=len(parts), completed=len(parts) - len(waiting))
+        if processes <= 1:
+            for index in waiting:
+                encode_part(index, parts[index], columns, told, fractions, partial)
+                progress.advance(task)
+        else:
+            # Children of a server and not of this process, whose threads (torch, tokenizers) would not come along.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([encode_part.__module__])
+            with ProcessPoolExecutor(processes, mp_context=context) as pool:
+                futures = [
+                    pool.submit(encode_part, index, parts[index], columns, told, fractions, partial)
+                    for index in waiting
+                ]
+                try:
+                    for future in as_completed(futures):
+                        future.result()
+                        progress.advance(task)
+                except BrokenProcessPool as error:
+                    raise ValueError(
+                        "a process was killed, most likely for want of memory: the same command goes on, with "
+                        f"processes={max(1, processes // 2)}"
+                    ) from error
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+    counts: Counter[str] = Counter()
+    malformed: list[str] = []
+    for index in range(len(parts)):
+        found = json.loads(told_path(partial, index).read_text())
+        counts.update(found["counts"])
+        malformed += found["malformed"]
+    return counts, malformed[:NAMED]
+
+
+def _join(
+    count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path, show_progress: bool
+) -> dict[str, Any]:
+    """Write the files of all splits; returns the manifest."""
+    hashes = np.concatenate([read_array(partial, index, "hashes") for index in range(count)])
+    kept = first_of_equal(hashes)
+    gzipped = np.concatenate([read_array(partial, index, "gzipped") for index in range(count)])[kept]
+    byte_counts = np.concatenate([read_array(partial, index, "byte_counts") for index in range(count)])[kept]
+    has_prompts = any(read_array(partial, index, "prompts").any() for index in range(count))
+    types = file_types(tokenizer.vocab_size, prompts=has_prompts)
+    writers = {split: _SplitWriter(output, split, types) for split in SPLITS}
+    done = 0
+    with _progress(show_progress) as progress:
+        task = progress.add_task("joining", total=count)
+        for index in range(count):
+            with np.load(encoded_path(partial, index)) as arrays:
+                encoded = Encoded(**arrays)
+            numbers = split_numbers(encoded.hashes, fractions)
+            here = kept[done : done + len(numbers)]
+            done += len(numbers)
+            for number, split in enumerate(SPLITS):
+                writers[split].add(encoded, here & (numbers == number))
+            progress.advance(task)
+    told = tokenizer.to_dict()
+    manifest = {
+        "version": VERSION,
+        "vocab_size": tokenizer.vocab_size,
+        "separator": tokenizer.separator,
+        "tokenizer": {key: value for key, value in told.items() if key != "json"},
+        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
+        "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
+        "splits": {split: writer.close() for split, writer in writers.items()},
+    }
+    if told["kind"] == "file":
+        path = output / TOKENIZER
+        write_text(path, told["json"])
+        manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": checksum(path)}
+    return manifest
+
+
+class _SplitWriter:
+    """Writes the files of a split, a part after the other, and counts what they hold."""
+
+    def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
+        self._types = types
+        self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
+        self._sums = dict.fromkeys(types, 0)
+        self._documents = self._tokens = self._bytes = 0
+        self._write("offsets", np.zeros(1, np.int64))
+
+    def add(self, encoded: Encoded, chosen: np.ndarray) -> None:
+        """Add the chosen documents, `[N]` bool."""
+        lengths = encoded.lengths[chosen]
+        self._write("tokens", encoded.tokens[np.repeat(chosen, encoded.lengths)])
+        self._write("offsets", self._tokens + np.cumsum(lengths))
+        self._write("bytes", encoded.byte_counts[chosen])
+        if "prompts" in self._types:
+            self._write("prompts", encoded.prompts[chosen])
+        self._documents += len(lengths)
+        self._tokens += int(lengths.sum())
+        self._bytes += int(encoded.byte_counts[chosen].sum())
+
+    def close(self) -> dict[str, Any]:
+        """What the manifest tells of the split."""
+        files = {}
+        for ending, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            files[ending] = {"size": file.tell(), "crc32": self._sums[ending]}
+            file.close()
+        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes, "files": files}
+
+    def _write(self, ending: str, numbers: np.ndarray) -> None:
+        content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
+        self._files[ending].write(content)
+        self._sums[ending] = zlib.crc32(content, self._sums[ending])
+
+
+def _progress(shown: bool) -> Progress:
+    """A bar on a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+        transient=True,
+    )
+
+
+@contextmanager
+def _full_disk_told(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error

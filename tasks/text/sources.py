@@ -1,0 +1,338 @@
+"""Where text is read from: jsonl, csv, tsv and parquet files, text files, folders of these, saved Hugging Face sets.
+
+An input is cut into parts that processes read side by side. A part says everything that its reader needs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from longseq.tasks.text.documents import Document
+
+# Bytes of a part. One process holds the text of some documents and the tokens of one part.
+PART_SIZE = 1 << 25
+
+_INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
+
+
+class Columns(NamedTuple):
+    """The columns that hold a document: its text, and what precedes it and is not trained on, if anything does."""
+
+    text: str = "text"
+    prompt: str | None = None
+
+    def names(self) -> list[str]:
+        return [name for name in self if name is not None]
+
+
+TEXT = Columns()
+
+
+class Part(NamedTuple):
+    """A part of an input: from `start` to `stop` in bytes (jsonl), row groups (parquet) or rows (saved).
+
+    `files` are the files of a part of whole files, one document each; `size` is about how many bytes it reads.
+    """
+
+    format: str
+    path: str
+    size: int
+    start: int = 0
+    stop: int = 0
+    files: tuple[str, ...] = ()
+
+
+class Malformed(NamedTuple):
+    """What could not be read, and why: a line of a file (`offset` in bytes, or `line`), or a whole file."""
+
+    path: str
+    reason: str
+    line: int | None = None
+    offset: int | None = None
+
+    def describe(self) -> str:
+        line = self.line
+        if self.offset is not None:
+            with open(self.path, "rb") as file:
+                line = 1 + file.read(self.offset).count(b"\n")
+        return f"{self.path}{f', line {line}' if line is not None else ''}: {self.reason}"
+
+
+def find_parts(inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE) -> list[Part]:
+    """The parts of the inputs, in their order.
+
+    ValueError, in one line: an input does not exist, is empty, or has no such column.
+    """
+    parts: list[Part] = []
+    for given in inputs:
+        path = Path(given)
+        if not path.exists():
+            raise ValueError(f"input={given} does not exist")
+        found = list(_parts_of(path, columns, size))
+        if not found:
+            raise ValueError(f"input={given} is empty: it holds no file with text")
+        parts += found
+    return parts
+
+
+def read_part(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    """The documents of a part, and what in it could not be read. Blank lines of jsonl are passed over."""
+    return _READERS[part.format](part, columns)
+
+
+def _parts_of(path: Path, columns: Columns, size: int) -> Iterator[Part]:
+    if path.is_file():
+        yield from _parts_of_file(path, columns, size)
+    elif (path / "dataset_dict.json").is_file():
+        splits = sorted(one.name for one in path.iterdir() if one.is_dir())
+        raise ValueError(
+            f"input={path} holds the splits {', '.join(splits)}: name those to read, such as input={path / splits[0]}"
+            if splits
+            else f"input={path} is a data set without splits"
+        )
+    elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        yield from _parts_of_saved(path, columns, size)
+    else:
+        yield from _parts_of_folder(path, columns, size)
+
+
+def _parts_of_folder(path: Path, columns: Columns, size: int) -> Iterator[Part]:
+    texts: list[str] = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if name.startswith("."):
+                continue
+            file = Path(folder, name)
+            if _format_of(file) == "text":
+                texts.append(str(file))
+            elif file.stat().st_size:
+                yield from _parts_of_file(file, columns, size)
+    yield from group_files(texts, size=size)
+
+
+def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:
+    """Parts of files that are a document each."""
+    held: list[str] = []
+    total = 0
+    for file in files:
+        held.append(file)
+        total += os.path.getsize(file)
+        if total >= size:
+            yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
+            held, total = [], 0
+    if held:
+        yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
+
+
+def _format_of(path: Path) -> str:
+    ending = path.suffix.lower()
+    if ending in (".jsonl", ".ndjson", ".json"):
+        return "jsonl"
+    return ending[1:] if ending in (".csv", ".tsv", ".parquet") else "text"
+
+
+def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
+    total, format = path.stat().st_size, _format_of(path)
+    if total == 0:
+        raise ValueError(f"input={path} is empty")
+    if format == "text":
+        yield Part("text", str(path.parent), total, files=(str(path),))
+    elif format == "parquet":
+        yield from _parts_of_parquet(path, columns, size)
+    elif format == "jsonl":
+        _check_first_line(path, columns)
+        for start in range(0, total, size):
+            stop = min(total, start + size)
+            yield Part("jsonl", str(path), stop - start, start, stop)
+    else:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            header = next(csv.reader(file, delimiter=_DELIMITERS[format]), [])
+        _check_columns(path, columns, header)
+        yield Part(format, str(path), total)
+
+
+def _parts_of_parquet(path: Path, columns: Columns, size: int) -> Iterator[Part]:
+    try:
+        file = _parquet().ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"input={path} is no parquet file, or a truncated one: {error}") from error
+    _check_columns(path, columns, file.schema_arrow.names)
+    first, held = 0, 0
+    for group in range(file.num_row_groups):
+        held += file.metadata.row_group(group).total_byte_size
+        if held >= size or group + 1 == file.num_row_groups:
+            yield Part("parquet", str(path), held, first, group + 1)
+            first, held = group + 1, 0
+
+
+def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
+    saved = _load_saved(str(path))
+    _check_columns(path, columns, saved.column_names)
+    total = saved.data.nbytes
+    count = max(1, -(-total // size))
+    for index in range(count):
+        start, stop = index * len(saved) // count, (index + 1) * len(saved) // count
+        if stop > start:
+            yield Part("saved", str(path), total // count, start, stop)
+
+
+def _check_first_line(path: Path, columns: Columns) -> None:
+    """Refuse a file whose first object has other columns; other mistakes of a line are counted where they are read."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                try:
+                    first = json.loads(line.decode("utf-8-sig"))
+                except ValueError:
+                    return
+                if isinstance(first, dict):
+                    _check_columns(path, columns, list(first))
+                return
+
+
+def _check_columns(path: Path, columns: Columns, found: Sequence[str]) -> None:
+    for key, name in (("column", columns.text), ("prompt_column", columns.prompt)):
+        if name is not None and name not in found:
+            raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {', '.join(map(str, found))}")
+
+
+def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    """The lines that begin in the part."""
+    with open(part.path, "rb") as file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()
+        while (offset := file.tell()) < part.stop and (line := file.readline()):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
+            except UnicodeDecodeError:
+                yield Malformed(part.path, "bytes that are no UTF-8", offset=offset)
+            except (ValueError, RecursionError) as error:
+                yield Malformed(part.path, f"no JSON ({error})", offset=offset)
+            else:
+                document = _document(row if isinstance(row, dict) else {}, columns)
+                yield document if isinstance(document, Document) else Malformed(part.path, document, offset=offset)
+
+
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    csv.field_size_limit(sys.maxsize)
+    # Bytes that are no UTF-8 become lone surrogates, which no text holds: the row with them is told, the others go on.
+    with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file, delimiter=_DELIMITERS[part.format])
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Malformed(part.path, f"no {part.format} ({error})", line=rows.line_num)
+                continue
+            document = _document(row, columns)
+            if isinstance(document, Document):
+                yield document
+            else:
+                yield Malformed(part.path, document, line=rows.line_num)
+
+
+def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    file = _parquet().ParquetFile(part.path)
+    try:
+        for batch in file.iter_batches(
+            batch_size=256, row_groups=list(range(part.start, part.stop)), columns=columns.names()
+        ):
+            yield from _rows(part.path, batch.to_pylist(), columns)
+    except (OSError, ValueError) as error:
+        yield Malformed(part.path, f"row groups {part.start} to {part.stop - 1} cannot be read ({error})")
+
+
+def _read_saved(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    saved = _load_saved(part.path).select_columns(columns.names())
+    for start in range(part.start, part.stop, 256):
+        rows = saved[start : min(part.stop, start + 256)]
+        yield from _rows(
+            part.path, [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)], columns
+        )
+
+
+def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    for path in part.files:
+        try:
+            yield Document(Path(path).read_bytes().decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            yield Malformed(path, "bytes that are no UTF-8")
+        except OSError as error:
+            yield Malformed(path, str(error.strerror))
+
+
+def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    """Python files, in the encodings that they declare."""
+    for path in part.files:
+        try:
+            with tokenize.open(path) as file:
+                yield Document(file.read())
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            yield Malformed(path, f"no Python source ({error})")
+
+
+_READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "tsv": _read_csv,
+    "parquet": _read_parquet,
+    "saved": _read_saved,
+    "text": _read_texts,
+    "python": _read_python,
+}
+
+
+def _rows(path: str, rows: Sequence[dict[str, Any]], columns: Columns) -> Iterator[Document | Malformed]:
+    for row in rows:
+        document = _document(row, columns)
+        yield document if isinstance(document, Document) else Malformed(path, document)
+
+
+def _document(row: dict[str, Any], columns: Columns) -> Document | str:
+    """The document of a row, or why it is none."""
+    values = []
+    for name in columns.names():
+        value = row.get(name)
+        if not isinstance(value, str):
+            return f"no text in column {name!r}"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"no Unicode text in column {name!r}"
+        values.append(value)
+    return Document(*values)
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(_INSTALL.format(what="parquet files", library="pyarrow")) from error
+    return pyarrow.parquet
+
+
+def _load_saved(path: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(_INSTALL.format(what="saved Hugging Face data sets", library="datasets")) from error
+    try:
+        return datasets.load_from_disk(path)
+    except Exception as error:  # the library and pyarrow raise many kinds
+        raise ValueError(f"input={path} cannot be read as a saved data set: {error}") from error

@@ -1,0 +1,344 @@
+"""`longseq prepare`: every format gives the same tokens, an interruption loses nothing, and mistakes are one line."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longseq.tasks.text import prepare as module
+from longseq.tasks.text.documents import Document, hashes_of, split_numbers
+from longseq.tasks.text.prepare import prepare
+from longseq.tasks.text.sources import Columns, Malformed, find_parts, read_part
+from longseq.tasks.text.store import SPLITS, TokenStore, open_store
+from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
+from longseq.tools import cli
+
+FRACTIONS = {"validation": 0.2, "test": 0.2}
+TEXTS = [f'document {i}: żółw {"x" * (i % 7)}\nand, a "second" line' for i in range(60)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text, "more": 1}, ensure_ascii=False) + "\n" for text in texts))
+
+
+def write_csv(path: Path, texts: list[str]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerows([["more", "text"], *([1, text] for text in texts)])
+
+
+def write_parquet(path: Path, texts: list[str]) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"more": list(range(len(texts))), "text": texts}), path, row_group_size=7)
+
+
+def write_folder(path: Path, texts: list[str]) -> None:
+    (path / "below").mkdir(parents=True)
+    (path / ".hidden").write_text("not read")
+    for index, text in enumerate(texts):
+        (path / "below" / f"{index:03}.txt").write_text(text)
+
+
+def write_saved(path: Path, texts: list[str]) -> None:
+    pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).save_to_disk(str(path))
+
+
+WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
+    "a.jsonl": write_jsonl,
+    "a.csv": write_csv,
+    "a.tsv": write_csv,
+    "a.parquet": write_parquet,
+    "folder": write_folder,
+    "saved": write_saved,
+}
+
+
+def run(source: Path, output: Path, *, size: int = 500, **options: Any) -> TokenStore:
+    columns = options.pop("columns", Columns())
+    options = {"fractions": FRACTIONS, "processes": 1, "show_progress": False, **options}
+    prepare(find_parts([str(source)], columns, size=size), output, columns=columns, **options)
+    return open_store(output)
+
+
+def documents(store: TokenStore) -> dict[str, list[str]]:
+    """The texts of each split, as the tokenizer decodes them."""
+    tokenizer = tokenizer_from_dict(store.tokenizer)
+    found = {}
+    for split, corpus in store.splits.items():
+        spans = zip(corpus.offsets[:-1].tolist(), corpus.offsets[1:].tolist(), strict=True)
+        rows = [corpus.tokens[start:stop].tolist() for start, stop in spans]
+        assert all(row[0] == store.separator and store.separator not in row[1:] for row in rows)
+        found[split] = [tokenizer.decode(row) for row in rows]
+        assert corpus.byte_counts.tolist() == [len(text.encode()) for text in found[split]]
+    return found
+
+
+def split_texts(texts: list[str]) -> dict[str, list[str]]:
+    numbers = split_numbers(hashes_of([Document(text) for text in texts]), FRACTIONS)
+    return {
+        split: [text for text, number in zip(texts, numbers, strict=True) if number == index]
+        for index, split in enumerate(SPLITS)
+    }
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    texts = [*TEXTS, TEXTS[3], "", TEXTS[0]]
+    WRITERS[name](tmp_path / name, texts)
+    store = run(tmp_path / name, tmp_path / "out")
+    expected = split_texts(TEXTS)
+    assert documents(store) == expected
+    assert all(expected.values())
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["counts"] == {"documents": 60, "duplicates": 2, "empty": 1, "malformed": 0}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        ["manifest.json", *(f"{split}.{ending}" for split in SPLITS for ending in ("tokens", "offsets", "bytes"))]
+    )
+
+
+def test_the_size_of_parts_and_the_order_of_files_change_nothing(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    made = [documents(run(tmp_path / "a.jsonl", tmp_path / f"out{size}", size=size)) for size in (40, 300, 10**9)]
+    assert made[0] == made[1] == made[2] == split_texts(TEXTS)
+
+
+def test_a_document_stays_in_its_split_when_others_come(tmp_path: Path) -> None:
+    small = split_texts(TEXTS[:30])
+    for split, texts in split_texts(TEXTS).items():
+        assert set(small[split]) <= set(texts)
+
+
+def test_a_tokenizer_is_trained_and_kept_with_the_tokens(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    store = run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")
+    assert documents(store) == split_texts(TEXTS)
+    assert store.vocab_size == 300
+    assert store.splits["train"].tokens.dtype == np.uint16
+    again = run(tmp_path / "a.jsonl", tmp_path / "again", tokenizer=str(tmp_path / "out"))
+    assert np.array_equal(again.splits["train"].tokens, store.splits["train"].tokens)
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    told = json.loads(train_tokenizer(TEXTS, 300).to_dict()["json"])
+    vocabulary = told["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 70000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    store = run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert (store.splits["train"].tokens.dtype, store.vocab_size) == (np.uint32, 70001)
+    assert documents(store) == split_texts(TEXTS)
+
+
+def test_instructions_train_on_answers_only(tmp_path: Path) -> None:
+    rows = [{"question": f"why {i}?", "answer": f"so {i}"} for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = run(tmp_path / "a.jsonl", tmp_path / "out", columns=Columns("answer", "question"))
+    corpus = store.splits["train"]
+    assert corpus.prompts is not None
+    first = bytes(corpus.tokens[1 : corpus.offsets[1]].astype(np.uint8)).decode()
+    row = rows[int(first.split("?")[0].split()[1])]
+    assert first == row["question"] + row["answer"]
+    assert (corpus.prompts[0], corpus.byte_counts[0]) == (len(row["question"]), len(row["answer"]))
+
+
+def test_what_cannot_be_read_is_counted_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = ["{", '{"text": 3}', '{"other": "a"}', '["a"]', '{"text": "\\ud800"}']
+    lines = [json.dumps({"text": text}).encode() for text in TEXTS[:3]]
+    path.write_bytes(b"\n".join([*lines, *(line.encode() for line in bad), b'{"text": "\xff"}', b"", lines[0]]))
+    store = run(path, tmp_path / "out", size=30)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["counts"] == {"documents": 3, "duplicates": 1, "empty": 0, "malformed": 6}
+    assert manifest["malformed"][0].startswith(f"{path}, line 4: no JSON (")
+    assert manifest["malformed"][1] == f"{path}, line 5: no text in column 'text'"
+    assert sum(map(len, documents(store).values())) == 3
+    told = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
+    reasons = [one.describe().split(": ", 1)[1] for one in told if isinstance(one, Malformed)]
+    assert reasons[-2:] == ["no Unicode text in column 'text'", "bytes that are no UTF-8"]
+
+
+def test_bytes_of_csv_and_text_files_that_are_no_utf8_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text\ngood\nb\xffd\nbetter\n")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfmarked")
+    run(tmp_path, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["counts"]["documents"], manifest["counts"]["malformed"]) == (3, 2)
+    assert manifest["malformed"] == [
+        f"{tmp_path / 'a.csv'}, line 3: no Unicode text in column 'text'",
+        f"{tmp_path / 'b.txt'}: bytes that are no UTF-8",
+    ]
+
+
+def test_an_interrupted_preparation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    expected = run(tmp_path / "a.jsonl", tmp_path / "whole", tokenizer="train:300")
+    encode, done = module.encode_part, []
+
+    def interrupted(index: int, *rest: Any) -> None:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        encode(index, *rest)
+        done.append(index)
+
+    monkeypatch.setattr(module, "encode_part", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")
+    with pytest.raises(ValueError, match="was not prepared to its end: give the same `longseq prepare` again"):
+        open_store(tmp_path / "out")
+    with pytest.raises(ValueError, match="unfinished preparation of other input or with other keys"):
+        run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="bytes")
+    done.clear()
+    done.extend([-1] * 9)  # no longer interrupted
+    store = run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")
+    assert not {0, 1} & set(done), "parts that were there are not encoded again"
+    assert documents(store) == documents(expected)
+    assert np.array_equal(store.splits["train"].tokens, expected.splits["train"].tokens)
+
+
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._SplitWriter, "_write", full)
+        with pytest.raises(ValueError, match="the disk is full; make room, and the same command goes on"):
+            run(tmp_path / "a.jsonl", tmp_path / "out")
+    assert documents(run(tmp_path / "a.jsonl", tmp_path / "out")) == split_texts(TEXTS)
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_same_files(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    for processes in (1, 2):
+        run(tmp_path / "a.jsonl", tmp_path / f"out{processes}", processes=processes)
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / f"out{n}").iterdir()} for n in (1, 2))
+    assert one == two
+
+
+def command(*overrides: str) -> int:
+    """The exit code of `longseq prepare` in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["longseq", "prepare", *overrides, "processes=1"])
+        try:
+            return cli.main()
+        except SystemExit as ended:
+            return int(str(ended.code))
+
+
+def test_the_command_tells_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), TEXTS)
+    write_folder(Path("folder"), [*TEXTS[30:], "one more"])
+    assert command("input=[a.jsonl,folder]", "output=out", "validation=0.2", "test=0.2") == 0
+    expected = split_texts([*TEXTS, "one more"])
+    assert documents(open_store("out")) == expected
+    found = capsys.readouterr().out
+    assert f"train {len(expected['train'])} documents of " in found
+    assert "left out: 30 duplicates" in found
+    assert "longseq train task=lm data=tokens data.root=out" in found
+    assert command("input=a.jsonl", "output=none", "validation=0") == 0
+    assert "validation has no document, which training needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["output=out"], "give input=FILE, input=FOLDER or input="),
+        (["input=a.jsonl"], "give output=FOLDER"),
+        (["input=nothing", "output=out"], "input=nothing does not exist"),
+        (["input=empty.jsonl", "output=out"], "input=empty.jsonl is empty"),
+        (["input=empty", "output=out"], "input=empty is empty: it holds no file with text"),
+        (["input=a.jsonl", "output=out", "column=body"], "a.jsonl has no column 'body': give column=NAME, one of text"),
+        (["input=a.csv", "output=out", "prompt_column=q"], "a.csv has no column 'q': give prompt_column=NAME, one of"),
+        (
+            ["input=bad.jsonl", "output=out"],
+            "holds no document, 2 malformed lines or files: bad.jsonl, line 1",
+        ),
+        (["input=a.parquet", "output=out"], "input=a.parquet is no parquet file, or a truncated one"),
+        (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
+        (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
+        (["input=a.jsonl", "output=out", "tokenizer=train:100"], "a vocabulary needs the 256 bytes and the separator"),
+        (["input=a.jsonl", "output=out", "test=0.6", "validation=0.4"], "leave nothing to train on"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), TEXTS)
+    write_csv(Path("a.csv"), TEXTS)
+    Path("a.parquet").write_bytes(b"PAR1 and no more")
+    Path("bad.jsonl").write_text("{\n[\n")
+    Path("empty.jsonl").touch()
+    Path("empty").mkdir()
+    assert command(*overrides) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("longseq: error: ")
+    assert error.count("\n") == 0
+    assert message in error
+
+
+def test_a_changed_store_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    root = tmp_path / "out"
+    run(tmp_path / "a.jsonl", root)
+    with pytest.raises(ValueError, match="holds prepared tokens already"):
+        run(tmp_path / "a.jsonl", root)
+    with pytest.raises(ValueError, match=r"holds no manifest.json: give a folder that `longseq prepare` has written"):
+        open_store(tmp_path)
+    path = root / "train.tokens"
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(ValueError, match=r"train.tokens was changed: its checksum is not that of its manifest"):
+        open_store(root)
+    open_store(root, check=False)
+    path.write_bytes(content[:-2])
+    with pytest.raises(ValueError, match=r"train.tokens has .* bytes, its manifest tells .*: it is truncated"):
+        open_store(root, check=False)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"train.tokens is missing"):
+        open_store(root)
+    manifest = json.loads((root / "manifest.json").read_text())
+    (root / "manifest.json").write_text(json.dumps({**manifest, "version": 9}))
+    with pytest.raises(ValueError, match="is of version 9, this longseq reads 1"):
+        open_store(root)
+    (root / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="is no manifest of prepared tokens"):
+        open_store(root)
+
+
+def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="holds the splits test, train: name those to read"):
+        find_parts([str(tmp_path / "saved")], Columns())
+    assert documents(run(tmp_path / "saved" / "train", tmp_path / "out")) == split_texts(TEXTS)
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    partial = tmp_path / "out" / ".partial"
+    with module.locked(partial, "output"), pytest.raises(ValueError, match=r"is being written by .* another output"):
+        run(tmp_path / "a.jsonl", tmp_path / "out")
+    assert not os.listdir(partial)
