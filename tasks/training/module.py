@@ -16,7 +16,6 @@ from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
 
-from longseq.blocks.sharding import has_shards
 from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.training.callbacks.updates import updated
@@ -59,6 +58,7 @@ class TrainedModule(LightningModule, ABC):
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
         self._known_epoch: Epoch | None = None
+        self._saved_schedules: list[Mapping[str, Any]] = []  # with a constant rate, of the checkpoint that is continued
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
     @classmethod
@@ -112,27 +112,19 @@ class TrainedModule(LightningModule, ABC):
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            self._continue_schedule(checkpoint)
+            saved = checkpoint.get("lr_schedulers") or []
+            self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
+            # These schedules are functions of the update alone, and this run may end elsewhere.
+            checkpoint["lr_schedulers"] = [{} if _is_of_constant_rate(state) else state for state in saved]
 
-    def _continue_schedule(self, checkpoint: dict[str, Any]) -> None:
-        """Let a run with a constant rate go on to another end than its checkpoint had (see `runs.differences`).
-
-        ValueError where the rate has begun to fall, of the run that wrote the checkpoint or of this one.
-        """
+    def on_train_start(self) -> None:
         schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        saved = checkpoint.get("lr_schedulers") or []
-        for index, (schedule, state) in enumerate(zip(schedules, saved, strict=False)):
-            if not isinstance(schedule, WSDLRScheduler) or "decay_t" not in state:
-                continue
-            ends = [
-                there["warmup_t"] + there["t_initial"] - there["decay_t"] for there in (state, schedule.state_dict())
-            ]
-            if ends[0] != ends[1] and checkpoint["global_step"] > min(ends):
-                raise ValueError(
-                    f"resume: the checkpoint is of update {checkpoint['global_step']}, and the learning rate falls "
-                    f"from update {math.ceil(min(ends))} on: a run takes another length from a checkpoint before that"
-                )
-            saved[index] = schedule.state_dict()
+        own = [schedule.state_dict() for schedule in schedules if isinstance(schedule, WSDLRScheduler)]
+        for states in zip(self._saved_schedules, own, strict=False):
+            check_end(
+                self.global_step, *(state["warmup_t"] + state["t_initial"] - state["decay_t"] for state in states)
+            )
+        self._saved_schedules = []
 
     def observe(self, batch: Any, examples: int) -> None:
         """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""
@@ -205,18 +197,6 @@ class TrainedModule(LightningModule, ABC):
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.logger is not None and updated(self.trainer, batch_idx) and self.global_step % every == 0:
             self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
-
-    def configure_model(self) -> None:
-        """Shard the model over the processes, block by block, where the Trainer has a mesh of them (trainer=fsdp)."""
-        if self.device_mesh is None or has_shards(self.backbone):
-            return
-        from torch.distributed.fsdp import fully_shard
-
-        mesh: Any = self.device_mesh["data_parallel"]
-        blocks: Any = getattr(self.backbone, "blocks", ())
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.backbone, mesh=mesh)
 
     def setup(self, stage: str) -> None:
         """Set the Trainer's length and validation interval, if `Training.length` defines them."""
@@ -310,6 +290,23 @@ class TrainedModule(LightningModule, ABC):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(self.global_step)
+
+
+def _is_of_constant_rate(state: Mapping[str, Any]) -> bool:
+    """Whether a schedule's state is that of timm's WSDLRScheduler."""
+    return "decay_t" in state and "stable_fn" in state
+
+
+def check_end(update: int, saved: float, wanted: float) -> None:
+    """ValueError where a run continues to another end after its learning rate has begun to fall.
+
+    `saved` and `wanted` are the updates from which the rate falls: in the run of the checkpoint, and in this one.
+    """
+    if saved != wanted and update > min(saved, wanted):
+        raise ValueError(
+            f"resume: the checkpoint is of update {update}, and the learning rate falls from update "
+            f"{math.ceil(min(saved, wanted))} on: a run takes another length from a checkpoint before that"
+        )
 
 
 def _whole(number: float) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 
@@ -19,6 +18,7 @@ from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import device_count
+from longseq.tasks.training.sharded import FullyShardedStrategy
 
 # Arguments of the Trainer that keys of the recipe replace; these count updates, not batches of a device.
 RECIPE_KEYS = {
@@ -92,10 +92,7 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     options = dict(config["trainer"])
     if options.get("strategy") == FSDP:
         refuse_sharded(config)
-        # Whole tensors in one file, which every command reads.
-        options["strategy"] = ModelParallelStrategy(
-            data_parallel_size=device_count(config), tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
+        options["strategy"] = FullyShardedStrategy(device_count(config))
     try:
         return Trainer(
             **options,
