@@ -58,7 +58,9 @@ class TrainedModule(LightningModule, ABC):
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
         self._known_epoch: Epoch | None = None
-        self._saved_schedules: list[Mapping[str, Any]] = []  # with a constant rate, of the checkpoint that is continued
+        # Of the checkpoint that is continued: its schedules with a constant rate, and its update.
+        self._saved_schedules: list[Mapping[str, Any]] = []
+        self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
     @classmethod
@@ -114,17 +116,21 @@ class TrainedModule(LightningModule, ABC):
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             saved = checkpoint.get("lr_schedulers") or []
             self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
+            self._saved_update = checkpoint["global_step"]
             # These schedules are functions of the update alone, and this run may end elsewhere.
             checkpoint["lr_schedulers"] = [{} if _is_of_constant_rate(state) else state for state in saved]
+            self._check_ends()
 
-    def on_train_start(self) -> None:
+    def on_fit_start(self) -> None:
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """Called when the checkpoint is loaded and when the fit starts: schedules are built before one of them."""
         schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         own = [schedule.state_dict() for schedule in schedules if isinstance(schedule, WSDLRScheduler)]
         for states in zip(self._saved_schedules, own, strict=False):
-            check_end(
-                self.global_step, *(state["warmup_t"] + state["t_initial"] - state["decay_t"] for state in states)
-            )
-        self._saved_schedules = []
+            ends = (state["warmup_t"] + state["t_initial"] - state["decay_t"] for state in states)
+            check_end(self._saved_update, *ends)
 
     def observe(self, batch: Any, examples: int) -> None:
         """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""

@@ -116,7 +116,7 @@ def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, caps
 def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp_path, capsys):
     folder = run("whole")
     checkpoint = f"checkpoint={folder / 'checkpoints' / 'best.ckpt'}"
-    limits = ("+trainer.limit_test_batches=3", "+trainer.accelerator=cpu", "data.eval_batch_size=4")
+    limits = ("+trainer.limit_test_batches=3", "trainer=cpu", "data.eval_batch_size=4")
     found = evaluate.run(compose_config("evaluate", checkpoint, *limits))
     metrics = json.loads((folder / "metrics.json").read_text())
     assert found["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     ]
     assert f"import {rows[0]['text']}" in capsys.readouterr().out
     generate.run(
-        compose_config("generate", checkpoint, "prompt=import ", "max_new_tokens=8", "device=cpu", "end=false")
+        compose_config("generate", checkpoint, "prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
     )
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
 
