@@ -17,6 +17,8 @@ config.json:
         above and the next two as `saved_by`, because timm keeps nothing else.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
+    timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
+        with which a later timm is compared.
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
         them, so that timm reads the folder too. `pretrained_cfg` holds the preprocessing.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,18 @@ def is_timm_model(model: nn.Module) -> bool:
     return bool(stated_by(model)) and arguments is not None and "features_only" not in arguments
 
 
+def constructor_defaults(cls: type | None) -> dict[str, Any]:
+    """The options of a model's constructor, through the base classes to which it passes the others on."""
+    defaults: dict[str, Any] = {}
+    for base in getattr(cls, "__mro__", ()):
+        parameters = inspect.signature(base.__init__).parameters
+        for key, parameter in parameters.items():
+            defaults.setdefault(key, parameter.default)
+        if base is nn.Module or "kwargs" not in parameters:
+            break
+    return defaults
+
+
 def describe_timm_model(model: nn.Module) -> dict[str, Any]:
     """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them.
 
@@ -35,7 +48,12 @@ def describe_timm_model(model: nn.Module) -> dict[str, Any]:
         for name, value in options.items()
         if name not in UNSAVED_OPTIONS
     }
-    return {**timm_layout(model, stated_by(model)), "timm_version": timm.__version__, "model_args": arguments}
+    return {
+        **timm_layout(model, stated_by(model)),
+        "timm_version": timm.__version__,
+        "timm_defaults": _spelled_defaults(type(model)),
+        "model_args": arguments,
+    }
 
 
 def rebuild_timm_model(
@@ -43,14 +61,40 @@ def rebuild_timm_model(
 ) -> Any:
     """Build the model of timm's registry that a config.json names, without weights.
 
-    `arguments` are by default the `model_args` of the file.
+    `arguments` are by default the `model_args` of the file. ValueError where an option that neither these nor `changes`
+    name had another default when the file was written.
     """
     name = config["architecture"]
     if not is_model(name):
         raise ValueError(f"timm {timm.__version__} has no model {name!r}")
     given = config.get("model_args", {}) if arguments is None else arguments
     options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
-    return timm.create_model(name, pretrained_cfg=read_stated(config), **options)
+    model = timm.create_model(name, pretrained_cfg=read_stated(config), **options)
+    _check_defaults(config, type(model), options)
+    return model
+
+
+def _spelled_defaults(cls: type) -> dict[str, str]:
+    """The defaults of a constructor's options as text; those that text does not tell apart are left out."""
+    spelled = {}
+    for key, value in constructor_defaults(cls).items():
+        if value is None or isinstance(value, bool | int | float | str | tuple | list):
+            spelled[key] = repr(value)
+        elif (value is not inspect.Parameter.empty) and hasattr(value, "__qualname__"):
+            spelled[key] = value.__qualname__
+    return spelled
+
+
+def _check_defaults(config: Mapping[str, Any], cls: type, given: Mapping[str, Any]) -> None:
+    """Compare the defaults of today with those that a config.json records; it records none of models of longseq."""
+    then, now = config.get("timm_defaults") or {}, _spelled_defaults(cls)
+    for key in sorted(then.keys() & now.keys() - given.keys()):
+        if then[key] != now[key]:
+            version = config.get("timm_version", "of that time")
+            raise ValueError(
+                f"timm {timm.__version__} builds a {cls.__name__} with {key}={now[key]} by default, timm {version}, "
+                f"with which it was saved, with {key}={then[key]}: install timm=={version}, or give {key}"
+            )
 
 
 def read_stated(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from longseq.tasks.training.callbacks.stop import StopTogether, stoppable
 from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys
 from longseq.tasks.training.configuration import resolve
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import read, read_part
 from longseq.tasks.training.trainer import build_trainer
 
@@ -51,6 +51,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
+    output = Path(keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json")
+    prepare_file(output)
     trained = task.data.read_info(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
@@ -67,8 +69,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     with stoppable():
         (tested,) = trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
-    output = keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json"
-    _write(metrics, task.report, module, datamodule.info, split, Path(output))
+    _write(metrics, task.report, module, datamodule.info, split, output)
     return metrics
 
 
@@ -83,6 +84,5 @@ def _write(metrics: dict[str, float], report: Report, module: Any, info: Any, sp
     written = {**counts, **metrics, **report.extras(module, info, split)}
     rows = [(key, str(count)) for key, count in counts.items()]
     rows += [(key, f"{value:.4f}") for key, value in metrics.items()]
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, json.dumps(written, indent=2) + "\n")
     print_rows([*rows, ("written", shorten(output))])

@@ -165,7 +165,8 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
         registry.of(config)  # before the check of callbacks: a task may register its own
     targets.check(config)
     read(keys, config)
-    task = registry.of(config).config
+    parts = registry.of(config)
+    task = parts.config
     read(TaskGroup, config["task"], "task")
     task.check(config)
     read(task.data, config["data"], "data")
@@ -181,6 +182,7 @@ def check_experiment(config: Mapping[str, Any], keys: type[TrainKeys] = TrainKey
     if config.get("logger"):
         targets.check_options(config["logger"], targets.LOGGERS, "logger")
     device_batch_size(config)
+    parts.model.check(config)
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:

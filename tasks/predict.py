@@ -17,6 +17,7 @@ from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.files import prepare_file
 from longseq.tasks.training.options import Range, Required
 
 
@@ -52,6 +53,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert keys.checkpoint is not None
     assert keys.input is not None
     output = Path(keys.output)
+    prepare_file(output)
     device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
@@ -62,7 +64,6 @@ def run(cfg: DictConfig) -> dict[str, int]:
     loader = DataLoader(files, keys.batch_size, num_workers=keys.num_workers, collate_fn=files.collate)
     backbone = loaded.backbone.to(device).eval()
     predictions, unreadable = predict(backbone, loader, files, info.class_names, top_k=keys.top_k)
-    output.parent.mkdir(parents=True, exist_ok=True)
     passed_over = files.passed_over
     (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""

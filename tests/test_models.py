@@ -3,6 +3,7 @@ packages."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -257,6 +258,20 @@ def test_changes_of_a_timm_model_are_saved(tmp_path: Path) -> None:
     longseq.save_pretrained(model, tmp_path)
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(longseq.from_pretrained(tmp_path)(x), model(x))
+
+
+def test_a_default_that_timm_has_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = timm.create_model("test_resnet", num_classes=3).eval()
+    longseq.save_pretrained(model, tmp_path)
+    construct = type(model).__init__
+    options = [one for one in inspect.signature(construct).parameters.values() if one.default is not one.empty]
+    changed = tuple(not one.default if one.name == "zero_init_last" else one.default for one in options)
+    monkeypatch.setattr(construct, "__defaults__", changed)
+    with pytest.raises(ValueError, match=r"with zero_init_last=False by default, timm .*: install timm==") as raised:
+        longseq.from_pretrained(tmp_path)
+    assert "\n" not in str(raised.value)
+    given = longseq.from_pretrained(tmp_path, zero_init_last=True)
+    assert torch.equal(given(torch.ones(1, 3, 64, 64)), model(torch.ones(1, 3, 64, 64)))
 
 
 def test_arguments_can_be_changed_where_weights_stay(tmp_path: Path) -> None:

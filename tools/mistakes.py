@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +49,9 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> None:
 
 def is_users(error: BaseException) -> bool:
     """True for a mistake in the command or data, which one line explains; False for a bug, which needs a traceback."""
-    return isinstance(error, (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException, YAMLError))
+    if isinstance(error, OSError):  # of a file that the command names, or a full disk
+        return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, (ValueError, HydraException, OmegaConfBaseException, YAMLError))
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
@@ -59,6 +62,9 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         error = _raised_by_resolver(error) or error
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"no such file or folder: {error.filename}"
+    if isinstance(error, OSError):
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{(error.strerror or str(error)).lower()}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         return _unknown_option(error.missing_cfg_file, error.options)
     if isinstance(error, ConfigCompositionException) and (match := _NOT_THERE.match(str(error))):

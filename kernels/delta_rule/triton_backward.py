@@ -16,21 +16,23 @@ import triton
 import triton.language as tl
 
 from longseq.kernels.delta_rule.triton_kept import (
-    AMONG,
     D_ATTENTION,
     D_LOWER,
     D_OUTPUT,
-    ERASED,
     INVERSE,
     KEY,
-    QUERIES,
+    OF_WALKS,
     QUERY,
+    SIZE,
     TILE,
     WRITE_KEY,
-    WRITES,
     WRITTEN,
+    among_exponent,
+    erased_exponent,
+    queries_exponent,
+    writes_exponent,
 )
-from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, turn_to_tiles
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, look_if_steep, turn_to_tiles
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     chunk,
@@ -50,7 +52,9 @@ from longseq.kernels.triton_units import (
     LEAD,
     LIMIT,
     as_tile,
+    bound_product,
     exponent_of,
+    hold,
     in_units,
     inverse_of,
     load_largest_unit,
@@ -110,8 +114,9 @@ def weigh_rows(
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     if SCALED:
-        scale *= inverse_of(tl.load(units + place * UNITS + QUERIES))
-        strength *= inverse_of(tl.load(units + place * UNITS + WRITES))
+        packed = tl.load(units + place * UNITS + OF_WALKS)
+        scale *= two_to(-queries_exponent(packed))
+        strength *= two_to(-writes_exponent(packed))
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
         store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
@@ -135,6 +140,7 @@ def retreat(
     program holds all columns, and leaves the gradients of V instead of U's, and of the scores. A SUMMARY leaves a
     segment's offset alone.
     """
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # of the number of key columns
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     column = tl.program_id(0) % blocks * BLOCK
@@ -169,10 +175,8 @@ def retreat(
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
     if SCALED:
         following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
-        later_queries_unit = tl.load(following_units + QUERIES)
-        later_writes_unit = tl.load(following_units + WRITES)
-        later_erased_unit = tl.load(following_units + ERASED)
-        later_among_unit = tl.load(following_units + AMONG)
+        later_packed = tl.load(following_units + OF_WALKS)
+        later_size = tl.load(following_units + SIZE)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
@@ -193,15 +197,12 @@ def retreat(
         do, do_unit = in_units(do.to(tl.float32), SCALED)
         # Numbers that products do not take are asked for a turn early.
         following = tl.maximum(m - 1, begin)
-        queries_unit, writes_unit, erased_unit, among_unit = 1.0, 1.0, 1.0, 1.0
+        packed, size = 1.0, 1.0
         if SCALED:
-            queries_unit, writes_unit = later_queries_unit, later_writes_unit
-            erased_unit, among_unit = later_erased_unit, later_among_unit
+            packed, size = later_packed, later_size
             following_units = units + ((slot + following) * H + head) * UNITS
-            later_queries_unit = tl.load(following_units + QUERIES)
-            later_writes_unit = tl.load(following_units + WRITES)
-            later_erased_unit = tl.load(following_units + ERASED)
-            later_among_unit = tl.load(following_units + AMONG)
+            later_packed = tl.load(following_units + OF_WALKS)
+            later_size = tl.load(following_units + SIZE)
 
         d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
         du = tl.zeros((BLOCK, CHUNK), tl.float32)
@@ -213,18 +214,26 @@ def retreat(
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
         du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
         if SCALED:
-            from_state = state_exponent + exponent_of(writes_unit)
-            du_exponent = tl.maximum(exponent_of(do_unit) + exponent_of(among_unit), from_state - LEAD)
-            du *= two_to(from_state - du_exponent)
-        du, du_unit = in_units(tl.dot(tl.trans(do), among, du, input_precision=PRECISION), SCALED)
+            from_state = state_exponent + writes_exponent(packed)
+            sum_exponent = tl.maximum(exponent_of(do_unit) + among_exponent(packed), from_state - LEAD)
+            du *= two_to(from_state - sum_exponent)
+        du = tl.dot(tl.trans(do), among, du, input_precision=PRECISION)
+        du_unit = 1.0
         if SCALED:
-            du_exponent += exponent_of(du_unit)
+            of_state = bound_product(state_exponent, writes_exponent(packed), BITS)
+            of_output = bound_product(exponent_of(do_unit), among_exponent(packed), 6)
+            du_exponent = hold(tl.maximum(of_state, of_output) + 1)
+            du *= two_to(sum_exponent - du_exponent)
+            inverse, exponent_of_largest = look_if_steep(du, size)
+            du *= inverse
+            du_exponent += exponent_of_largest
             du_unit = two_to(du_exponent)
-            read_exponent = exponent_of(do_unit) + exponent_of(queries_unit)
+            read_exponent = exponent_of(do_unit) + queries_exponent(packed)
             read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-            earlier_exponent = tl.maximum(du_exponent + exponent_of(erased_unit), read_exponent - LEAD)
+            earlier_exponent = tl.maximum(du_exponent + erased_exponent(packed), read_exponent - LEAD)
             first_weight = whole * two_to(state_exponent - read_exponent)
             second_weight = two_to(read_exponent - earlier_exponent)
+        du = as_tile(du, SCALED)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)

@@ -63,10 +63,12 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "advance": Launch(64, 0, 4, 3),
         "retreat_short": Launch(64, 0, 4, 3),
         "retreat_summary": Launch(64, 0, 4, 2),
-        "retreat": Launch(64, 0, 4, 3),
+        "retreat": Launch(64, 0, 4, 2),
         "differentiate_scores": Launch(0, 64, 4, 1),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
-        "differentiate_gated": Launch(64, 64, 4, 1, 168),
+        "differentiate_inputs": Launch(64, 64, 4, 1),
+        "differentiate_gated": Launch(64, 64, 4, 1),
+        "differentiate_inputs_short": Launch(64, 64, 4, 1, 128),
+        "differentiate_gated_short": Launch(64, 64, 4, 1, 168),
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -76,7 +78,9 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "advance": Launch(64, 0, 4, 3),
         "advance_wide": Launch(128, 0, 8, 3),
         "retreat_summary": Launch(64, 0, 4, 3),
+        "retreat_summary_wide": Launch(128, 64, 8, 3),
         "retreat": Launch(64, 0, 4, 3),
+        "retreat_wide": Launch(128, 64, 8, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
         "differentiate_inputs": Launch(64, 64, 4, 1),
         "differentiate_gated": Launch(64, 64, 4, 1),
@@ -142,7 +146,7 @@ class _Plan(NamedTuple):
     walks: int  # sequences, or segments of all of them, at most
     narrowest: int  # block of columns
     key: tuple[int, int]  # of the table
-    advance: str = "advance"  # the table's name for the kernel `advance`
+    wide: bool = False  # whether programs of the walks take more columns, if the table has a launch for that
 
     @property
     def launches(self) -> dict[str, Launch]:
@@ -158,10 +162,23 @@ class _Plan(NamedTuple):
         """Whether `advance` leaves the output as well, which leaves nothing to `read_out`."""
         return not self.short and "read_out" not in self.launches
 
+    def walk(self, kernel: str) -> str:
+        """The table's name for a kernel that walks along time."""
+        wide = f"{kernel}_wide"
+        return wide if self.wide and wide in self.launches else kernel
+
+    @property
+    def advance(self) -> str:
+        return self.walk("advance")
+
     @property
     def retreat(self) -> str:
         """The table's name for the kernel `retreat`, which does more for short sequences."""
-        return "retreat_short" if self.short else "retreat"
+        return "retreat_short" if self.short else self.walk("retreat")
+
+    def differentiate(self, gated: bool) -> str:
+        """The table's name for the kernel `differentiate_inputs`: one kernel, with other registers."""
+        return ("differentiate_gated" if gated else "differentiate_inputs") + ("_short" if self.short else "")
 
     @property
     def precision(self) -> str:
@@ -207,22 +224,20 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     key = dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256
-    launches = LAUNCHES[key]
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
     narrowest = ROW[2] if half and not short else 16
     plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, key)
     if short:
         return plan
-    widest = "advance_wide" if "advance_wide" in launches else "advance"
-    lanes = heads * cdiv(v.shape[3], plan.block(widest, v.shape[3]))
+    lanes = heads * cdiv(v.shape[3], plan.block(plan._replace(wide=True).advance, v.shape[3]))
     span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
     if span:
         plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
     # A program of few columns is through with a chunk sooner, where all of them run at the same time.
     narrow = cdiv(v.shape[3], plan.block("advance", v.shape[3]))
     fit = narrow * heads == lanes or plan.walks * heads * narrow <= PROGRAMS[key]
-    return plan._replace(advance="advance" if fit else widest)
+    return plan._replace(wide=not fit)
 
 
 def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: int) -> int:
@@ -488,11 +503,12 @@ def delta_rule_backward(
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)
-    differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
+    differentiate = plan.differentiate(g is not None)
     parts = cdiv(key_dim, plan.block(differentiate, key_dim))
     d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
-    walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
+    summary = plan.walk("retreat_summary")
+    walks = [plan.retreat] if d_offsets is None else [summary, plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
     with torch.cuda.device_of(q):
         if g is None:
@@ -514,7 +530,7 @@ def delta_rule_backward(
                 ours.erased, ours.written, ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_v,
                 d_attention, d_lower, d_initial,
             )  # fmt: skip
-            if d_offsets is not None and walk == "retreat_summary":
+            if d_offsets is not None and walk == summary:
                 _connect(plan, cu_seqlens, d_offsets, ours, tokens, back=True)
         if not plan.short:
             constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
@@ -552,7 +568,7 @@ def _prepare_retreat(
         retreat, device, plan.walks * heads * cdiv(value_dim, block),
         (scale, plan.sequences, plan.span, tokens, heads, *strides),
         GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
-        SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
+        SEGMENTED=plan.span > 0, SUMMARY=walk.startswith("retreat_summary"),
         D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip

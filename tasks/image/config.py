@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from longseq.backbones.image import ImageBackbone
-from longseq.tasks.image.model import check_model_name, constructor_defaults
+from longseq.tasks.image.model import check_model_name, model_options
 from longseq.tasks.image.transforms import Augmentation
 from longseq.tasks.training.keys import TaskKeys
 from longseq.tasks.training.options import Range, read, read_beside, refuse_unknown
@@ -127,7 +127,7 @@ def _check_model(config: Mapping[str, Any]) -> None:
         else:
             known = [entry.name for entry in fields(TimmModelOptions)]
             read(TimmModelOptions, {key: value for key, value in chosen.items() if key in known}, place)
-            refuse_unknown(chosen, [*known, *constructor_defaults(name)], place)
+            refuse_unknown(chosen, [*known, *model_options(name)], place)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +13,8 @@ from torch import nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options
-from longseq.timm_models import model_name, stated_by
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, without_weights
+from longseq.timm_models import constructor_defaults, model_name, stated_by
 
 
 class ImageModel(TaskModel):
@@ -42,6 +41,23 @@ class ImageModel(TaskModel):
             raise ValueError(f"model {name} does not take these options: {error}") from error
         state_data(model, info)
         return model
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        # Models of timm may load weights when they are made, and do not all go without memory.
+        if config["model"]["name"].startswith("longseq_"):
+            data = config["data"]
+            info = DataInfo(
+                class_names=["0", "1"],
+                num_classes=2,
+                img_size=data["img_size"],
+                in_chans=data.get("in_chans", 3),
+                mean=[0.5],
+                std=[0.5],
+                interpolation="bicubic",
+                crop_pct=1.0,
+            )
+            with without_weights():
+                self.build(config, info)
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`; position embeddings are interpolated to the grid of the new model."""
@@ -83,7 +99,7 @@ def state_data(model: nn.Module, info: DataInfo) -> None:
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:
     """The arguments that fit a timm model of fixed size to `img_size`; from 128 pixels on, its patches stay."""
-    taken = constructor_defaults(name)
+    taken = model_options(name)
     if not timm.get_pretrained_cfg(name).fixed_input_size or "img_size" not in taken:  # type: ignore[union-attr]
         return {}
     # ViT and similar models have one patch grid, of 16 pixels by default. Pyramids such as Swin fit small images
@@ -99,16 +115,9 @@ def check_model_name(name: str) -> None:
         raise ValueError(f"unknown model.name={name!r}: `timm.list_models()` lists them{_such_as(near)}")
 
 
-def constructor_defaults(name: str) -> dict[str, Any]:
-    """The options of a timm model's constructor and those of its base classes, with defaults."""
-    defaults: dict[str, Any] = {}
-    made = typing.get_type_hints(model_entrypoint(name)).get("return")
-    for cls in getattr(made, "__mro__", ()):
-        for key, parameter in inspect.signature(cls.__init__).parameters.items():
-            defaults.setdefault(key, parameter.default)
-        if cls is nn.Module or "kwargs" not in inspect.signature(cls.__init__).parameters:
-            break
-    return defaults
+def model_options(name: str) -> dict[str, Any]:
+    """The options of a timm model's constructor, with their defaults."""
+    return constructor_defaults(typing.get_type_hints(model_entrypoint(name)).get("return"))
 
 
 def _patches(img_size: int, *, overlapping: bool) -> dict[str, int]:

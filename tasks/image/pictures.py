@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -13,6 +13,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training import targets
+from longseq.tasks.training.options import Range
 
 RIGHT = (20, 120, 40)
 WRONG = (190, 30, 30)
@@ -28,7 +29,7 @@ class SamplePredictions(Callback):
     event files stay small whatever the number of epochs and the size of images.
     """
 
-    def __init__(self, count: int = 16, pictures: int = 20) -> None:
+    def __init__(self, count: Annotated[int, Range(1)] = 16, pictures: Annotated[int, Range(1)] = 20) -> None:
         if count < 1 or pictures < 1:
             raise ValueError(f"callbacks.samples: count={count} and pictures={pictures} must be at least 1")
         self.count = count

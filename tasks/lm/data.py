@@ -11,14 +11,11 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.documents import Document, encode, store_of
+from longseq.tasks.text.corpora import open_corpora
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.text.keys import TextDataKeys
-from longseq.tasks.text.python_sources import standard_library_files
+from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, StreamSampler, WindowBatches
-from longseq.tasks.text.sources import TEXT, group_files, read_part
-from longseq.tasks.text.store import Corpus, TokenStore, open_store
-from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
 
@@ -29,9 +26,13 @@ STAGES = {"train": "train", "val": "validation", "test": "test"}
 class LanguageModelData(TaskData):
     """Windows of `window` tokens for training, validation and test; batches are those of `longseq.tasks.text.batch`.
 
-    `source` is `standard_library`, the bytes of Python's own modules, split by `validation` and `test` (see
-    `longseq.tasks.text.documents.split_numbers`); or `tokens`, the folder of `longseq prepare` at `root`, or several
-    folders, mixed by `weights` (by default each is read once an epoch). `check` compares their checksums.
+    `source` says where the tokens come from. `tokens`: the folder of `longseq prepare` at `root`, whose checksums are
+    compared with `check`. `files`: the text at `root`, which has `column`, `prompt_column`, `tokenizer` and `separator`
+    as `longseq prepare` has them. `standard_library`: the bytes of Python's own modules. `python_sources`: those and
+    the modules of all installed packages. `validation` and `test` are the parts of the documents that are set apart
+    (see `longseq.tasks.text.documents.split_numbers`). Text of `files` and `python_sources` is prepared once and kept
+    in `cache`, by default `longseq.tasks.text.corpora.cache_folder`. Several entries of `root` are mixed by `weights`;
+    by default each is read once an epoch.
 
     `packing` says how windows are made: `concatenated` lays documents one behind the other and cuts them; `documents`
     packs whole documents by best fit and cuts only those that are longer than a window; `streams` carries the state
@@ -47,6 +48,7 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
+        self._stages: tuple[str, ...] = tuple(STAGES)  # those that are run, whose splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
@@ -81,10 +83,14 @@ class LanguageModelData(TaskData):
         trained: TextInfo,
         batch_size: int,
     ) -> LanguageModelData:
+        own = config.get("data") or {"name": "given", "window": trained.window}
+        if changes.get("source", own.get("source")) != own.get("source"):
+            own = {key: None if key in READ_BY else value for key, value in own.items()}
+        keys = read(TextDataKeys, {**own, **changes}, "data")
         # As many tokens as the windows of the training held, where no other number is asked for.
-        keys = read(TextDataKeys, {**config["data"], **changes}, "data")
-        rows = max(1, batch_size * config["data"]["window"] // keys.window)
-        datamodule = cls(keys, batch_size=rows, seed=config["seed"])
+        rows = max(1, batch_size * trained.window // keys.window)
+        datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
+        datamodule._stages = (split,)
         datamodule.setup()
         if datamodule.info.tokenizer != trained.tokenizer:
             raise ValueError(
@@ -112,7 +118,7 @@ class LanguageModelData(TaskData):
         """Opens the corpora; a second call does nothing."""
         if self._stores:
             return
-        self._stores = self._open()
+        self._stores = open_corpora(self.keys)
         first = self._stores[0]
         for other in self._stores[1:]:
             if other.tokenizer != first.tokenizer:
@@ -120,9 +126,9 @@ class LanguageModelData(TaskData):
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
             self._windows[stage] = [self._cut(corpus, whole=stage == "train") for corpus in corpora]
-            if not sum(len(corpus.tokens) for corpus in corpora):
+            if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
                 raise ValueError(f"the {split} split of the text is empty: {_remedy(self.keys, split)}")
-        if empty := [store.name for store in self._stores if not len(store.splits["train"].tokens)]:
+        if "train" in self._stages and (empty := [s.name for s in self._stores if not len(s.splits["train"].tokens)]):
             raise ValueError(f"{empty[0]} holds no text to train on: {_remedy(self.keys, 'train')}")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(
@@ -139,9 +145,10 @@ class LanguageModelData(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
+        sampler = self._training_sampler()  # refuses text that is too short for a batch
         return TrainingLoader(
             self._batches("train", self.batch_size),  # type: ignore[arg-type]
-            self._training_sampler(),
+            sampler,
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
             report=_nothing_failed,
@@ -153,13 +160,6 @@ class LanguageModelData(TaskData):
 
     def test_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("test")
-
-    def _open(self) -> list[TokenStore]:
-        root = self.keys.root
-        if root is None:
-            return [_standard_library(self.keys)]
-        roots = [root] if isinstance(root, str) else root
-        return [open_store(one, check=self.keys.check) for one in roots]
 
     def _cut(self, corpus: Corpus, *, whole: bool) -> Windows:
         if self.keys.packing == "documents":
@@ -204,18 +204,10 @@ class LanguageModelData(TaskData):
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
 
 
-def _standard_library(keys: TextDataKeys) -> TokenStore:
-    """The bytes of the standard library's modules, in memory."""
-    fractions, tokenizer = {"validation": keys.validation, "test": keys.test}, ByteTokenizer()
-    texts = group_files([str(path) for path in standard_library_files()], format="python")
-    documents = (one for part in texts for one in read_part(part, TEXT) if isinstance(one, Document) and one.text)
-    return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
-
-
 def _remedy(keys: TextDataKeys, split: str) -> str:
-    if keys.source == "standard_library":
-        return "change data.validation and data.test"
-    return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
+    if keys.source == "tokens":
+        return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
+    return "change data.validation and data.test, or give more text"
 
 
 def _nothing_failed(failures: list[Any]) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.training.model import TaskModel
-from longseq.tasks.training.token_model import build_token_model
+from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 
-class LanguageModel(TaskModel):
+class LanguageModel(TokenModel):
     """Builds the token model that `config.model` describes, for the vocabulary of the text."""
 
     def build(self, config: Mapping[str, Any], info: TextInfo) -> TokenBackbone:

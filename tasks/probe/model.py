@@ -9,11 +9,10 @@ from torch import nn
 
 from longseq.backbones.autoencoder import SequenceAutoencoder
 from longseq.tasks.probe.info import ProbeInfo
-from longseq.tasks.training.model import TaskModel
-from longseq.tasks.training.token_model import build_token_model
+from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 
-class ProbeModel(TaskModel):
+class ProbeModel(TokenModel):
     """Builds the token model that `config.model` describes, for the probe's vocabulary."""
 
     def build(self, config: Mapping[str, Any], info: ProbeInfo) -> nn.Module:

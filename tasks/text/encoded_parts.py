@@ -1,11 +1,19 @@
-"""Parts of the input that one process encodes into a file each; imported by all of them, so it imports little."""
+"""Parts of the input are encoded into a file each, in this process or in several.
+
+The processes are started anew: they share no threads with this one, and do not run its program. So the module imports
+little.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +30,6 @@ def encode_part(
     index: int, part: Part, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions, partial: Path
 ) -> None:
     """Write the tokens of a part, and then its counts: a part with counts is whole."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
     counts: Counter[str] = Counter(documents=0, empty=0, malformed=0)
     malformed: list[str] = []
 
@@ -45,6 +52,84 @@ def encode_part(
     unfinished = told.with_suffix(".partial")
     unfinished.write_text(json.dumps({"counts": counts, "malformed": malformed}))
     os.replace(unfinished, told)
+
+
+def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial: Path, processes: int) -> Iterator[int]:
+    """Encode the parts `waiting` of a job in several processes; yields the number of each part that is done.
+
+    `job` holds the arguments of `encode_part` for all parts. Raises OSError of a process, and ValueError if one is
+    killed.
+    """
+    path = partial / "job.json"
+    path.write_text(json.dumps(job))
+    # The processes are as many as the cores: their libraries take one each.
+    single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"from {__name__} import work; work({str(path)!r})"]
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | single)
+        for _ in range(processes)
+    ]
+    rest = iter(waiting)
+    try:
+        with selectors.DefaultSelector() as answers:
+            for process in started:
+                assert process.stdout is not None
+                answers.register(process.stdout, selectors.EVENT_READ, process)
+            while answers.get_map():
+                for key, _ in answers.select():
+                    process = key.data
+                    if not (line := process.stdout.readline()):
+                        raise _ended(process, processes)
+                    answer = json.loads(line)
+                    if "errno" in answer:
+                        raise OSError(answer["errno"], answer["reason"])
+                    if "done" in answer:
+                        yield answer["done"]
+                    index = next(rest, None)
+                    if index is None:
+                        answers.unregister(process.stdout)
+                        process.stdin.close()
+                    else:
+                        process.stdin.write(f"{index}\n")
+                        process.stdin.flush()
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                stream.close()
+
+
+def _ended(process: subprocess.Popen[str], processes: int) -> Exception:
+    """Why a process ended before its work: by a signal, or by an error, whose traceback it has written."""
+    if process.wait() >= 0:
+        return RuntimeError("a process that encodes has failed: its traceback stands above")
+    return ValueError(
+        "a process that encodes was killed, most likely for want of memory: the same command goes on, with "
+        f"processes={max(1, processes // 2)}"
+    )
+
+
+def work(path: str) -> None:
+    """Encode the parts whose numbers come on standard input, and tell each that is done on standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all of a command; the first process ends it
+    job = json.loads(Path(path).read_text())
+    parts, columns = [Part(*part) for part in job["parts"]], Columns(*job["columns"])
+    _answer(ready=True)
+    for line in sys.stdin:
+        index = int(line)
+        try:
+            encode_part(index, parts[index], columns, job["tokenizer"], job["fractions"], Path(path).parent)
+        except OSError as error:
+            _answer(errno=error.errno, reason=str(error))
+            return
+        _answer(done=index)
+
+
+def _answer(**told: Any) -> None:
+    print(json.dumps(told), flush=True)
 
 
 def encoded_path(partial: Path, index: int) -> Path:

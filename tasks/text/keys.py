@@ -5,9 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from longseq.tasks.training.options import Length, Range
+from longseq.tasks.training.options import Length, Range, spell
 
 Fraction = Annotated[float, Range(0, below=1)]
+
+_PREPARED = ("python_sources", "files")
+# The sources that read a key; keys that are not here are read by all of them.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "root": ("files", "tokens"),
+    "weights": ("files", "tokens"),
+    "tokenizer": _PREPARED,
+    "separator": _PREPARED,
+    "column": ("files",),
+    "prompt_column": ("files",),
+    "validation": ("standard_library", *_PREPARED),
+    "test": ("standard_library", *_PREPARED),
+    "cache": _PREPARED,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +29,17 @@ class TextDataKeys:
     """The keys of `data`; what they mean stands in `longseq.tasks.lm.data.LanguageModelData`."""
 
     name: str
-    source: Literal["standard_library", "tokens"]
+    source: Literal["standard_library", "python_sources", "files", "tokens"]
     root: str | Annotated[list[str], Length(1)] | None = None
     weights: Annotated[list[Annotated[float, Range(above=0)]], Length(1)] | None = None
     check: bool = True
-    validation: Fraction = 0.05
-    test: Fraction = 0.05
+    tokenizer: str | None = None
+    separator: str | None = None
+    column: str | None = None
+    prompt_column: str | None = None
+    validation: Fraction | None = None
+    test: Fraction | None = None
+    cache: str | None = None
     window: Annotated[int, Range(2)]
     packing: Literal["concatenated", "documents", "streams"] = "concatenated"
     reset_state: bool = True
@@ -29,15 +48,20 @@ class TextDataKeys:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        if self.validation + self.test >= 1:
+        if self.root is None and self.source in ("tokens", "files"):
+            what = "the folder that `longseq prepare` has written" if self.source == "tokens" else "the text"
+            raise ValueError(f"data={self.name} reads a folder or a file: give data.root=PATH, {what}")
+        unread = [name for name in READ_BY if getattr(self, name) is not None and self.source not in READ_BY[name]]
+        if unread:
+            raise ValueError(
+                f"data.{unread[0]}={spell(getattr(self, unread[0]))} is not read by data.source={self.source}: "
+                f"set data.{unread[0]}=null"
+            )
+        if self.validation is not None and self.test is not None and self.validation + self.test >= 1:
             raise ValueError(
                 f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: their sum is "
-                "below 1"
+                "to be below 1"
             )
-        if self.source == "tokens" and self.root is None:
-            raise ValueError("data=tokens reads what `longseq prepare` has written: give data.root=FOLDER")
-        if self.source == "standard_library" and self.root is not None:
-            raise ValueError(f"data.root={self.root} is not read by data.source=standard_library: leave it out")
         roots = 1 if self.root is None or isinstance(self.root, str) else len(self.root)
         if self.weights is not None and len(self.weights) != roots:
             raise ValueError(

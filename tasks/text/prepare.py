@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +32,14 @@ from longseq.tasks.text.documents import (
     hashes_of,
     split_numbers,
 )
-from longseq.tasks.text.encoded_parts import NAMED, encode_part, encoded_path, read_array, told_path
+from longseq.tasks.text.encoded_parts import (
+    NAMED,
+    encode_part,
+    encode_side_by_side,
+    encoded_path,
+    read_array,
+    told_path,
+)
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import (
     MANIFEST,
@@ -153,15 +157,7 @@ def prepare(
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
-    plan = json.dumps(
-        {
-            "version": VERSION,
-            "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
-            "columns": list(columns),
-            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
-            "fractions": dict(fractions),
-        }
-    )
+    plan = plan_of(parts, columns, tokenizer, separator, fractions)
     with _full_disk_told(output), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
@@ -175,6 +171,21 @@ def prepare(
         write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     shutil.rmtree(partial)
     return manifest
+
+
+def plan_of(
+    parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
+) -> str:
+    """What a preparation depends on: the same text is told by the same files, of the same sizes and times."""
+    return json.dumps(
+        {
+            "version": VERSION,
+            "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
+            "columns": list(columns),
+            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
+            "fractions": dict(fractions),
+        }
+    )
 
 
 def _is_named(tokenizer: str) -> bool:
@@ -252,26 +263,9 @@ def _encode_parts(
                 encode_part(index, parts[index], columns, told, fractions, partial)
                 progress.advance(task)
         else:
-            # Children of a server and not of this process, whose threads (torch, tokenizers) would not come along.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([encode_part.__module__])
-            with ProcessPoolExecutor(processes, mp_context=context) as pool:
-                futures = [
-                    pool.submit(encode_part, index, parts[index], columns, told, fractions, partial)
-                    for index in waiting
-                ]
-                try:
-                    for future in as_completed(futures):
-                        future.result()
-                        progress.advance(task)
-                except BrokenProcessPool as error:
-                    raise ValueError(
-                        "a process was killed, most likely for want of memory: the same command goes on, with "
-                        f"processes={max(1, processes // 2)}"
-                    ) from error
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
+            job = {"parts": parts, "columns": columns, "tokenizer": told, "fractions": dict(fractions)}
+            for _ in encode_side_by_side(waiting, job, partial, processes):
+                progress.advance(task)
     counts: Counter[str] = Counter()
     malformed: list[str] = []
     for index in range(len(parts)):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
-# Folders that hold no modules but tests, and the editor that comes with Python.
-_LEFT_OUT = frozenset(
-    ("test", "tests", "idle_test", "idlelib", "__pycache__", "site-packages", "dist-packages", "node_modules")
-)
+# Folders that hold tests and no other modules, the editor that comes with Python, and installed packages.
+_PACKAGES = frozenset(("site-packages", "dist-packages"))
+_LEFT_OUT = frozenset(("test", "tests", "idle_test", "idlelib", "__pycache__")) | _PACKAGES
 
 
-def standard_library_files() -> list[Path]:
-    """The modules of the standard library of this Python, without tests and idlelib, in the order of their names."""
-    return _modules(Path(sysconfig.get_paths()["stdlib"]))
+def standard_library_files() -> list[str]:
+    """The modules of the standard library of this Python, without tests and idlelib, in the order of their paths."""
+    return sorted(_modules(sysconfig.get_paths()["stdlib"]))
 
 
-def _modules(root: Path) -> list[Path]:
-    found = []
-    for path in root.rglob("*.py"):
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
-            found.append(path)
-    return sorted(found)
+def installed_files() -> list[str]:
+    """The modules of the standard library and of all packages that this Python imports, without tests."""
+    folders = {os.path.realpath(folder) for folder in sys.path if Path(folder).name in _PACKAGES}
+    return standard_library_files() + sorted({path for folder in folders for path in _modules(folder)})
+
+
+def _modules(root: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))

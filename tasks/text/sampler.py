@@ -63,6 +63,11 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
         self.corpora = corpora
         self.num_samples = sum(windows.count for windows in corpora)
         refuse_few_windows(self, self.num_samples, corpora[0].length)
+        if short := [windows.size for windows in corpora if weights is not None and windows.count == 0]:
+            raise ValueError(
+                f"a corpus that data.weights mixes has {short[0]} tokens, less than a window of {corpora[0].length}: "
+                "leave it out, or give a smaller data.window"
+            )
         self.shares = _shares([windows.count for windows in corpora], weights)
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ class TaskModel(ABC):
         ValueError, in one line, for an unknown model, mixer, option or size.
         """
 
+    def check(self, config: Mapping[str, Any]) -> None:
+        """ValueError, in one line and before the data is opened, for a model that could be built for no data.
+
+        By default nothing is checked, and `build` says it.
+        """
+        return
+
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """Copy the weights of `trained`; a head with other shapes keeps its initial weights.
 
@@ -41,6 +49,13 @@ class TaskModel(ABC):
     def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
         """Raise ValueError if a model, trained on data with the info `trained`, cannot read that of `found`."""
         return
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Models made inside have no memory for their weights, and what they draw is given back."""
+    with torch.random.fork_rng([]), torch.device("meta"):
+        yield
 
 
 def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from longseq.backbones.tokens import TokenBackbone
-from longseq.tasks.training.model import mixer_options
+from longseq.tasks.training.model import TaskModel, mixer_options, without_weights
 from longseq.tasks.training.options import Range
 
 # The one model of these tasks, as `config.model` names it.
@@ -38,6 +38,14 @@ class TokenModelKeys:
     residual_in_float32: bool | None = None
     recompute: Literal["none", "mixer", "block"] | None = None
     backend: Literal["auto", "torch", "reference", "triton"] | None = None
+
+
+class TokenModel(TaskModel):
+    """Builds token models; a task's own class says for which vocabulary."""
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        with without_weights():
+            build_token_model(config, vocab_size=2, longest=2)
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:

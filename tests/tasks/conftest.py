@@ -15,8 +15,6 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
 
-from longseq.tools import cli
-
 LONGSEQ = Path(sys.executable).with_name("longseq")
 
 TINY = (
@@ -85,23 +83,6 @@ def command(start: Callable[..., subprocess.Popen[str]]) -> Command:
         process = start(folder, *arguments)
         output, errors = process.communicate(timeout=300)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-    return call
-
-
-@pytest.fixture
-def command_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `longseq` in this process, in a folder: seconds faster, for tests that do not need a new process."""
-
-    def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["longseq", *arguments])
-        try:
-            code = cli.main()
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        output, errors = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, code, output, errors)
 
     return call
 

@@ -66,8 +66,8 @@ def test_the_groups_are_those_tested_here():
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}-{option}" for group, option in OPTIONS])
 def test_every_option_composes_and_binds(group, option, compose_config, tmp_path):
     config = resolve(compose_config("train", *chosen(group, option), f"output={tmp_path}"))
-    # Prepared tokens lie in a folder, which a person must name.
-    told = {"root": "FOLDER"} if option == "tokens" else {}
+    # A person must name the folder of prepared tokens, or of text.
+    told = {"root": "FOLDER"} if option in ("tokens", "text") else {}
     read(registry.of(config).config.data, {**config["data"], **told}, "data")
     if config["task"]["name"] == "probe":
         check_options(config["data"]["generator"], config["data"]["options"])

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import noted_samples
 import pytest
 
 from longseq.tasks import train
 from longseq.tasks.data.sampler import TrainingSampler
 
-SCRIPT = Path(__file__).with_name("noted_samples.py")
+SCRIPT = Path(noted_samples.__file__)
 SAMPLES, BATCH = 1295, 64  # of digits; what a run of the fixture `tiny` trains on in an update
 UPDATES = SAMPLES // BATCH
 
 
-def run(folder: Path, notes: str, stop_after: int, *words: str) -> list[list[list[int]]]:
-    """Train up to an update; what each process was given: the epoch and the positions of every batch."""
-    (folder / notes).mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(folder / notes), "STOP_AFTER": str(stop_after)}
-    command = [sys.executable, SCRIPT, "train", *words, "resume=true"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 143), done.stderr
-    assert "continuing from" in done.stdout or notes == "first", done.stdout
-    told = (
-        "continues with 32 at a time on 2 device(s) x 1 accumulated batch(es): samples keep their order" in done.stderr
-    )
-    assert told == (notes == "second"), done.stderr
-    files = sorted((folder / notes).iterdir())
-    return [[[int(word) for word in line.split()] for line in file.read_text().splitlines()] for file in files]
+@pytest.fixture
+def run(tmp_path, monkeypatch, command_here):
+    """Trains up to an update; returns what each process was given: the epoch and the positions of every batch."""
+
+    def call(notes: str, stop_after: int, *words: str) -> list[list[list[int]]]:
+        (tmp_path / notes).mkdir()
+        monkeypatch.setenv("NOTES", str(tmp_path / notes))
+        monkeypatch.setenv("STOP_AFTER", str(stop_after))
+        words = ("train", *words, "resume=true")
+        if "trainer=ddp_sim" in words:
+            command = [sys.executable, SCRIPT, *words]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        else:
+            with monkeypatch.context() as patch:
+                noted_samples.patch(patch.setattr)
+                done = command_here(tmp_path, *words)
+        assert done.returncode in (0, 143), done.stderr
+        assert "continuing from" in done.stdout or notes == "first", done.stdout
+        told = (
+            "continues with 32 at a time on 2 device(s) x 1 accumulated batch(es): samples keep their order"
+            in done.stderr
+        )
+        assert told == (notes == "second"), done.stderr
+        files = sorted((tmp_path / notes).iterdir())
+        return [[[int(word) for word in line.split()] for line in file.read_text().splitlines()] for file in files]
+
+    return call
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_two_devices_and_again_on_one(tmp_path, tiny_overrides):
+def test_a_run_continues_on_two_devices_and_again_on_one(run, tiny_overrides):
     words = (*tiny_overrides, "callbacks.samples=null", "callbacks.confusion=null")
-    (first,) = run(tmp_path, "first", 7, *words)
-    ranks = run(tmp_path, "second", 13, *words, "trainer=ddp_sim")
-    (third,) = run(tmp_path, "third", -1, *words, "trainer.accumulate_grad_batches=2")
+    (first,) = run("first", 7, *words)
+    ranks = run("second", 13, *words, "trainer=ddp_sim")
+    (third,) = run("third", -1, *words, "trainer.accumulate_grad_batches=2")
     seen = [(epoch, positions) for epoch, *positions in first[:7]]
     for one, other in list(zip(*ranks, strict=True))[:6]:
         assert one[0] == other[0]

@@ -148,6 +148,25 @@ def test_predict_names_the_pictures_that_it_cannot_read(checkpoint, pictures, mo
     assert re.search(r"^longseq: warning: skipped unreadable image \S*broken\.png", capsys.readouterr().err, re.M)
 
 
+@pytest.mark.parametrize("verb", ["predict", "evaluate", "export"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    verb, checkpoint, pictures, monkeypatch, capsys, tmp_path
+):
+    folder, file = tmp_path / "folder.json", tmp_path / "file"
+    folder.mkdir()
+    file.write_text("kept")
+    given = [f"checkpoint={checkpoint}", *([f"input={pictures}"] if verb == "predict" else [])]
+    for output, told in ((folder, "is a folder: name a file"), (file / "a.json", "the folder cannot be made: ")):
+        monkeypatch.setattr(sys, "argv", ["longseq", verb, *given, f"output={output}"])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert left.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"longseq: error: output={output}")
+        assert told in line
+    assert file.read_text() == "kept"
+
+
 @pytest.mark.parametrize("suffix", ["csv", "json"])
 def test_predict_lists_every_picture_of_a_folder(suffix, checkpoint, pictures, compose_config, tmp_path):
     output = tmp_path / f"predictions.{suffix}"

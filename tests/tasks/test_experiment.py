@@ -66,7 +66,7 @@ MISTAKES = [
     ("image", "model.mixer", "mamba", "model.mixer is unknown"),
     ("timm", "model.widht", 3, "model.widht is unknown"),
     ("probe", "recipe.loss", {"bce": True}, "recipe.loss is read by no part of this task"),
-    ("probe", "model.direction", "forward", "model.direction is unknown"),
+    ("probe", "model.directions", "forward", "model.directions is unknown: did you mean model.direction?"),
     ("probe", "data.options.pair", 3, "has no option pair"),
     ("image", "data.source", GONE, "data.source is missing: give data.source=..."),
     ("image", "seed", GONE, "seed is missing: give seed=..."),
@@ -121,6 +121,14 @@ MISTAKES = [
     ("probe", "data.test", [{"tokens": 64}], "data.test: a slice needs samples=N of at least 1"),
     ("probe", "data.generator", "mqra", "data.generator=mqra is unknown"),
     ("probe", "model.mlp", "relu", "model.mlp=relu must be one of swiglu, gelu, none or null"),
+    # what only the constructors of models and callbacks know
+    ("image", "mixer", {"name": "deltanet", "options": {"num_heads": 7}}, "num_heads=7"),
+    ("probe", "mixer", {"name": "deltanet", "options": {"num_heads": 7}}, "num_heads=7"),
+    ("probe", "mixer", {"name": "5xdeltanet+attention", "options": None}, "5xdeltanet+attention"),
+    ("image", "callbacks.telemetry.examples", 0, "callbacks.telemetry.examples=0 must be a whole number of at least 1"),
+    ("image", "callbacks.nonfinite.every_n_steps", 0, "callbacks.nonfinite.every_n_steps=0 must be"),
+    ("image", "callbacks.checkpoint.every_n_train_steps", 0, "callbacks.checkpoint.every_n_train_steps=0 must be"),
+    ("image", "callbacks.samples.count", 0, "callbacks.samples.count=0 must be"),
 ]
 
 

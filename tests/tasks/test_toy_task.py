@@ -73,10 +73,10 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
 
 
 @pytest.mark.slow
-def test_a_task_from_outside_is_compared(folder, command):
+def test_a_task_from_outside_is_compared(folder, command_here):
     words = [word for word in WORDS if not word.startswith("mixer=")]
     rates = "learning_rates=[0,0.02]"
-    done = command(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")
+    done = command_here(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")
     assert done.returncode == 0, done.stderr
     (chosen,) = json.loads((folder / "compared" / "results.json").read_text())["summary"]
     assert chosen["learning_rate"] == 0.02, "the lower loss is the better one"

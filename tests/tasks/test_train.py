@@ -135,12 +135,12 @@ def test_resume_finds_runs_beside_what_else_lies_there(tmp_path, command_here, t
 
 
 @pytest.mark.slow
-def test_warnings_reach_the_user_one_line_each(tmp_path, command, tiny_overrides, image_folder):
+def test_warnings_reach_the_user_one_line_each(tmp_path, command_here, tiny_overrides, image_folder):
     shutil.copytree(image_folder, tmp_path / "images")
     broken = Path("images/train/class1/3.jpg")
     (tmp_path / broken).write_bytes(b"not an image")
     arguments = ("data=image_folder", "recipe=digits", "data.root=images", "data.img_size=16", "data.num_workers=0")
-    result = command(tmp_path, "train", *arguments, *tiny_overrides, "recipe.batch_size=8", "recipe.epochs=1")
+    result = command_here(tmp_path, "train", *arguments, *tiny_overrides, "recipe.batch_size=8", "recipe.epochs=1")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("longseq: warning: ")]
     assert any(f"skipped unreadable image {broken} (" in line for line in lines)
@@ -254,8 +254,8 @@ def test_two_processes_count_each_test_image_once(tmp_path, command, command_her
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_each_choice(tmp_path, command, tiny_overrides):
-    result = command(tmp_path, "train", "-m", *tiny_overrides, "seed=0,1", "recipe.epochs=1")
+def test_a_sweep_trains_each_choice(tmp_path, command_here, tiny_overrides):
+    result = command_here(tmp_path, "train", "-m", *tiny_overrides, "seed=0,1", "recipe.epochs=1")
     assert result.returncode == 0, result.stderr
     assert len(list(tmp_path.glob("outputs/image/sweep_*/*/metrics.json"))) == 2
 

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 
 from longseq.tasks import train
-from longseq.tools import cli
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def longseq_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `longseq` in this process, in a folder of its own; `test_cli.py` starts the script itself."""
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["longseq", *arguments])
-        try:
-            code = cli.main()
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        output, errors = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, code, output, errors)
-
-    return call
 
 
 @pytest.fixture(scope="session")

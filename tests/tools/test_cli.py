@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import logging
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -98,12 +97,11 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, command, words):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-def test_the_installed_script_helps_with_a_verb():
-    script = Path(sys.executable).with_name("longseq")
-    result = subprocess.run([script, "train", "--help"], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+def test_a_verb_helps(monkeypatch, capsys):
+    assert run(monkeypatch, "train", "--help") == 0
+    output = capsys.readouterr().out
     for word in ("longseq train mixer=deltanet", "mixer:", "resume=true", "seed=0  ", "output=${hydra"):
-        assert word in result.stdout
+        assert word in output
 
 
 @pytest.mark.parametrize(
@@ -122,6 +120,23 @@ def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
     groups = {key for key, hint in hints.items() if "Mapping" in str(hint)}
     assert {line.partition("=")[0].partition(".")[0] for line in told} | groups == hints.keys()
     assert all(len(words) > 8 for words in told.values()), "each has words of its own"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), "runs: is a directory"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+    ],
+)
+def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, told):
+    def refuse(name, overrides):
+        raise error
+
+    monkeypatch.setattr(cli, "_run_verb", refuse)
+    assert run(monkeypatch, "train") == 2
+    assert capsys.readouterr().err == f"longseq: error: {told}\n"
 
 
 def test_the_help_names_what_a_key_takes():

@@ -138,8 +138,8 @@ def test_lists() -> None:
 
 
 @pytest.mark.slow
-def test_command_describes_a_configuration(longseq_command) -> None:
-    result = longseq_command("describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
+def test_command_describes_a_configuration(command_here, tmp_path: Path) -> None:
+    result = command_here(tmp_path, "describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
     assert result.returncode == 0, result.stderr
     for shown in ("longseq_small_patch16_224", "mamba", "3 x 224 x 224", "selective_scan", "runs", "devices: cpu"):
         assert shown in result.stdout

@@ -361,9 +361,10 @@ def test_export_prints_nothing_of_the_exporters(format: str, tmp_path: Path, cap
 
 
 @pytest.mark.slow
-def test_command_exports_a_checkpoint(longseq_command: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_command_exports_a_checkpoint(command_here: Any, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "deep" / "digits.onnx"
-    result = longseq_command(
+    result = command_here(
+        tmp_path,
         "export",
         f"checkpoint={checkpoint}",
         f"output={output}",

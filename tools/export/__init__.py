@@ -38,6 +38,7 @@ def run(cfg: DictConfig) -> ExportReport:
     # Imported here, because an export from Python needs no training packages.
     from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
+    from longseq.tasks.training.files import prepare_file
 
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
@@ -48,9 +49,11 @@ def run(cfg: DictConfig) -> ExportReport:
         any_resolution=keys.dynamic_resolution,
         tasks=registry.like("image"),
     )
+    output = Path(keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")))
+    prepare_file(output)
     report = export_image_classifier(
         loaded.backbone,
-        keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")),
+        output,
         format=format,
         data=loaded.data,
         preprocess=keys.preprocess,

@@ -3,7 +3,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError
 from longseq.tasks.training.callbacks.updates import updated, validation_follows
+from longseq.tasks.training.options import Range
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -61,7 +62,10 @@ class LastCheckpoint(Checkpoint):
     """
 
     def __init__(
-        self, dirpath: str, every_n_train_steps: int | None = None, every_n_minutes: float | None = None
+        self,
+        dirpath: str,
+        every_n_train_steps: Annotated[int | None, Range(1)] = None,
+        every_n_minutes: Annotated[float | None, Range(0)] = None,
     ) -> None:
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(

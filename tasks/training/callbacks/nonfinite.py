@@ -1,6 +1,6 @@
 """Stops a training whose loss, gradients or weights are no longer finite, and names the first of them."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,6 +8,7 @@ from torch import Tensor, distributed, nn
 
 from longseq.blocks.sharding import own_part
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.options import Range
 
 
 class NonFiniteError(ValueError):
@@ -25,7 +26,7 @@ class NonFiniteStop(Callback):
     result, which names the ranks, and stop together.
     """
 
-    def __init__(self, every_n_steps: int = 50) -> None:
+    def __init__(self, every_n_steps: Annotated[int, Range(1)] = 50) -> None:
         if every_n_steps < 1:
             raise ValueError(f"callbacks.nonfinite.every_n_steps={every_n_steps} must be at least 1")
         self.every_n_steps = every_n_steps

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longseq.blocks.sharding import has_shards
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.callbacks.updates import updated
+from longseq.tasks.training.options import Range
 
 
 class Telemetry(Callback):
@@ -22,7 +23,7 @@ class Telemetry(Callback):
     orders, LAYER also names the order: `blocks.3.backward`.
     """
 
-    def __init__(self, every_n_steps: int = 100, examples: int = 8) -> None:
+    def __init__(self, every_n_steps: Annotated[int, Range(1)] = 100, examples: Annotated[int, Range(1)] = 8) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("examples", examples)):
             if value < 1:
                 raise ValueError(f"callbacks.telemetry.{name}={value} must be at least 1")

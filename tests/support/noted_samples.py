@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def end_batch_and_stop(module: TrainedModule, *arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def patch(set_attribute: Callable[[type, str, Any], None]) -> None:
+    """Let the trainings of this process note their images and stop."""
+    set_attribute(TrainingBatches, "__getitem__", give_and_note)
+    set_attribute(TrainedModule, "on_train_batch_end", end_batch_and_stop)
+
+
 if __name__ == "__main__":
-    TrainingBatches.__getitem__ = give_and_note  # type: ignore[method-assign]
-    TrainedModule.on_train_batch_end = end_batch_and_stop  # type: ignore[method-assign]
+    patch(setattr)
     sys.exit(cli.main())

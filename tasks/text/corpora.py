@@ -1,0 +1,90 @@
+"""The corpora that the keys of `data` name: prepared tokens, or text that is prepared when it is first asked for."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from longseq.tasks.text.documents import Document, Fractions, encode, store_of
+from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.text.prepare import plan_of, prepare
+from longseq.tasks.text.python_sources import installed_files, standard_library_files
+from longseq.tasks.text.sources import TEXT, Columns, Part, find_parts, group_files, read_part
+from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
+from longseq.tasks.text.tokenizer import ByteTokenizer
+
+_log = logging.getLogger(__name__)
+
+_FRACTION = 0.05
+
+
+def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
+    """One corpus for each entry of `data.root`, or the only one. ValueError for what the user can mend."""
+    fractions = {
+        "validation": _FRACTION if keys.validation is None else keys.validation,
+        "test": _FRACTION if keys.test is None else keys.test,
+    }
+    if keys.source == "standard_library":
+        return [_standard_library(fractions)]
+    if keys.source == "python_sources":
+        return [
+            _prepared("python_sources", list(group_files(installed_files(), format="python")), TEXT, fractions, keys)
+        ]
+    assert keys.root is not None
+    roots = [keys.root] if isinstance(keys.root, str) else keys.root
+    if keys.source == "tokens":
+        return [open_store(root, check=keys.check) for root in roots]
+    columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    return [
+        _prepared(Path(root).resolve().stem, find_parts([os.path.realpath(root)], columns), columns, fractions, keys)
+        for root in roots
+    ]
+
+
+def cache_folder() -> Path:
+    """Where text that was prepared for training is kept: longseq/text in the user's cache (XDG_CACHE_HOME)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "longseq" / "text"
+
+
+def _standard_library(fractions: Fractions) -> TokenStore:
+    """The bytes of the standard library's modules, in memory."""
+    tokenizer, parts = ByteTokenizer(), group_files(standard_library_files(), format="python")
+    documents = (one for part in parts for one in read_part(part, TEXT) if isinstance(one, Document) and one.text)
+    return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
+
+
+def _prepared(
+    name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
+) -> TokenStore:
+    """The tokens of text, from the cache if they are there; one process prepares them while others wait for it."""
+    tokenizer = keys.tokenizer or "bytes"
+    plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
+    known = hashlib.sha256(plan.encode()).hexdigest()[:16]
+    base = cache_folder() if keys.cache is None else Path(keys.cache)
+    output = base / f"{name}_{known}"
+    base.mkdir(parents=True, exist_ok=True)
+    with (base / f"{output.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (output / MANIFEST).exists():
+            _log.info("preparing %s in %s", name, output)
+            manifest = prepare(
+                parts,
+                output,
+                columns=columns,
+                tokenizer=tokenizer,
+                separator=keys.separator,
+                fractions=fractions,
+            )
+            if count := manifest["counts"]["malformed"]:
+                _log.warning(
+                    "%d lines or files of %s could not be read and are left out, such as %s",
+                    count,
+                    name,
+                    manifest["malformed"][0],
+                )
+    return open_store(output, check=keys.check)

@@ -1,0 +1,58 @@
+"""Triton's interpreter, which emulates the kernels where there is no GPU, without work that changes no result."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+from typing import Any
+
+
+def import_triton() -> None:
+    """Import Triton so that its own functions can be emulated, which it decides at its import.
+
+    Each kernel of ours is emulated if the variable is set when that kernel is imported: tests that emulate set it.
+    Elsewhere in the suite `auto` must not choose the emulation.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    language = importlib.import_module("triton.language")
+    del os.environ["TRITON_INTERPRET"]
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    _patch_language_once(interpreter, language)
+    _leave_out_overflow(interpreter)
+    _look_up_types_once(interpreter, language)
+
+
+def _patch_language_once(interpreter: Any, language: Any) -> None:
+    """Search a kernel for functions of the language only when those are not the interpreter's yet.
+
+    The interpreter puts its functions in the place of the language's when a kernel is launched, and again whenever the
+    kernel calls a function, when all of them stand there already.
+    """
+    patch_language = interpreter._patch_lang
+    restores_nothing = getattr(interpreter, "_LangPatchScope", lambda: None)  # Triton 3.4 has none
+
+    @functools.cache
+    def modules_seen_by(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if value is language or value is language.core]
+
+    def patch_language_once(function: Any) -> Any:
+        seen = modules_seen_by(function)
+        patched = seen and not any(language.core.is_builtin(module.load) for module in seen)
+        return restores_nothing() if patched else patch_language(function)
+
+    interpreter._patch_lang = patch_language_once
+
+
+def _leave_out_overflow(interpreter: Any) -> None:
+    """Do not compute whether sums and products of integers overflow: without `debug`, nothing reads the answer."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _look_up_types_once(interpreter: Any, language: Any) -> None:
+    """NumPy's type for a type of Triton: the interpreter builds a table of all of them for each operation."""
+    find = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda type: find(language.uint64 if type.scalar.is_ptr() else type.scalar)

@@ -1,0 +1,197 @@
+"""The data of language models: where text comes from, exact resume, and refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longseq.tasks.lm.data import LanguageModelData
+from longseq.tasks.text import corpora, python_sources
+from longseq.tasks.text.batch import IGNORED, TokenBatch
+from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.text.prepare import prepare
+from longseq.tasks.text.sources import TEXT, find_parts
+from longseq.tasks.training.options import read
+
+TEXTS = [f"document {i}: " + "the cat sat on the mat; " * (i % 9) for i in range(80)]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture
+def tokens(jsonl: Path) -> Path:
+    output = jsonl.with_name("tokens")
+    prepare(find_parts([str(jsonl)], TEXT), output, fractions={"validation": 0.1, "test": 0.1}, processes=1)
+    return output
+
+
+def make(batch_size: int = 4, **keys: Any) -> LanguageModelData:
+    data = LanguageModelData(read(TextDataKeys, {"name": "made", "window": 16, **keys}, "data"), batch_size=batch_size)
+    data.setup()
+    return data
+
+
+def as_lists(batches: Iterator[TokenBatch]) -> list[tuple[Any, ...]]:
+    return [(inputs.tokens.tolist(), targets.tolist(), inputs.units) for inputs, targets in batches]
+
+
+@pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
+def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> None:
+    data = make(source="tokens", root=str(tokens), packing=packing)
+    told = json.loads((tokens / "manifest.json").read_text())["splits"]
+    for split, name, loader in (
+        ("val", "validation", data.val_dataloader()),
+        ("test", "test", data.test_dataloader()),
+    ):
+        batches = list(loader)
+        assert sum(inputs.byte_count for inputs, _ in batches) == told[name]["bytes"] == data.info.text_bytes[split]
+        assert sum(inputs.units for inputs, _ in batches) == told[name]["tokens"]
+        assert len({(inputs.tokens.shape, targets.shape) for inputs, targets in batches}) == 1
+
+
+@pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
+def test_training_resumes_exactly(tokens: Path, packing: str) -> None:
+    def loader() -> Any:
+        found = make(source="tokens", root=str(tokens), packing=packing).train_dataloader()
+        found.sampler.set_epoch(3)
+        return found
+
+    whole = as_lists(iter(loader()))
+    first, rest = loader(), loader()
+    iterator = iter(first)
+    begun = [next(iterator) for _ in range(5)]
+    rest.load_state_dict(first.state_dict())
+    assert as_lists(iter(begun)) + as_lists(iter(rest)) == whole
+    assert len(whole) > 10
+    other = loader()
+    other.sampler.set_epoch(4)
+    assert as_lists(iter(other)) != whole
+
+
+@pytest.mark.slow
+def test_workers_give_the_same_batches(tokens: Path) -> None:
+    options = {"source": "tokens", "root": str(tokens), "packing": "documents"}
+    alone, beside = (make(**options, num_workers=count).train_dataloader() for count in (0, 1))
+    assert as_lists(iter(alone)) == as_lists(iter(beside))
+
+
+def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = {"source": "files", "root": str(jsonl), "validation": 0.1, "test": 0.1}
+    data = make(**options)
+    assert data.info.text_bytes == make(source="tokens", root=str(tokens)).info.text_bytes
+    assert corpora.cache_folder() == tmp_path / "cache" / "longseq" / "text"
+    with monkeypatch.context() as patch:
+        patch.setattr(corpora, "prepare", None)  # a second preparation would fail
+        again = make(**options)
+    assert as_lists(iter(again.train_dataloader())) == as_lists(iter(data.train_dataloader()))
+    jsonl.write_text(json.dumps({"text": "another text " * 40}) + "\n" + jsonl.read_text())
+    assert make(**options).info.sizes != data.info.sizes
+
+
+def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tokens: Path, tmp_path: Path) -> None:
+    trained = make(source="standard_library", validation=0.02, test=0.02).info
+    config = {"seed": 0, "data": {"name": "made", "source": "standard_library", "window": 16, "validation": 0.02}}
+    given = {"source": "files", "root": str(jsonl), "test": 0.9, "validation": 0.0, "cache": str(tmp_path / "cache")}
+    for told, changes in (
+        (config, {**given, "window": 32}),
+        ({}, given),
+        (config, {"source": "tokens", "root": str(tokens)}),
+    ):
+        data = LanguageModelData.for_evaluation(told, changes, split="test", trained=trained, batch_size=4)
+        batches = list(data.test_dataloader())
+        assert batches[0][0].tokens.numel() == 4 * 16
+        assert batches[0][0].max_seqlen == changes.get("window", 16)
+        assert sum(inputs.byte_count for inputs, _ in batches) == data.info.text_bytes["test"] > 0
+    with pytest.raises(ValueError, match="the validation split of the text is empty"):
+        LanguageModelData.for_evaluation(config, given, split="val", trained=trained, batch_size=4)
+    changes = {**given, "tokenizer": "train:300"}
+    with pytest.raises(ValueError, match="prepared with another tokenizer than the model was trained with"):
+        LanguageModelData.for_evaluation(config, changes, split="test", trained=trained, batch_size=4)
+
+
+def test_python_sources_are_those_that_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site-packages"
+    for name in ("a/one.py", "a/tests/test_one.py", "b.py", "a/two.txt"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(f"# {name}\n" * 50)
+    (site / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
+    monkeypatch.setattr(python_sources, "standard_library_files", list)
+    monkeypatch.setattr("sys.path", [str(site)])
+    found = python_sources.installed_files()
+    assert [Path(path).relative_to(site).as_posix() for path in found] == ["a/one.py", "b.py", "latin.py"]
+    texts = [
+        one.text  # type: ignore[union-attr]
+        for part in corpora.group_files(found, format="python")
+        for one in corpora.read_part(part, TEXT)
+    ]
+    assert texts[2].endswith("# é\n")
+
+
+def test_the_standard_library_is_split_by_file_and_measured_by_gzip() -> None:
+    files = python_sources.standard_library_files()
+    names = {Path(path).name for path in files}
+    assert {"argparse.py", "tokenize.py"} <= names
+    assert not [path for path in files if {"test", "tests", "idlelib", "site-packages"} & set(Path(path).parts[-3:-1])]
+    data = make(source="standard_library", window=256)
+    splits = data._stores[0].splits
+    assert sum(corpus.documents for corpus in splits.values()) > 0.9 * len(files)
+    assert 1.5 < data.info.gzip_bits_per_byte < 2.5  # type: ignore[operator]
+    inputs, targets = next(iter(data.train_dataloader()))
+    assert inputs.units == int((targets != IGNORED).sum()) == 4 * 256
+    text = data.info.make_tokenizer().decode(inputs.tokens[0].tolist())
+    assert "def " in text or "import" in text or "self" in text
+
+
+def test_corpora_are_mixed_by_weights(tokens: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.mkdir()
+    for index in range(60):
+        (other / f"{index}.txt").write_text(f"{index} 0123456789" * 8)
+    second = tmp_path / "second"
+    prepare(find_parts([str(other)], TEXT), second, fractions={"validation": 0.1, "test": 0.1}, processes=1)
+    data = make(source="tokens", root=[str(tokens), str(second)], weights=[1, 3], batch_size=2)
+    rows = torch.cat([inputs.tokens.view(-1, 16) for inputs, _ in data.train_dataloader()])
+    digits = ((rows >= ord("0")) & (rows <= ord("9"))).sum(dim=1) > 8
+    assert abs(float(digits.double().mean()) - 0.75) < 0.02
+    assert data.info.gzip_bits_per_byte is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"source": "tokens"}, "data=made reads a folder or a file: give data.root=PATH, the folder that"),
+        ({"source": "files"}, "give data.root=PATH, the text"),
+        ({"source": "tokens", "root": "nowhere"}, "nowhere is no folder: give one that `longseq prepare` has written"),
+        ({"source": "tokens", "root": "a", "validation": 0.1}, "data.validation=0.1 is not read by data.source=tokens"),
+        ({"source": "standard_library", "root": "a"}, "data.root=a is not read by data.source=standard_library"),
+        ({"source": "standard_library", "validation": 0.5, "test": 0.5}, "leave nothing to train on"),
+        ({"source": "standard_library", "validation": 0.0}, "the validation split of the text is empty: change data"),
+        ({"source": "tokens", "root": ["a", "b"], "weights": [1.0]}, "data.weights has 1 entries, data.root 2"),
+        ({"source": "tokens", "root": ["a", "b"], "packing": "streams"}, "data.packing=streams reads one corpus"),
+        ({"source": "tokens", "root": "a", "packing": "documents", "reset_state": False}, "keeps documents apart"),
+        ({"source": "tokens", "root": "tokens", "window": 10**6}, "a smaller data.window"),
+        ({"source": "tokens", "root": ["tokens", "trained"]}, "tokens and trained were prepared with different token"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tokens: Path, jsonl: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tokens.parent)
+    if keys.get("root") == ["tokens", "trained"]:
+        fractions = {"validation": 0.1, "test": 0.1}
+        parts = find_parts([str(jsonl)], TEXT)
+        prepare(parts, Path("trained"), tokenizer="train:300", fractions=fractions, processes=1)
+    with pytest.raises(ValueError, match=message) as found:
+        make(**keys).train_dataloader()
+    assert "\n" not in str(found.value)
