@@ -19,9 +19,9 @@ from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.lm import data as lm_data
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.text import corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
@@ -127,7 +127,8 @@ def test_every_experiment_states_its_claim_and_runs(
     batch = 2
     if name.startswith("lm/"):
         batch = 4  # tokens: two windows
-        monkeypatch.setattr(lm_data, "standard_library_files", lambda: sorted(Path(json.__file__).parent.glob("*.py")))
+        files = [str(path) for path in Path(json.__file__).parent.glob("*.py")]
+        monkeypatch.setattr(corpora, "standard_library_files", lambda: sorted(files))
         small = [
             "data.validation=0.3",
             "data.test=0.3",

@@ -14,15 +14,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.optim import param_groups_weight_decay
 
+import longseq
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate, generate, train
-from longseq.tasks.lm import data
 from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.text import corpora
 from longseq.tasks.training import muon
+from longseq.tasks.training.callbacks import throughput
 from longseq.tasks.training.muon import create_muon
 
-FILES = sorted((Path(json.__file__).parent).glob("*.py")) + sorted(Path(email.__file__).parent.glob("[a-e]*.py"))
+FILES = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
 WORDS = (
     "task=lm",
     "trainer=cpu",
@@ -52,7 +54,7 @@ class Interruption(Exception):
 @pytest.fixture(autouse=True)
 def few_files(monkeypatch):
     """Few files in place of the whole standard library."""
-    monkeypatch.setattr(data, "standard_library_files", lambda: FILES)
+    monkeypatch.setattr(corpora, "standard_library_files", lambda: FILES)
 
 
 @pytest.fixture
@@ -93,7 +95,8 @@ def assert_same_run(one, other):
     assert not differing
 
 
-def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, capsys):
+def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, capsys, monkeypatch):
+    monkeypatch.setattr(throughput, "peak_flops", lambda device, precision, matmul_precision: 1e12)
     folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
     metrics = json.loads((folder / "metrics.json").read_text())
     assert 1 < metrics["test/bits_per_byte"] < 9
@@ -108,6 +111,10 @@ def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, caps
     events = EventAccumulator(str(folder)).Reload()
     assert len(events.Tensors("val/sample/text_summary")) == 3
     assert {"train/loss", "val/bits_per_byte", "throughput/tokens_per_second"} <= set(events.Tags()["scalars"])
+    rates, used = (events.Scalars(f"throughput/{name}") for name in ("tokens_per_second", "mfu"))
+    model = longseq.from_pretrained(folder / "model")
+    wanted = rates[-1].value * 3 * model.flops(16) / 16 / 1e12
+    assert used[-1].value == pytest.approx(wanted, rel=1e-4)
     best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
     losses = {event.step: event.value for event in events.Scalars("val/loss")}
     assert losses[best["global_step"] - 1] == min(losses.values())
@@ -270,7 +277,7 @@ PLUGIN = """
 import email, json
 from pathlib import Path
 from longseq.tasks.lm import data
-files = sorted(Path(json.__file__).parent.glob("*.py")) + sorted(Path(email.__file__).parent.glob("[a-e]*.py"))
+files = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
 data.standard_library_files = lambda: files
 """
 ADAMW = ("recipe=lm", "recipe.tokens=null", "recipe.schedule.warmup_tokens=null", "recipe.learning_rate=0.01")
