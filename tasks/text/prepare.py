@@ -1,7 +1,8 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input side by side, each into a file below OUTPUT/.partial. When all are there, one
-process joins them in the order of the input, without duplicates. The same command goes on where an earlier one stopped.
+Processes encode the parts of the input in parallel, each part into a file below OUTPUT/.partial. When all parts are
+done, one process joins them in the order of the input, without duplicates. After an interruption the same command
+continues.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from longseq.tasks.training.lock import locked
 from longseq.tasks.training.options import Length, Range, Required
 from longseq.tasks.training.processes import usable_cores
 
-# Bytes of text from which a tokenizer is trained: more change it little and take long.
+# Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
 TRAINING_TEXT = 1 << 28
 
 Fraction = Annotated[float, Range(0, below=1)]
@@ -70,7 +71,7 @@ Fraction = Annotated[float, Range(0, below=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareKeys(CommandKeys):
-    """The keys of `longseq prepare`; conf/prepare.yaml says what they mean."""
+    """The keys of `longseq prepare`, explained in conf/prepare.yaml."""
 
     input: Annotated[
         str | Annotated[list[str], Length(1)] | None,
@@ -90,7 +91,7 @@ class PrepareKeys(CommandKeys):
 
 
 def check_fractions(validation: float, test: float, *keys: str) -> None:
-    """ValueError where nothing is left to train on."""
+    """Raise ValueError if the fractions leave nothing to train on."""
     if validation + test >= 1:
         raise ValueError(
             f"{keys[0]}={validation} and {keys[1]}={test} leave nothing to train on: their sum is to be below 1"
@@ -99,7 +100,7 @@ def check_fractions(validation: float, test: float, *keys: str) -> None:
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
-    """Prepare as configured, and tell what was made."""
+    """Prepare text as configured, and print a summary."""
     keys = read_command(PrepareKeys, cfg)
     assert keys.input is not None
     assert keys.output is not None
@@ -150,7 +151,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` is how many read and encode side by side, by default one for each core that this process may use.
+    `processes` is the number of processes that read and encode, by default one for each core that this process can use.
     ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, or the
     disk is full.
     """
@@ -176,7 +177,7 @@ def prepare(
 def plan_of(
     parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
 ) -> str:
-    """What a preparation depends on: the same text is told by the same files, of the same sizes and times."""
+    """Everything that decides the tokens of a preparation; text is identified by the sizes and times of its files."""
     return json.dumps(
         {
             "version": VERSION,
@@ -193,7 +194,7 @@ def _is_named(tokenizer: str) -> bool:
 
 
 def _stamp(path: str) -> list[int]:
-    """What tells that a file is the one that was read before."""
+    """The properties by which a file counts as unchanged."""
     try:
         found = os.stat(path)
     except OSError:
@@ -228,7 +229,7 @@ def _choose_tokenizer(
 def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fractions) -> Iterator[str]:
     """Texts of the training split, from parts all over the input."""
     left = TRAINING_TEXT
-    # Parts far from each other come first: 0, n/2, n/4, 3n/4, ...
+    # Parts at distant places come first: 0, n/2, n/4, 3n/4, ...
     bits = max(1, (len(parts) - 1).bit_length())
     order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     for index in order:
@@ -252,7 +253,7 @@ def _encode_parts(
     processes: int | None,
     show_progress: bool,
 ) -> tuple[Counter[str], list[str]]:
-    """Encode what is not there yet; returns the counts of all parts, and the first lines that could not be read."""
+    """Encode the missing parts; returns the counts of all parts, and the first lines that could not be read."""
     waiting = [index for index in range(len(parts)) if not told_path(partial, index).exists()]
     told = tokenizer.to_dict()
     processes = min(processes or usable_cores(), len(waiting))
@@ -316,7 +317,7 @@ def _join(
 
 
 class _SplitWriter:
-    """Writes the files of a split, a part after the other, and counts what they hold."""
+    """Writes the files of a split, part by part, and counts their contents."""
 
     def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
         self._types = types
@@ -338,7 +339,7 @@ class _SplitWriter:
         self._bytes += int(encoded.byte_counts[chosen].sum())
 
     def close(self) -> dict[str, Any]:
-        """What the manifest tells of the split."""
+        """The manifest's entry of the split."""
         files = {}
         for ending, file in self._files.items():
             file.flush()

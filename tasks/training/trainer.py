@@ -102,5 +102,5 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
             plugins=[WholeCheckpoints()],
             default_root_dir=config.get("output"),
         )
-    except (TypeError, MisconfigurationException) as error:
+    except (TypeError, ValueError, MisconfigurationException) as error:
         raise ValueError(f"the trainer cannot be built: {error}; see trainer=..., or trainer=cpu") from error
