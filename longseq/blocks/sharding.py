@@ -70,6 +70,11 @@ def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iter
                 parameter.to_local().copy_(_own_share(whole, parameter))
 
 
+def has_shards(module: nn.Module) -> bool:
+    """True for a module of whose parameters each process holds a shard."""
+    return any(is_sharded(parameter) for parameter in module.parameters())
+
+
 def is_sharded(tensor: Any) -> bool:
     """True for torch's DTensor, of which each process holds a shard."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
