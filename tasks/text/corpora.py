@@ -13,7 +13,7 @@ from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
-from longseq.tasks.text.sources import TEXT, Columns, Part, find_parts, group_files, read_part
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
@@ -40,9 +40,13 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         return [open_store(root, check=keys.check) for root in roots]
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
     return [
-        _prepared(Path(root).resolve().stem, find_parts([os.path.realpath(root)], columns), columns, fractions, keys)
+        _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots
     ]
+
+
+def _absolute(root: str) -> str:
+    return root if root.startswith(STREAM) else os.path.realpath(root)
 
 
 def cache_folder() -> Path:

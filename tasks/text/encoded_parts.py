@@ -57,8 +57,8 @@ def encode_part(
 def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial: Path, processes: int) -> Iterator[int]:
     """Encode the parts `waiting` of a job in several processes; yields the number of each part that is done.
 
-    `job` holds the arguments of `encode_part` for all parts. Raises the OSError of a process, and ValueError if one is
-    killed.
+    `job` holds the arguments of `encode_part` for all parts. Raises the OSError or ValueError of a process, and
+    ValueError if one is killed.
     """
     path = partial / "job.json"
     path.write_text(json.dumps(job))
@@ -83,6 +83,8 @@ def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial:
                     answer = json.loads(line)
                     if "errno" in answer:
                         raise OSError(answer["errno"], answer["reason"])
+                    if "mistake" in answer:
+                        raise ValueError(answer["mistake"])
                     if "done" in answer:
                         yield answer["done"]
                     index = next(rest, None)
@@ -124,6 +126,9 @@ def work(path: str) -> None:
             encode_part(index, parts[index], columns, job["tokenizer"], job["fractions"], Path(path).parent)
         except OSError as error:
             _answer(errno=error.errno, reason=str(error))
+            return
+        except ValueError as error:
+            _answer(mistake=str(error))
             return
         _answer(done=index)
 

@@ -77,6 +77,7 @@ class PrepareKeys(CommandKeys):
         str | Annotated[list[str], Length(1)] | None,
         Required("give input=FILE, input=FOLDER or input=[A,B]: the text to prepare"),
     ]
+    whole_files: bool
     output: Annotated[str | None, Required("give output=FOLDER: where the tokens are written")]
     tokenizer: str
     separator: str | None
@@ -105,7 +106,8 @@ def run(cfg: DictConfig) -> None:
     assert keys.input is not None
     assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)
-    parts = find_parts([keys.input] if isinstance(keys.input, str) else keys.input, columns)
+    inputs = [keys.input] if isinstance(keys.input, str) else keys.input
+    parts = find_parts(inputs, columns, whole_files=keys.whole_files)
     manifest = prepare(
         parts,
         Path(keys.output),
