@@ -66,13 +66,20 @@ class Malformed(NamedTuple):
     def describe(self) -> str:
         line = self.line
         if self.offset is not None:
-            with open(self.path, "rb") as file:
-                line = 1 + file.read(self.offset).count(b"\n")
+            line = 1 + _count_lines(self.path, self.offset)
         return f"{self.path}{f', line {line}' if line is not None else ''}: {self.reason}"
 
 
-def find_parts(inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE) -> list[Part]:
-    """The parts of the inputs, in their order.
+def _count_lines(path: str, stop: int, block: int = 1 << 20) -> int:
+    """The ends of lines in the first `stop` bytes of a file."""
+    with open(path, "rb") as file:
+        return sum(file.read(min(block, stop - start)).count(b"\n") for start in range(0, stop, block))
+
+
+def find_parts(
+    inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE, whole_files: bool = False
+) -> list[Part]:
+    """The parts of the inputs, in their order; with `whole_files` each file is a document, whatever its ending.
 
     ValueError, in one line: an input does not exist, is empty, or has no such column.
     """
@@ -84,7 +91,7 @@ def find_parts(inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE
         path = Path(given)
         if not path.exists():
             raise ValueError(f"input={given} does not exist")
-        found = list(_parts_of(path, columns, size))
+        found = list(_parts_of_files(path, size) if whole_files else _parts_of(path, columns, size))
         if not found:
             raise ValueError(f"input={given} is empty: it holds no file with text")
         parts += found
@@ -114,17 +121,25 @@ def _parts_of(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 def _parts_of_folder(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     texts: list[str] = []
+    for file in _files_below(path):
+        if _format_of(file) == "text":
+            texts.append(str(file))
+        elif file.stat().st_size:
+            yield from _parts_of_file(file, columns, size)
+    yield from group_files(texts, size=size)
+
+
+def _parts_of_files(path: Path, size: int) -> Iterator[Part]:
+    yield from group_files([str(path)] if path.is_file() else [str(file) for file in _files_below(path)], size=size)
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    """The files below a folder in the order of their names, without hidden ones."""
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if name.startswith("."):
-                continue
-            file = Path(folder, name)
-            if _format_of(file) == "text":
-                texts.append(str(file))
-            elif file.stat().st_size:
-                yield from _parts_of_file(file, columns, size)
-    yield from group_files(texts, size=size)
+            if not name.startswith(".") and (file := Path(folder, name)).is_file():
+                yield file
 
 
 def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:

@@ -114,6 +114,18 @@ def test_each_format_gives_the_same_documents(tmp_path: Path, name: str) -> None
     )
 
 
+def test_each_file_of_source_code_is_a_document(tmp_path: Path) -> None:
+    files = {"a.json": '{"a": 1}', "b.csv": "1,2\n", "c.py": "import c\n"}
+    (tmp_path / "code").mkdir()
+    for name, text in files.items():
+        (tmp_path / "code" / name).write_text(text)
+    os.symlink(tmp_path / "nowhere", tmp_path / "code" / "broken")
+    with pytest.raises(ValueError, match=r"a.json has no column 'text'"):
+        find_parts([str(tmp_path / "code")], Columns())
+    parts = find_parts([str(tmp_path / "code")], Columns(), whole_files=True)
+    assert [one.text for part in parts for one in read_part(part, Columns())] == list(files.values())  # type: ignore[union-attr]
+
+
 def test_the_size_of_parts_and_the_order_of_files_change_nothing(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     made = [documents(run(tmp_path / "a.jsonl", tmp_path / f"out{size}", size=size)) for size in (40, 300, 10**9)]
@@ -237,7 +249,7 @@ def test_several_processes_write_the_same_files(tmp_path: Path) -> None:
     # What a process cannot do, it tells: here a folder is where it writes the tokens of the last part.
     last = len(find_parts([str(tmp_path / "a.jsonl")], Columns(), size=500)) - 1
     (partial / f"{last:06}.npz").mkdir()
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(ValueError, match=r"\.npz'?: Is a directory"):
         run(tmp_path / "a.jsonl", tmp_path / "out2", processes=2)
     assert len(list(partial.glob("*.npz"))) == last + 1
     (partial / f"{last:06}.npz").rmdir()
@@ -288,6 +300,7 @@ def test_the_command_tells_what_it_made(
             "holds no document, 2 malformed lines or files: bad.jsonl, line 1",
         ),
         (["input=a.parquet", "output=out"], "input=a.parquet is no parquet file, or a truncated one"),
+        (["input=a.jsonl", "output=a.csv/out"], "Not a directory"),
         (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
         (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
         (["input=a.jsonl", "output=out", "tokenizer=train:100"], "a vocabulary needs the 256 bytes and the separator"),
