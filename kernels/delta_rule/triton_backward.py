@@ -1,15 +1,14 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Where there is no gate, `weigh_rows` makes e^b Q and e^{b_C - b} W again. `retreat` walks from the last chunk to the
-first, in the segments of time that forward had (see triton_segments.py), and leaves the gradients of the states after
-each chunk. The rest runs over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L;
-of short sequences, `retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and
-gates).
+Without a gate `weigh_rows` recomputes e^b Q and e^{b_C - b} W. `retreat` walks from the last chunk to the first, in the
+segments of time of the forward pass (see triton_segments.py), and stores the gradients of the states after each chunk.
+The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; for
+short sequences `retreat` computes them) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
 
-A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
-product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on are
-tiles with units, which stand in a row of memory of their own (see triton_kept.py). Gradients of states, of U and of V
-are handed on transposed, as those are themselves (see triton_forward.py).
+A matrix that is needed both as it is and transposed goes through memory in between: a transposed result of one matrix
+product as the left operand of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. The kernels exchange tiles
+with units, which are in separate rows of memory (see triton_kept.py). Gradients of states, of U and of V are stored
+transposed, as states, U and V themselves are (see triton_forward.py).
 """
 
 import triton
@@ -91,7 +90,7 @@ def _load_gradients(
     d_output, do_token, m, start, end, column,
     V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of the gradients of the outputs of a sequence's chunk number m."""
+    """BLOCK columns of the gradients of the outputs, for chunk m of a sequence."""
     d_output += token_after(m * CHUNK, start, end, REVERSE) * do_token
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
@@ -103,7 +102,7 @@ def weigh_rows(
     K: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: queries times scale and write keys times their strengths, the tiles that forward had."""
+    """One chunk of one head: queries times scale and write keys times strengths, the tiles of the forward pass."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
@@ -136,11 +135,11 @@ def retreat(
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
-    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. Of SHORT sequences one
-    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. A SUMMARY leaves a
-    segment's offset alone.
+    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. For SHORT sequences one
+    program holds all columns; it stores the gradients of V instead of those of U, and also those of the scores. With
+    SUMMARY only a segment's offset is stored.
     """
-    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # of the number of key columns
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     column = tl.program_id(0) % blocks * BLOCK
@@ -149,7 +148,7 @@ def retreat(
     segment, number, last, begin = n, 0, 0, 0
     if SEGMENTED:
         n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
-        if SUMMARY:  # nothing asks for the first segment's
+        if SUMMARY:  # the offset of the first segment is not needed
             begin = tl.where(number == 0, stop, begin)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     if not SEGMENTED:
@@ -168,7 +167,7 @@ def retreat(
                 piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         d_state = d_state + (piece,)
     d_state, exponent = turn_to_tiles(d_state, 0, SCALED)
-    # Shared memory has room for a wide state's tiles of two chunks, but not for these beside them.
+    # Shared memory has room for a wide state's tiles of two chunks, but not for these tiles as well.
     EARLY: tl.constexpr = K > 128
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
@@ -195,7 +194,7 @@ def retreat(
         else:
             do = _load_gradients(d_output, do_token, m, start, end, column, V, REVERSE, CHUNK, BLOCK)
         do, do_unit = in_units(do.to(tl.float32), SCALED)
-        # Numbers that products do not take are asked for a turn early.
+        # Values that are not operands of products are loaded one iteration early.
         following = tl.maximum(m - 1, begin)
         packed, size = 1.0, 1.0
         if SCALED:
@@ -287,7 +286,7 @@ def differentiate_scores(
     V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: gradients of V (in `d_written` also, in place of U's), of Q Wᵀ and of R Wᵀ."""
+    """One chunk of one head: gradients of V (also in `d_written`, in place of U's), of Q Wᵀ and of R Wᵀ."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -302,7 +301,7 @@ def differentiate_scores(
 
     x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     x_unit = load_unit(units, INVERSE, SCALED)
-    # The tiles of all value columns are added up in the largest of their units.
+    # The tiles of all value columns are summed in the largest of their units.
     u_units = units + WRITTEN
     do_units = d_units + D_OUTPUT
     du_units = do_units + tiles
@@ -359,9 +358,9 @@ def differentiate_inputs(
     READS: tl.constexpr, REST: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's.
+    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; the block's part of beta's and g's.
 
-    READS leaves that of q, REST the others.
+    READS: the gradient of q is stored. REST: the other gradients are stored.
     """
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
@@ -388,7 +387,7 @@ def differentiate_inputs(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
 
-    # The tiles of all value columns are added up in the largest of their units.
+    # The tiles of all value columns are summed in the largest of their units.
     u_units = units + WRITTEN
     state_units = u_units + tiles
     do_units = d_units + D_OUTPUT
@@ -444,8 +443,8 @@ def differentiate_inputs(
     query_unit = load_unit(units, QUERY, SCALED)
     read_unit = load_unit(units, KEY, SCALED)
     write_unit = load_unit(units, WRITE_KEY, SCALED)
-    # What the states give goes on in the larger of its unit and that of what the scores give. Strengths are parts of
-    # their largest, which write keys count in, too.
+    # The products with the states are continued in the larger of their unit and the unit of the products with the
+    # scores. Strengths, and with them the write keys, are in the unit of the largest strength.
     strength_unit, part_of_strength = 1.0, strength
     query_weight, write_weight, other_write_weight, read_weight = 1.0, 1.0, 1.0, 1.0
     q_exponent, r_exponent, w_exponent = 0, 0, 0
@@ -503,8 +502,8 @@ def differentiate_inputs(
         part = block.to(tl.int64) * tokens * H + token
         tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
         if GATED:
-            # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie
-            # on one side of it are in both sums, with opposite signs.
+            # A gate acts on reads after it of writes before it. Pairs of tokens on one side of the gate are in both
+            # sums, with opposite signs.
             later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
             dg = tl.cumsum(later, 0, reverse=True) + d_end
             tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)

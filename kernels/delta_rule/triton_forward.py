@@ -1,19 +1,20 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
-`prepare` runs over chunks in parallel and leaves tiles that need no further scaling but by their units (see
-triton_units.py). After it `advance` walks along time and leaves the outputs on its way, or, in float32, whose tiles are
-too large for that, `read_out` takes them over chunks in parallel. Few heads of a long sequence are cut into segments of
-time before (see triton_segments.py). Of short sequences there are enough to leave all to `read_through`, one launch
-that walks along time with everything on chip.
+`prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
+triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
+`read_out` computes the outputs over chunks in parallel. A long sequence with few heads is cut into segments of time
+first (see triton_segments.py). Short sequences are read by one launch, `read_through`, which walks along time and keeps
+everything on chip.
 
-Units follow from bounds where that is accurate enough, as a look at all numbers of a tile takes time: those of products
-from the units of their factors, those of sums from the units of their parts. A bound may be 2^10 times too large. A
-chunk whose inverse is not mild (see `inverse_size`) has tokens that are 10^8 times larger than those before them: its
-tiles have units from a look at their numbers, so that small tokens stay accurate beside large ones.
+Units are found from bounds where that is accurate enough, because finding the largest number of a tile takes time. The
+units of products follow from those of their factors, and the units of sums from those of their parts. A bound can be
+2^10 times too large. A chunk whose inverse is not mild (see `inverse_size`) has tokens that are 10^8 times larger than
+those before them: its tiles have units from their largest numbers, so that small tokens stay accurate beside large
+ones.
 
-States and what is written are handed on transposed, [V, K] and [V, C]: so `advance` multiplies from the left what it
-holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk. The
-units of what belongs to a chunk of a head stand in one row of memory (see triton_kept.py).
+States and U are stored transposed, [V, K] and [V, C]. Then the left operands of `advance`, Sᵀ and Uᵀ, are in registers
+and the right ones are tiles of memory, and no chunk waits for shared memory. The units of a chunk of a head are in one
+row of memory (see triton_kept.py).
 """
 
 import triton
@@ -72,7 +73,7 @@ from longseq.kernels.triton_units import (
 
 @triton.jit
 def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
-    """Products with write keys weighted by the write's strength and decay, of tokens REACH or more back; else 0."""
+    """Products with write keys times the write's strength and decay, for tokens REACH or more back; else 0."""
     i = tl.arange(0, CHUNK)
     products *= weight[None, :]
     if GATED:
@@ -125,7 +126,7 @@ TO_ROWS = tl.constexpr(2.0**-8)
 
 @triton.jit
 def _find_mild_unit(largest, factor, SCALED: tl.constexpr):
-    """The unit of numbers up to `largest` that are to be below LIMIT times a factor, and its inverse."""
+    """The unit of numbers up to `largest` that must stay below LIMIT times a factor, and the inverse of the unit."""
     unit, inverse = 1.0, 1.0
     if SCALED:
         unit, inverse = power_of_two(largest)
@@ -136,7 +137,7 @@ def _find_mild_unit(largest, factor, SCALED: tl.constexpr):
 
 @triton.jit
 def _multiply_tiles(x, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """The product of two tiles, which is a tile as it comes."""
+    """The product of two tiles, which is a tile without further scaling."""
     return as_tile(tl.dot(x, rows, input_precision=PRECISION), SCALED)
 
 
@@ -157,7 +158,7 @@ def prepare(
     Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, only chunks that are not mild
     (see `inverse_size`), with an inverse in float32.
     """
-    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # of the number of key columns
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
@@ -256,7 +257,7 @@ def prepare(
     among, among_unit = _tile_of_scores(among, of_among, GATED or AGAIN, SCALED)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
 
-    # Where measured to be faster, the first values are asked for before the inverse, which leaves registers for so few.
+    # Where measured to be faster, the first values are loaded before the inverse, with registers for only this many.
     EARLY: tl.constexpr = BLOCK == 64 and V <= 128
     if EARLY:
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
@@ -287,7 +288,7 @@ def prepare(
     if GATED:
         x *= since[None, :]
     if AGAIN:
-        # One unit for all blocks of columns; that of each row as in `mix_rows`.
+        # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
         row_unit, row_inverse = power_of_two(read_rows)
         row_inverse = (row_inverse / LIMIT)[:, None]
         x *= row_unit[None, :]
@@ -359,7 +360,7 @@ def advance(
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        # A turn early: the compiler prefetches the operands of products alone.
+        # Loaded one iteration early, because the compiler prefetches only operands of products.
         following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
         later, later_unit, later_exponent = load_offered(
             written, units, following, column, V, UNITS, False, SCALED, CHUNK, BLOCK
@@ -443,7 +444,7 @@ def read_through(
     SAVE_KEYS: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left."""
+    """One head of one whole sequence; with SAVE it also stores what the kernels above would have stored."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)

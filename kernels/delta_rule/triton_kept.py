@@ -1,4 +1,4 @@
-"""Where the delta rule's kernels leave units for each other: one row of numbers for each chunk of each head.
+"""The memory in which the delta rule's kernels store units: one row of numbers for each chunk of each head.
 
 Tiles of value columns have a unit for each TILE of them. Forward, a row holds the units of
 
@@ -32,7 +32,7 @@ D_OUTPUT = tl.constexpr(2)
 
 @triton.jit
 def pack_units(erased, writes, queries, among):
-    """Four units in the bits of one number: a walk holds those of two chunks at a time, and has few registers left."""
+    """Four units in the bits of one number: a walk, with few free registers, holds those of two chunks at a time."""
     packed = (erased.to(tl.int32, bitcast=True) >> 23) | ((writes.to(tl.int32, bitcast=True) >> 23) << 8)
     packed |= (queries.to(tl.int32, bitcast=True) >> 23) << 16
     packed |= (among.to(tl.int32, bitcast=True) >> 23) << 24
@@ -60,10 +60,10 @@ def among_exponent(packed):
 
 
 def count_units(value_dim: int) -> int:
-    """Of a row of the forward pass."""
+    """The number of units in a row of the forward pass."""
     return WRITTEN.value + 2 * -(-value_dim // TILE.value)
 
 
 def count_gradient_units(value_dim: int) -> int:
-    """Of a row of the backward pass."""
+    """The number of units in a row of the backward pass."""
     return D_OUTPUT.value + 3 * -(-value_dim // TILE.value)

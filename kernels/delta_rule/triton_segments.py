@@ -1,16 +1,16 @@
-"""Segments of time for the delta rule in Triton: few heads of a long sequence are walked through side by side.
+"""Segments of time for the delta rule in Triton: programs walk through the parts of a long sequence side by side.
 
 With E = -X e^b R (`erased`) and N = e^{b_C - b} W (`writes`) a chunk's step is linear in the state, and so is that of
 the state's gradient back,
 
     Sᵀ <- Sᵀ M + (X V)ᵀ N,   M = e^{b_C} I + Eᵀ N            dSᵀ <- dSᵀ Mᵀ + ...
 
-A segment is a run of chunks. `summarize` walks it from the identity to its transition, the product of its M, and from
-no state to its offset, what it leaves by itself; `retreat` finds the offsets of gradients likewise. The first segment
-is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
-needed of the segments between alone, and are the same for both. `connect` follows the state through them, and `advance`
-and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply,
-and have units by rows.
+A segment is a run of chunks. `summarize` walks through it from the identity, which gives its transition, the product of
+its M; and from a zero state, which gives its offset. `retreat` finds the offsets of gradients in the same way. The walk
+of the first segment begins from the initial state, and backwards the walk of the last one from the final state's
+gradient. So only the segments between them need transitions, which are the same for both passes. `connect` computes the
+states at the segments' borders, from which `advance` and `retreat` begin. Transitions are rounded like the states in
+the products of the walks, and have units by rows.
 """
 
 import triton
@@ -42,16 +42,16 @@ from longseq.kernels.triton_units import (
     two_to,
 )
 
-# Borders of packed sequences that are looked at at a time.
+# Borders of packed sequences that are compared at a time.
 BORDERS = tl.constexpr(128)
 
 
 @triton.jit
 def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, CHUNK: tl.constexpr):
-    """A segment's sequence, its number there and that of the last one, and its first and its end among the chunks.
+    """A segment's sequence, its number in the sequence and that of the last segment, and its first and end chunk.
 
-    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. One of packed sequences may hold
-    no chunk: then its number is greater than the last one's.
+    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. A segment of packed sequences
+    can be without chunks: then its number is greater than the last one's.
     """
     length = span * CHUNK
     n = segment // tl.cdiv(T, length)
@@ -87,7 +87,7 @@ def unit_of_pieces(pieces, SCALED: tl.constexpr):
 
 @triton.jit
 def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
-    """Pieces of a state that count in 2^exponent, as they count in their unit, and the exponent of that."""
+    """Pieces of a state in units of 2^exponent, converted to their own unit, and that unit's exponent."""
     if SCALED:
         unit, _ = unit_of_pieces(pieces, SCALED)
         unit_exponent = tl.maximum(exponent + exponent_of(unit), -126)
@@ -101,7 +101,7 @@ def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
 
 @triton.jit
 def end_walk(piece, exponent, SCALED: tl.constexpr):
-    """A piece of a state as it is."""
+    """A piece of a state, converted from units of 2^exponent to plain numbers."""
     if SCALED:
         piece = times_two_to(piece, exponent)
     return piece
@@ -109,10 +109,10 @@ def end_walk(piece, exponent, SCALED: tl.constexpr):
 
 @triton.jit
 def look_if_steep(x, size):
-    """What brings a matrix that counts in the unit of a bound into a unit of its own: a factor, and its exponent.
+    """The factor, and its exponent, that brings a matrix from the unit of a bound into the unit of its largest number.
 
-    A look at the matrix would hold up the walk. It is taken where `size`, of the chunk's inverse, is above MILD: there
-    tokens after a large one may be so much larger than those before that these need all of a tile's range.
+    Finding the largest number delays the walk. It is done only where `size`, of the chunk's inverse, is above MILD:
+    there tokens after a large one can be so much larger than those before it that these need a tile's whole range.
     """
     inverse, exponent = 1.0, 0
     if size > MILD:
@@ -128,13 +128,13 @@ def walk_through(
     K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ what queries read of the state before.
+    """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
-    States and what is read count in 2 to an exponent, which is 0 if not SCALED. SAVE leaves the state
-    before. States are in pieces of STEP key columns: beside one of 256 columns there are no registers for it in halves,
-    which products take from there. `units` is the chunk's row of them.
+    The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. SAVE stores the state before
+    the chunk. States are in pieces of STEP key columns: beside a piece of 256 columns there are no registers for the
+    same piece in half precision, as products take it. `units` is the chunk's row of units.
     """
-    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # of the number of key columns
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     state, state_exponent = turn_to_tiles(state, exponent, SCALED)
     known = tl.zeros((BLOCK, CHUNK), tl.float32)
     for e in tl.static_range(0, K, STEP):
@@ -219,7 +219,7 @@ def summarize(
     segment = (tl.program_id(0) // blocks // H).to(tl.int64)
     n, number, last, first, end = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
     _, _, _, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    # Nothing comes after the last segment, and nothing but the initial state before the first.
+    # The last segment has no successor, and the first has only the initial state before it.
     needed = (number < last) & ((block < of_offset) | (number > 0))
     end = tl.where(needed, end, first)
 
@@ -235,7 +235,7 @@ def summarize(
             piece += tl.trans(given.to(tl.float32))
         state = state + (piece,)
     state, exponent = turn_to_tiles(state, 0, SCALED)
-    place = (slot + first) * H + head  # to a transition nothing is offered
+    place = (slot + first) * H + head  # a transition has no input
     offered, offered_unit, offered_exponent = load_offered(
         written, units, place, column, V, UNITS, True, SCALED, CHUNK, BLOCK
     )
