@@ -45,7 +45,13 @@ def move_by_one_unit(model: nn.Module, draw: int) -> nn.Module:
 
 def round_initial_weights(draw: int) -> None:
     build: Callable[..., nn.Module] = ImageModel.build
-    ImageModel.build = lambda *arguments: move_by_one_unit(build(*arguments), draw)
+
+    def build_moved(*arguments: Any) -> nn.Module:
+        model = build(*arguments)
+        # A model without weights is built to check its options.
+        return model if next(model.parameters()).is_meta else move_by_one_unit(model, draw)
+
+    ImageModel.build = build_moved
 
 
 def open_cifar10(file: str, val_fraction: float, split_seed: int) -> Splits:

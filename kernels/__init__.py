@@ -1,22 +1,24 @@
-"""Operators of the recurrent mixers. Needs torch only; imports nothing above itself.
+"""Operations of the recurrent mixers. The package needs torch alone and imports nothing else of longseq.
 
-Every operation, and its form for one token `<op>_step`, takes `backend`: "auto" runs the first backend without a reason
-against it, a name runs that backend or raises ValueError with the reasons. `explain(op, device=...)` returns the
-reasons that auto would judge by. `add_norm`, `head_features`, `map_features`, `silu_product` and `token_loss` stand
-around them: they read each token alone, and have no state. `longhorn_pair` is all of a layer between its projections.
-`convolved_features` has no step: it is `short_convolution` and `head_features`, which one token takes.
+Every operation, and its form for one token `<op>_step`, takes `backend`. "auto" runs the first backend that has no
+reason against the call. A backend's name runs that backend, or raises ValueError with its reasons. `explain(op,
+device=...)` returns the reasons by which "auto" chooses. `add_norm`, `head_features`, `map_features`, `silu_product`
+and `token_loss` compute each token by itself and have no state. `longhorn_pair` is a whole Longhorn layer between its
+projections, read in both directions. `convolved_features` has no step: for one token use `short_convolution_step` and
+`head_features`.
 
-A `Packing`, made once from `cu_seqlens`, is taken wherever that is: what operations and layers derive from it is then
-found once for a batch. `packed_attention` is softmax attention over such rows.
+A `Packing`, made once from `cu_seqlens`, can be given in place of `cu_seqlens`. Operations and layers then derive
+positions and groups from the borders once per batch. `packed_attention` is softmax attention over such packed
+sequences.
 
-Rows of a batch, heads and packed sequences are apart: whatever one holds, inf and NaN included, changes no bit of the
-results of another, nor of its gradients, but for those of parameters. Along time inf and NaN reach all that follows,
-and what came before them in their chunk of `chunk_size` tokens (64 or 32 in the Triton kernels): a chunk's products
-multiply later tokens by zero, which leaves NaN of them. A finite token reaches no earlier one in the torch forms.
-Gradients of a sequence that holds inf or NaN can be NaN at all of its tokens.
+Rows of a batch, heads and packed sequences do not mix. The values of one, inf and NaN included, change no bit of the
+results of another, nor of its gradients; only gradients of parameters are sums over all. Along time inf and NaN reach
+all later tokens, and also the earlier tokens of their chunk of `chunk_size` tokens (64 or 32 in the Triton kernels): a
+chunk's matrix products multiply later tokens by zero, and zero times inf or NaN is NaN. A finite token reaches no
+earlier one in the torch forms. Gradients of a sequence that holds inf or NaN can be NaN at all of its tokens.
 
-LONGSEQ_CHECK_CU_SEQLENS=1 checks the values of `cu_seqlens` in every call, for which it waits for the GPU. Without it
-the Triton kernels take them as they are: what lies outside of all segments is then never written.
+LONGSEQ_CHECK_CU_SEQLENS=1 checks the values of `cu_seqlens` in every call, which waits for the GPU. Without it the
+Triton kernels do not check them, and leave the outputs of tokens outside of all segments unwritten.
 """
 
 from longseq.kernels.add_norm import add_norm

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LEAST = 64  # tokens of a chunk, and least numbers of a block, where the tensor has as many
-FACTOR = 3.0  # times the torch form's own error is allowed
+LEAST = 64  # tokens of a chunk, and the fewest elements of a block, where the tensor has as many
+FACTOR = 3.0  # the allowed error, in multiples of the torch form's own error
 # Relative errors that always pass. The torch form computes in float32 and rounds only its results. Kernels multiply in
 # half precision, or in three products of TF32; one such product is off by 3e-4. Emulated kernels are off by up to 0.5 %
 # in float16 and 0.9 % in bfloat16, in gradients of gates over 2,000 tokens. An error of 2 % fails, unless three times
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the allowed error; infinite for what is not a number."""
+        """The error relative to the allowed one; infinite for NaN."""
         if self.error == 0:
             return 0.0
         share = self.error / self.allowed if self.allowed else float("inf")
@@ -39,16 +39,16 @@ class Block(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What an exact result and that of the torch form allow others, in a tensor with time in dimension 1 or without."""
+    """The allowed error of each block of a tensor, from the exact result and that of the torch form."""
 
     exact: Tensor
     tokens: int
-    sizes: Tensor  # of blocks: lengths of the exact ones, or what counts instead
-    allowed: Tensor  # length of the error of each
+    sizes: Tensor  # norm of each exact block, at least as SMALLEST and TINY demand
+    allowed: Tensor  # norm of the largest allowed error of each block
 
     @classmethod
     def of(cls, exact: Tensor, torch_result: Tensor, tokens: int, dtype: torch.dtype, factor: float = FACTOR) -> "Bar":
-        """The bar for results of that precision, of `tokens` tokens. Integers must be equal."""
+        """The bar for results in precision `dtype`, of `tokens` tokens. Integers must be equal."""
         if not exact.is_floating_point() or exact.numel() == 0:  # such as the state of a convolution of one tap
             return cls(exact, tokens, exact.new_zeros(0), exact.new_zeros(0))
         lengths, counts = _lengths(exact, tokens), _lengths(torch.ones_like(exact), tokens)
@@ -59,19 +59,22 @@ class Bar(NamedTuple):
         return cls(exact, tokens, sizes, allowed)
 
     def find_worst(self, actual: Tensor) -> Block:
-        """The worst block of a result."""
+        """The block of a result with the largest error relative to the allowed one."""
         assert actual.shape == self.exact.shape, f"shape {tuple(actual.shape)}, expected {tuple(self.exact.shape)}"
         if self.sizes.numel() == 0:
             return Block(0.0 if torch.equal(actual, self.exact) else float("inf"), 0.0)
         errors = _lengths(actual.detach().double() - self.exact, self.tokens)
-        worst = int((errors / self.allowed).nan_to_num(float("inf")).argmax())  # NaN is no error that is small enough
+        worst = int((errors / self.allowed).nan_to_num(float("inf")).argmax())  # NaN fails
         size = self.sizes[worst].item()
         return Block(errors[worst].item() / size, self.allowed[worst].item() / size)
 
 
 def _lengths(x: Tensor, tokens: int) -> Tensor:
-    """L2 norms of the blocks of x: of [B, T, H, ...] by row, chunk and head, of [B, T, D] by row, chunk and channel, of
-    a state [B, H, ...] by row and head. Neighbours of few numbers share a block; a parameter has one row."""
+    """L2 norms of the blocks of x.
+
+    The blocks of [B, T, H, ...] are by row, chunk and head; those of [B, T, D] by row, chunk and channel; those of a
+    state [B, H, ...] by row and head. Neighbouring heads with few elements share a block. A parameter has one row.
+    """
     squares = x.detach().double().square()
     if x.ndim > 1 and x.shape[1] == tokens:
         columns = squares if x.ndim > 2 else squares.unsqueeze(-1)
@@ -81,7 +84,7 @@ def _lengths(x: Tensor, tokens: int) -> Tensor:
 
 
 def _sum_blocks(squares: Tensor) -> Tensor:
-    """Sums over all but row and head of [B, H, ...], with as many heads together as make `LEAST` numbers."""
+    """Sums of [B, H, ...] over all but row and head; neighbouring heads together until they have `LEAST` elements."""
     sums = squares.flatten(2).sum(-1) if squares.ndim > 2 else squares
     together = -(-LEAST * sums.numel() // squares.numel())
     return torch.cat([part.sum(1) for part in sums.split(together, dim=1)])

@@ -1,10 +1,10 @@
-"""Pieces that the chunk forms share: splitting time into chunks, decays, the triangular inverse, the pass over chunks.
+"""Functions that the chunk forms share: chunks of time, decays, the triangular inverse and the loop over chunks.
 
-All of it can be compiled by TorchScript and followed by torch.export. Chunked tensors are [n, M, C, ...]: chunks first
-(so that one chunk of every sequence is one block of memory), M = B * H, C = tokens of a chunk.
-Decays are sums of logs g <= 0 over a range of tokens. Each is added up over its own range (or multiplied up from those
-of parts of it) and never found as a difference of two prefix sums, so that nothing cancels and every exponent is <= 0,
-whatever the size of g.
+All of them can be compiled by TorchScript and traced by torch.export. Chunked tensors are [n, M, C, ...]: chunks come
+first, so that one chunk of every sequence is one block of memory; M = B * H; C is the number of tokens of a chunk.
+Decays are exponentials of sums of logs g <= 0 over a range of tokens. Each sum is added up over its own range, or each
+decay multiplied up from those of parts of the range. No decay is found as a difference of two prefix sums: nothing
+cancels, and every exponent is <= 0 whatever the size of g.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from longseq.kernels.dispatch import is_exporting
 
 
 def fit_chunk_size(chunk_size: int, tokens: int) -> int:
-    """The chunk size to use for so many tokens: the given one, halved while over an eighth would be padding.
+    """The chunk size for `tokens` tokens: the given one, halved while over an eighth of the chunks would be padding.
 
-    Not below 16, unless there are fewer tokens.
+    It stays at least 16, unless there are fewer tokens.
     """
     while chunk_size >= 2 * tokens and chunk_size > 1:
         chunk_size = chunk_size // 2
@@ -186,7 +186,7 @@ def _merge_decays(since: Tensor, until: Tensor, half: int) -> tuple[Tensor, Tens
 
 
 def _makes_graph() -> bool:
-    """Whether an exported graph is made, in which writing to a part of a tensor takes many nodes and a scatter."""
+    """Whether a graph is exported, in which writing to a part of a tensor takes many nodes and a scatter."""
     if torch.jit.is_scripting():
         return False
     return is_exporting()
@@ -211,8 +211,10 @@ def _decay_levels(g: Tensor) -> list[tuple[int, Tensor, Tensor]]:
 
 
 def _space_evenly(x: Tensor) -> Tensor:
-    """[m, C, C] -> [m, C (C + 1)], the rows in a line and zeros: blocks on the diagonal, as many as fit, equally far
-    apart, also from those of the next matrix."""
+    """[m, C, C] -> [m, C (C + 1)]: the rows in a line, and C zeros.
+
+    The zeros put the diagonal blocks at equal distances, also from one matrix to the next.
+    """
     return F.pad(x.flatten(1), (0, x.shape[-1]))
 
 
@@ -229,7 +231,7 @@ def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
 
 
 def _lower_left(x: Tensor, rows: int, every: int) -> Tensor:
-    """The lower left squares of the diagonal blocks of `every` rows: as `_below`, by copies, which are cheap if few."""
+    """The lower left squares of the diagonal blocks of `every` rows: as `_below`, by copies, which are fast if few."""
     squares = [x[:, i + every - rows : i + every, i : i + rows] for i in range(0, x.shape[-1], every)]
     return torch.stack(squares, 1).flatten(0, 1)
 

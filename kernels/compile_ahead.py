@@ -35,7 +35,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     found: dict[Any, tuple[Any, str]] = {}
 
     def leave_out(**launch: Any) -> bool | None:
-        """Tell Triton, which asks before it compiles, that this launch is taken care of."""
+        """Return True to Triton, which calls this before it compiles: the context compiles this launch at its end."""
         if threading.get_ident() != inside:
             return None if before is None else before(**launch)
         kernel, compilation = launch["fn"].jit_function, launch["compile"]
@@ -49,7 +49,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
-        # The threads start now: before, they would have slowed this one down.
+        # Start the threads only now: earlier they would have slowed this thread down.
         with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
             for kernel, specialization in found.values():
                 pool.submit(_compile, kernel, specialization, device)
@@ -60,7 +60,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
 def _compile(kernel: Any, specialization: str, device: torch.device) -> None:
     with suppress(Exception):
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device)  # for this thread
         # Reading the attribute loads the kernel and builds its launcher, with a C compiler.
         kernel.preload(specialization).run  # noqa: B018
 

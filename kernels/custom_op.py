@@ -1,4 +1,4 @@
-"""Operations of torch.library that eager code reaches without torch's dispatcher."""
+"""Operations of torch.library that eager code calls without torch's dispatcher."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ class CustomOp:
     """A function that torch.compile, torch.export, fake tensors and dispatch modes see as one operation.
 
     In eager code a call runs the function itself, with an autograd.Function for its gradient. torch's dispatcher takes
-    longer for an operation written in Python than many kernels run, and small models wait for it.
+    longer for an operation written in Python than many kernels run, which would slow small models down.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -29,15 +29,15 @@ class CustomOp:
         self.differentiable: Any = None
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Shapes and types of the results, without values."""
+        """Register the function that returns the shapes and types of the results, without values."""
         self.registered.register_fake(fake)
         return fake
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
-        """The gradient, as `torch.library.register_autograd` takes it. It has no gradient itself."""
+        """Register the gradient, as `torch.library.register_autograd` takes it. The gradient has no gradient itself."""
         self.registered.register_autograd(backward, setup_context=setup_context)
 
-        # Without the method setup_context: for it torch inspects the signature in every call.
+        # Without the method setup_context: with it, torch inspects the signature in every call.
         def forward(ctx: Any, *args: Any) -> Any:
             output = self.function(*args)
             setup_context(ctx, args, output)
@@ -47,10 +47,10 @@ class CustomOp:
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
     def __call__(self, *args: Any) -> Any:
-        # Forward-mode derivatives have a level, also under torch.func.jvp; it is -1 where there are none.
+        # Forward-mode derivatives have a level, also under torch.func.jvp. The level is -1 where there are none.
         if forward_ad._current_level >= 0:
             _refuse_tangents(args)
-        # The first condition alone is traced by torch.compile.
+        # torch.compile traces the first condition alone.
         if torch.compiler.is_compiling() or is_watched():
             if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
                 _refuse_functional_gradients(args)
@@ -81,7 +81,7 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
 
 
 def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
-    """Raise RuntimeError for torch.func.grad and its kin; torch's own error addresses authors of operations."""
+    """Raise RuntimeError under torch.func.grad and its like; torch's own error addresses authors of operations."""
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
         return
     transforms = {transform.key() for transform in torch._C._functorch.get_interpreter_stack()}

@@ -1,4 +1,4 @@
-"""Where Triton kernels run, and how their inputs lie in memory."""
+"""Conditions for Triton kernels on a device, and the layout of their inputs in memory."""
 
 import importlib.util
 import os
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from longseq.kernels.dispatch import Call
 
-# Looked up once, without importing it: a look-up in a call would break compiled graphs.
+# Looked up once, without importing triton: a look-up in each call would break compiled graphs.
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
-ROOMY = SHARED_MEMORY // 2  # GPUs with less (compute capabilities 8.6, 8.9 and 12.0: 99 KiB) take fewer stages
-SPELLED = {"C": "chunk_size"}  # sizes that are arguments
+SHARED_MEMORY = 227 * 1024  # bytes that one program can use on an H200
+ROOMY = SHARED_MEMORY // 2  # bytes; GPUs with less (compute capabilities 8.6, 8.9 and 12.0: 99 KiB) take fewer stages
+SPELLED = {"C": "chunk_size"}  # the names of sizes that are arguments of a call
 
 
 def is_emulated() -> bool:
@@ -21,24 +21,25 @@ def is_emulated() -> bool:
 
 
 def longseq_shared_memory(device_type: str, index: int | None) -> int:
-    """Bytes of shared memory that a program may have on a GPU; as many as an H200's where there is none."""
+    """Bytes of shared memory that one program can use on a GPU; those of an H200 where there is no GPU."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return SHARED_MEMORY
     index = torch.cuda.current_device() if index is None else index
     return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
 
 
-# Called by what torch.compile traces as it is (see `longseq_self_test_verdict`).
+# torch.compile calls the function while it traces (see `longseq_self_test_verdict`).
 longseq_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def triton_reasons(call: Call) -> list[str]:
-    """The reasons against any of our Triton kernels."""
+    """The reasons against every Triton kernel of this package."""
     reasons = []
     if not TRITON_IS_INSTALLED:
         reasons.append("Triton is not installed (pip install triton)")
     if call.device.type == "cuda" and torch.version.hip is not None and not is_emulated():
-        # Its GPUs call themselves cuda. Triton has neither maxnreg for them nor the three TF32 products of float32.
+        # torch for AMD GPUs names the device type cuda, too. There Triton has neither maxnreg nor the three TF32
+        # products of float32.
         reasons.append("it runs on NVIDIA GPUs, and this torch is built for AMD's (use backend='torch')")
     if call.device.type != "cuda" and not is_emulated():
         reasons.append(f"it runs on a CUDA device, not on {call.device.type} (TRITON_INTERPRET=1 emulates one, slowly)")
@@ -66,7 +67,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose memory holds the rows of this one with adjacent channels, and how far they are apart."""
+    """A tensor whose memory holds the rows of `tensor` with adjacent channels, and its stride between rows."""
     if tensor.is_contiguous():
         return tensor, tensor.shape[-1]
     rows = as_rows(tensor)

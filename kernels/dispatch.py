@@ -14,7 +14,7 @@ from longseq.kernels import self_test
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call when its backend is chosen: all but the values, which would have to be waited for."""
+    """The properties of a call by which its backend is chosen: none is a value, which would wait for the GPU."""
 
     device: torch.device
     dtype: torch.dtype
@@ -22,7 +22,7 @@ class Call:
     exporting: bool = False  # inside torch.export, torch.onnx.export or torch.jit.trace
     sizes: Mapping[str, int] = field(
         default_factory=dict
-    )  # by dimension name ("T", "K", ...); what is absent is not known
+    )  # sizes by dimension name ("T", "K", ...); a size that is absent is not known
     differentiated: bool = False  # an input requires a gradient; set for one-token forms only
     reverse: bool | str = False  # the operation's argument `reverse`
     mixed: bool = False  # gates or parameters are float32 beside inputs in half precision
@@ -44,7 +44,7 @@ class Backend:
 
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
-# Backends of the one-token forms. They stand apart because tests of `list_ops` are about whole sequences.
+# Backends of the one-token forms, apart from the others: `list_ops` names operations on whole sequences alone.
 _STEPS: dict[str, tuple[Backend, ...]] = {}
 # Backends of operations without a state: on each token alone, or on a whole image.
 _LOCAL: dict[str, tuple[Backend, ...]] = {}
@@ -66,7 +66,7 @@ def register_step(op: str, *backends: Backend) -> None:
 
 
 def register_local(op: str, *backends: Backend) -> None:
-    """Register an operation on each token alone with its backends, the preferred one first."""
+    """Register an operation that computes each token by itself with its backends, the preferred one first."""
     assert op not in _LOCAL, f"operation {op} is registered twice"
     _LOCAL[op] = backends
 
@@ -78,7 +78,7 @@ def register_torch(op: str, *backends: Backend) -> None:
 
 
 def backend_of_local(backend: str) -> str:
-    """The backend for operations on each token alone, in a layer whose recurrence runs on `backend`.
+    """The backend for operations that compute each token by itself, in a layer whose recurrence runs on `backend`.
 
     They have no reference form: "reference" becomes "torch".
     """
@@ -96,7 +96,7 @@ def backend_of_step(backend: str) -> str:
 
 
 def list_local_ops() -> tuple[str, ...]:
-    """Names of the operations on each token alone, sorted."""
+    """Names of the operations that compute each token by itself, sorted."""
     return tuple(sorted(_LOCAL))
 
 
@@ -136,12 +136,12 @@ def explain(
 
 
 def explain_call(op: str, call: Call) -> dict[str, list[str]]:
-    """`explain` for a call in every detail, as `record_calls` finds it."""
+    """`explain` for a whole `Call`, as `record_calls` collects it."""
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
 
 
-# For each thread, the lists of its open `record_calls`. The dictionary is empty unless calls are recorded, so that
-# torch.compile need not trace a call that asks for the thread.
+# The lists of the open `record_calls` of each thread. The dictionary is empty unless calls are recorded, so that
+# torch.compile need not trace the look-up of the thread.
 _RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
 
 
@@ -149,8 +149,8 @@ _RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
 def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
     """Collect the calls of operations that this thread makes inside: the name, the backend asked for, and the `Call`.
 
-    It serves layers on torch's meta device. The torch backend runs whatever backend is asked for. Calls that an
-    operation makes of another one are not collected.
+    It is meant for layers on torch's meta device. Inside, the torch backend runs whatever backend a call names. Calls
+    that one operation makes of another are not collected.
     """
     calls: list[tuple[str, str, Call]] = []
     thread = threading.get_ident()
@@ -190,7 +190,7 @@ def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:
-    """The function of the backend called `name`, or of the first willing one for "auto".
+    """The function of the backend called `name`, or for "auto" of the first one without a reason against the call.
 
     Raises ValueError with every reason when the named backend, or each backend, refuses the call.
     """
@@ -213,28 +213,28 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
 
 
 def find_torch_form(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the torch form of an operation where `function` is its Triton form, and else `function`."""
+    """Return the torch form of an operation if `function` is its Triton form, else `function` itself."""
     named = {backend.name: backend.function for backend in backends(op)}
     return named["torch"] if function is named.get("triton") else function
 
 
 def is_exporting() -> bool:
     """True inside torch.export, torch.onnx.export and torch.jit.trace."""
-    # `is_exporting` is also true under torch.compile, up to torch 2.11 at least. Exports do not trace with Dynamo, by
-    # default (strict=False).
+    # torch's `is_exporting` is also true under torch.compile, up to torch 2.11 at least. By default (strict=False)
+    # exports do not trace with Dynamo.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     return exporting or torch.jit.is_tracing()
 
 
 def loop_reasons(call: Call) -> list[str]:
-    """The reasons of a backend that loops over time in Python."""
+    """The reasons against a backend that loops over time in Python."""
     if call.exporting:
         return ["its Python loop over time would fix an exported graph to one length (use backend='torch')"]
     return []
 
 
 def unpacking_reasons(call: Call) -> list[str]:
-    """The reasons of a backend that reads the values of cu_seqlens on the host."""
+    """The reasons against a backend that reads the values of cu_seqlens on the host."""
     if call.exporting and call.packed:
         return ["cu_seqlens holds lengths that an exported graph cannot follow (export with a padded batch)"]
     return []

@@ -1,4 +1,4 @@
-"""Calls without rows or heads: they compute nothing, and return empty results that have gradients."""
+"""Calls with zero rows or heads: they return empty results, which have gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,26 +9,26 @@ from torch import Tensor
 from longseq.kernels.recurrence import each
 
 STATES = ("state", "initial_state")
-FILL = 2  # rows or heads that stand in for none; even, because some calls read half of the rows each way
+FILL = 2  # rows or heads in place of zero; even, because some calls read half of the rows in each direction
 
 
 def is_empty(shape: torch.Size) -> bool:
-    """True for a call without rows or heads, by the shape [B, T, H, ...] of its first tensor.
+    """True for a call with zero rows or heads, by the shape [B, T, H, ...] of its first tensor.
 
-    A call without tokens is not empty: it returns its state.
+    A call with zero tokens is not empty: it returns its state.
     """
     return shape[0] == 0 or shape[2] == 0
 
 
 def run_empty(run: Callable[..., Any], shape: torch.Size, **arguments: Any) -> tuple[Any, ...]:
-    """Return what an operation returns for an empty call: run it with `FILL` rows or heads, and cut these away."""
+    """Run an operation with `FILL` rows or heads in place of zero, and cut its results to zero again."""
 
     def fill(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return tuple([fill(name, part) for part in x]) if name in STATES and isinstance(x, tuple) else x
         sizes = [size or FILL for size in x.shape]
         if name not in STATES and x.shape[:2] == shape[:2]:
-            sizes[1] = x.shape[1]  # tokens
+            sizes[1] = x.shape[1]  # the number of tokens stays
         return x.detach() if list(x.shape) == sizes else x.new_ones(sizes)
 
     def empty(x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def run_empty(run: Callable[..., Any], shape: torch.Size, **arguments: Any) -> t
 
     *outputs, state = run(**{name: fill(name, x) for name, x in arguments.items()})
     tensors = [x for value in arguments.values() for x in (value if isinstance(value, tuple) else (value,))]
-    # All inputs have a gradient, of zeros: ranks that wait for each other's gradients must not miss one.
+    # All inputs get a gradient of zeros: in distributed training, ranks wait for the gradient of every parameter.
     none = sum([x.sum() * 0 for x in tensors if isinstance(x, Tensor) and x.requires_grad])
     outputs = [empty(x) if isinstance(none, int) else empty(x) + none.to(x.dtype) for x in outputs]
     return (*outputs, None if state is None else each(empty_state, state))

@@ -5,11 +5,11 @@
  "rows": [{"op": "delta_rule", "capability": [9, 0], ..., "milliseconds": {...}, "kept": true, "run": 0}, ...],
  "runs": [{"gpu": ..., "command": ..., "versions": {...}, "date": ...}, ...]}
 
-A row is about one kernel on one family of GPUs: `op` names the table by the folder of kernels that it stands in,
-`capability` the family (null: Triton's interpreter), and `launch` has the fields of the table's entries. Kernels take
-the launches of the GPU that is here and pass over the others. "rows" are the candidates that were measured. "runs" are
-those of `tune` that wrote to the file, each with its circumstances; `run` is the number of the row's, from 0. While a
-candidate is tried it stands under "trying": of one that takes the process with it, it is what is left.
+An entry of "launches" is about one kernel on one family of GPUs: `op` is the folder of the kernel's table, `capability`
+the family (null: Triton's interpreter), and `launch` has the fields of the table's entries. Kernels take the launches
+of the present GPU and ignore the others. "rows" are the candidates that were measured. "runs" are the runs of `tune`
+that wrote to the file, each with its circumstances; the `run` of a row is the number of its run, from 0. A candidate is
+under "trying" while it is tried, so that the file still names it if it ends the process.
 """
 
 import json
@@ -26,18 +26,18 @@ def file_of_launches() -> Path | None:
     return Path(name) if name else None
 
 
-# What a row of the file holds.
+# The fields of a row of the file, and their types.
 _ROW = {"op": str, "capability": list | None, "bytes": int, "width": int, "kernel": str, "launch": dict, "run": int}
 
 
 def named_file(file: Path) -> tuple[str, str]:
-    """The file of the environment as errors name it, and what to do about it."""
+    """The name of the environment's file in errors, and the remedy that errors state."""
     remedy = f"write one with `longseq benchmark tune output=NEW.json`, or unset {LAUNCHES_VARIABLE}"
     return f"{LAUNCHES_VARIABLE}={file}", remedy
 
 
 def read_launches(file: Path, name: str, remedy: str) -> dict[str, Any]:
-    """What a file of launches holds. Raises ValueError, with that name and remedy, for a file that is none."""
+    """The contents of a file of launches. Raises ValueError with `name` and `remedy` for a file of another format."""
     try:
         held = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -55,12 +55,12 @@ def read_launches(file: Path, name: str, remedy: str) -> dict[str, Any]:
 
 
 def is_about_launches(error: Exception) -> bool:
-    """Whether an error is that a file of launches, which the environment names, does not fit."""
+    """Whether an error states that the file of launches named by the environment does not fit."""
     return isinstance(error, ValueError) and str(error).startswith(f"{LAUNCHES_VARIABLE}=")
 
 
 def find_misfit(entry: Any, kernel: str, launch: dict[str, Any]) -> str | None:
-    """Why a launch cannot take the place of a kernel's entry in a table, if it cannot."""
+    """The reason why a launch cannot replace a kernel's entry in a table; None if it can."""
     kinds = get_type_hints(type(entry))
     for name in launch:
         if name not in kinds:
@@ -72,7 +72,7 @@ def find_misfit(entry: Any, kernel: str, launch: dict[str, Any]) -> str | None:
 
 
 def _find_fault(row: Any, runs: int) -> str | None:
-    """What is wrong with a row of the file, if anything is."""
+    """The fault of a row of the file; None if there is none."""
     if not isinstance(row, dict):
         return f" is {row!r}, but must be an object"
     if fault := _find_wrong(row, _ROW):
@@ -87,7 +87,7 @@ def _find_fault(row: Any, runs: int) -> str | None:
 
 
 def _find_wrong(held: dict[str, Any], kinds: dict[str, Any]) -> str | None:
-    """The first name that is missing, or that holds something else."""
+    """The first name of `kinds` that is missing or has a value of another type, as the end of an error."""
     for name, kind in kinds.items():
         if name not in held:
             return f" has no {name!r}"

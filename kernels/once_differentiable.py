@@ -20,7 +20,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def differentiate(ctx: Any, *gradients: Any) -> Any:
-        # The first condition alone is traced by torch.compile, which refuses second derivatives by itself.
+        # torch.compile, which refuses second derivatives by itself, traces the first condition alone.
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             raise RuntimeError(f"create_graph=True: this operation has no second derivative; {REMEDY}")
         return backward(ctx, *gradients)

@@ -41,10 +41,10 @@ from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-COUNTER = "int64"  # in place of a layout: a whole number for each row of a state
-TRITON_STEP_WIDTH = 512  # of a dimension that one program of a step holds whole
+COUNTER = "int64"  # in place of a layout: an integer for each row of a state
+TRITON_STEP_WIDTH = 512  # the largest dimension that one program of a step holds whole
 
-MOST_REMEMBERED = 4096  # calls of an operation
+MOST_REMEMBERED = 4096  # choices of backends, for each operation
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Recurrence:
         self.layouts_of_token = _of_one_token(self.layouts)
 
     def judge(self, op: str, *, cu_seqlens: Tensor | None, reverse: Reverse, **arguments: Any) -> Call:
-        """Check a call, and return what backends may know of it."""
+        """Check a call and return the properties by which its backend is chosen."""
         chunk_size = arguments.get("chunk_size")
         if chunk_size is not None:
             check_chunk_size(op, chunk_size, power_of_two=self.power_of_two)
@@ -102,7 +102,7 @@ class Recurrence:
         )
 
     def judge_step(self, op: str, **arguments: Any) -> Call:
-        """Check a call of the form for one token, and return what backends may know of it."""
+        """Check a call of the form for one token and return the properties by which its backend is chosen."""
         if self.check is not None:
             self.check(op, **arguments)
         tensors, counters = _with_layouts(op, self.layouts_of_token, arguments)
@@ -135,7 +135,7 @@ def _with_layouts(
 
 
 def _fitting(tensor: Tensor | None, layout: str) -> str:
-    """Of two layouts the one with the tensor's number of dimensions; the second, if there is none."""
+    """Of two layouts the one with the tensor's number of dimensions; the second if neither fits."""
     first, _, second = layout.partition(" | ")
     return first if not second or (tensor is not None and tensor.dim() == len(first.split())) else second
 
@@ -175,7 +175,7 @@ def operation(
         limits: the largest sizes that the Triton kernels take, as in {"K V": 256}.
         reasons: finds further reasons against the Triton kernels.
         reference: the backend `reference`. Without it this is an operation on each token alone.
-        prepare: makes of the operation's arguments those that backends are called with; by default the same.
+        prepare: returns the arguments of backends from those of the operation; by default they are the same.
     """
 
     def decorate(function: Function) -> Function:
@@ -240,7 +240,7 @@ _LATER: dict[tuple[str, str], "Later"] = {}
 
 
 class Later:
-    """A function of a module that is imported at its first call: importing this package must not import Triton."""
+    """A function that is imported at its first call, because importing this package must not import Triton."""
 
     def __init__(self, module: str, name: str) -> None:
         self.__name__ = name
@@ -258,14 +258,14 @@ class Later:
 
 
 def longseq_import_kernels(module: str, name: str) -> bool:
-    """Import the function that a `Later` stands for."""
+    """Import the function of a `Later`."""
     later = _LATER[module, name]
     if later.function is None:
         later.function = getattr(importlib.import_module(module), name)
     return True
 
 
-# torch.compile, which does not follow `import_module`, calls it as it is (see `longseq_self_test_verdict`).
+# torch.compile cannot trace `import_module`: it calls this function while it traces (see `longseq_self_test_verdict`).
 longseq_import_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -273,7 +273,7 @@ _REMEMBERED: dict[str, dict[Any, tuple[Callable[..., Any], tuple[Backend, ...]]]
 
 
 def forget() -> None:
-    """Forget all remembered choices of backends. Call it after a change of what decides them."""
+    """Forget all remembered choices of backends. Call it after changing anything that a choice depends on."""
     for remembered in _REMEMBERED.values():
         remembered.clear()
 
@@ -301,7 +301,7 @@ def dispatched(
         return {**defaults, **given}
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        function(*args, **kwargs)  # Python's own errors for arguments that the signature does not have
+        function(*args, **kwargs)  # raises Python's own TypeError for arguments that the signature does not have
         arguments = bind(args, kwargs)
         run, first = select(op, arguments.pop("backend"), judge(op, **arguments)), arguments[names[0]]
         if is_exporting() or first.numel():
@@ -321,7 +321,7 @@ def dispatched(
         key = (first.is_cpu and is_emulated(), is_step and _has_gradient(args, kwargs), *kwargs, *parts)
         try:
             run, among = remembered.get(key, (None, None))
-        except TypeError:  # an argument without a hash, which is none of ours
+        except TypeError:  # an argument without a hash, which no valid call has
             return choose(args, kwargs)
         if run is not None and among is backends(op):
             return run
@@ -337,10 +337,10 @@ def dispatched(
     def call(*args: Any, **kwargs: Any) -> Any:
         packing = kwargs.get("cu_seqlens")
         if isinstance(packing, Packing):
-            # The tensor carries what the `Packing` has found for these borders.
+            # The tensor of borders carries everything that the `Packing` has found (see `Packing.once`).
             check_tokens(packing, args[0] if args else kwargs[names[0]])
             kwargs["cu_seqlens"] = packing.cu_seqlens
-        # The first condition alone is traced by torch.compile.
+        # torch.compile traces the first condition alone.
         run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
         arguments = bind(args, kwargs)
         del arguments["backend"]
@@ -357,12 +357,12 @@ def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
 
 
 def _look(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a choice may depend on of a state of several parts."""
+    """The properties of the parts of a state that a choice can depend on."""
     return tuple([(x.dtype, x.device, x.shape) if isinstance(x, Tensor) else x for x in parts])
 
 
 def _has_gradient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether gradients are kept, and an input requires one."""
+    """Whether gradients are recorded and an input requires one."""
     if not torch.is_grad_enabled():
         return False
     given = (*args, *kwargs.values())

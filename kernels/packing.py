@@ -1,4 +1,4 @@
-"""The borders of sequences that are packed into one row, and what operations derive from them, once a batch."""
+"""The borders of sequences that are packed into one row, and what operations derive from the borders once per batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Found = TypeVar("Found")
 
 
 class Packing:
-    """N sequences one behind the other in a row of T tokens; operations and layers take it in place of `cu_seqlens`.
+    """N sequences end to end in a row of T tokens; operations and layers take it in place of `cu_seqlens`.
 
     It keeps what they derive from the borders: positions, the sequence of each chunk, groups of similar lengths. All
     layers of a batch share it, in the forward and the backward pass. With a plain `cu_seqlens` every operation derives
@@ -43,8 +43,8 @@ class Packing:
         positions: `[T]`, the place of each token in its sequence.
 
     Raises:
-        ValueError: borders on the CPU do not cut T tokens into segments. Others are looked at with
-            LONGSEQ_CHECK_CU_SEQLENS=1 alone, because that waits for the GPU.
+        ValueError: borders on the CPU do not cut T tokens into segments. Borders on the GPU are checked with
+            LONGSEQ_CHECK_CU_SEQLENS=1 alone, because the check waits for the GPU.
     """
 
     cu_seqlens: Tensor
@@ -84,7 +84,7 @@ class Packing:
         self.cu_seqlens, self._found = borders, found
         self.tokens, self.max_seqlen, self.count, self.sequence, self.positions = parts
         if not torch.compiler.is_compiling():
-            # Operations pass the borders alone from one part to another, and to their backward passes.
+            # Operations pass only the tensor of borders on, also to their backward passes: it carries what was found.
             found["packing"] = parts
             borders._longseq_found = found  # type: ignore[attr-defined]
         return self
@@ -197,20 +197,20 @@ def check_tokens(packing: Packing, x: Tensor) -> None:
 
 
 def find_once(cu_seqlens: Tensor, key: Any, find: Callable[[], Found]) -> Found:
-    """What `find` returns, found once for the borders of a `Packing`, and in each call for others."""
+    """Return what `find` returns: found once for the borders of a `Packing`, in each call for other borders."""
     found = getattr(cu_seqlens, "_longseq_found", None)
     return find() if found is None else _once(found, key, find)
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """`[T]`, the number of the sequence of each token; borders that are wrong still give numbers of sequences."""
+    """`[T]`, the number of the sequence of each token; wrong borders still give numbers of existing sequences."""
     found = getattr(cu_seqlens, "_longseq_found", None)
     return _number_tokens(cu_seqlens, tokens) if found is None else found["packing"][3]
 
 
 def _number_tokens(borders: Tensor, tokens: int) -> Tensor:
     place = torch.arange(tokens, device=borders.device)
-    # A GPU stops for good at an index that does not exist.
+    # On a GPU, an index out of range is an error that ends the process's use of the GPU.
     return torch.bucketize(place, borders[1:], right=True).clamp_max(borders.shape[0] - 2)
 
 
@@ -218,7 +218,7 @@ def _once(found: dict[Any, Any], key: Any, find: Callable[[], Found]) -> Found:
     if key in found:
         return found[key]
     value = find()
-    # What a CUDA graph that is being recorded has found is there while the graph runs, and not before.
+    # While a CUDA graph is captured, results have no values yet: they must not be kept.
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         found[key] = value
     return value
@@ -230,7 +230,7 @@ def is_checked() -> bool:
 
 
 def is_faked(x: Tensor) -> bool:
-    """Whether a tensor has no values: those of torch.export and of its kind."""
+    """Whether a tensor has no values, as under torch.export."""
     return isinstance(x, torch._subclasses.FakeTensor)
 
 

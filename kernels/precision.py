@@ -1,4 +1,4 @@
-"""In which precision the operations compute: float32, or float64 where an input is float64."""
+"""The precision in which the operations compute: float32, or float64 where an input is float64."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,26 +14,26 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def call_dtype(values: Tensor, *others: Tensor | None) -> torch.dtype:
-    """The dtype that backends judge a call by: that of the values, or float64 where any input is float64."""
+    """The dtype by which backends are chosen: that of the values, or float64 where any input is float64."""
     widest = compute_dtype(values, *others)
     return widest if widest == torch.float64 else values.dtype
 
 
 def is_mixed(values: Tensor, *others: Tensor | None) -> bool:
-    """Whether any of the others is in float32 beside values in half precision, for which kernels differ."""
+    """Whether any other tensor is float32 beside values in half precision: such calls have their own kernels."""
     half = values.dtype in (torch.float16, torch.bfloat16)
     return half and any(tensor is not None and tensor.dtype == torch.float32 for tensor in others)
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """A context in which autocast leaves the tensor's device alone.
+    """A context without autocast on the tensor's device.
 
-    Costs nothing, and adds nothing to an exported graph, where autocast is off already.
+    It costs nothing, and adds nothing to an exported graph, where autocast is already off.
     """
     device_type = tensor.device.type
-    if device_type == "meta":  # which torch cannot be asked about
+    if device_type == "meta":  # torch.is_autocast_enabled raises for it
         return nullcontext()
-    # Compiled code is traced before autocast is set as it will be in the backward pass.
+    # torch.compile traces the backward pass before its autocast setting is known.
     if torch.compiler.is_dynamo_compiling() or torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""In which direction sequences are read: from their start, from their end, or half of the batch either way."""
+"""The direction in which sequences are read: from the first token, from the last, or half of the batch each way."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -14,7 +14,7 @@ Reverse: TypeAlias = bool | Literal["second_half"]
 
 
 def check_reverse(op: str, reverse: Reverse, rows: int, cu_seqlens: Tensor | None) -> None:
-    """Check `reverse` for a batch of so many rows."""
+    """Check `reverse` for a batch of `rows` rows."""
     if reverse not in (False, True, "second_half"):
         raise ValueError(f"{op}: reverse is {reverse!r}, but must be False, True or 'second_half'")
     if reverse == "second_half" and cu_seqlens is not None:
@@ -62,5 +62,5 @@ def run_each_way(run: Callable[[int], tuple[Tensor, Any]]) -> tuple[Tensor, Any]
 
 
 def number_of(reverse: Reverse) -> int:
-    """What the kernels know it by (see `direction` in triton_tiles.py)."""
+    """The number of a direction in the kernels (see `direction` in triton_tiles.py)."""
     return 2 if reverse == "second_half" else int(reverse)

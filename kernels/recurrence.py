@@ -76,7 +76,7 @@ def run_recurrence(
 
 
 def _run_nothing(core: Core, sequences: Sequences, state: State) -> Tensor:
-    """The output for no tokens: as a core gives it for one token of zeros, without that."""
+    """The output for zero tokens: the core's output for one token of zeros, cut to zero tokens."""
     rows = sequences[0].shape[0]
     padded = [None if x is None else torch.cat((x, x.new_zeros(rows, 1, *x.shape[2:])), 1) for x in sequences]
     return core(padded, each(lambda x: x[:rows].detach(), state))[0][:, :0]
@@ -139,8 +139,8 @@ def run_padded(core: Core, sequences: Sequences, state: State, packing: Packing)
 class Group(NamedTuple):
     """Segments of similar lengths as the rows of a padded batch.
 
-    rows `[n]` are their numbers, lengths `[n]` their lengths; token_of and slot_of `[t]` say where each of their tokens
-    stands in the packed row, and in the rows of the batch laid end to end.
+    `rows` and `lengths` [n] are the numbers and lengths of the segments. `token_of` and `slot_of` [t] are, for each of
+    their tokens, its place in the packed row and its place in the rows of the batch laid end to end.
     """
 
     rows: Tensor
@@ -151,7 +151,7 @@ class Group(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """All segments that are not empty, in groups, and the empty ones; how to bring tokens and segments into order."""
+    """All segments that are not empty in groups, the empty ones, and the indices that restore the order of both."""
 
     members: list[Group]
     empty: Tensor
@@ -160,7 +160,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(packing: Packing) -> Groups:
-    """The groups of a packing, found once; they need the lengths on the host."""
+    """The groups of a packing, found once. They need the lengths on the host."""
     return packing.once("groups", lambda: _find_groups(packing.bounds, packing.cu_seqlens.device))
 
 

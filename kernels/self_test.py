@@ -2,17 +2,17 @@
 
 A wrong kernel would train a wrong model without an error, and which kernels are wrong depends on the GPU and on the
 compiler. The first call of an operation's kernels on a GPU therefore runs the cases of `TRIALS`, in the direction, kind
-and precision of the call, packed if the call is packed, at widths that stand for the call's (see `_representative`).
+and precision of the call, packed if the call is packed, at widths that represent the call's (see `_representative`).
 Outputs, final states and all gradients are compared with the torch form in float64 on the CPU. In each head and chunk
 the error may be three times that of the torch form in the call's precision (see accuracy.py). The kernels of all cases
 are compiled first, side by side. Kernels that fail or do not compile are refused: a warning says so, and
 `backend="auto"` takes the torch form.
 
 A verdict holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and tables.
-Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes that write at once do
-not harm each other. A verdict stays in the process where no folder can be written, and where the failure was a passing
-one, such as a full disk. A file of launches that does not fit raises ValueError and says nothing about the kernels. The
-ranks of a process group act on one verdict (see `_agree`).
+Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes can write at the same
+time. A verdict stays in the process where no folder can be written, and where the failure was temporary, such as a full
+disk. A file of launches that does not fit raises ValueError and is no verdict. The ranks of a process group act on one
+verdict (see `_agree`).
 
 LONGSEQ_SELF_TEST=0 trusts all kernels but those of `KNOWN_BAD`. Emulated kernels are not tested.
 """
@@ -90,7 +90,7 @@ def find_trial(op: str) -> Trial:
 
 
 def is_tested(device_type: str) -> bool:
-    """Whether kernels must prove themselves on such devices."""
+    """Whether kernels are self-tested on devices of this type."""
     return device_type == "cuda"
 
 
@@ -130,11 +130,11 @@ def longseq_self_test_verdict(
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     packed = packed and not op.endswith("_step") and any(case.bounds for case in find_trial(op).cases)
     call = (op, dtype, reverse, mixed, packed, kind, *widths)
-    key = (device, _count_ranks(), *call)  # what one process found is found again once others run beside it
+    key = (device, _count_ranks(), *call)  # another number of ranks has another verdict
     if key in _VERDICTS:
         return _VERDICTS[key]
     if is_testing():
-        return None  # the call under test
+        return None  # a call of the self-test itself
     # A backward pass must not wait for the test of another thread, whose own backward pass may wait for this one.
     if not _LOCK.acquire(blocking=not _is_inside_backward()):
         return _say_untested("inside a backward pass")
@@ -154,17 +154,18 @@ def longseq_self_test_verdict(
 
 
 def _count_ranks() -> int:
-    """The processes of the default process group; one without it."""
+    """The number of processes in the default process group; one without a group."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _agree(call: tuple[object, ...], failure: str | None) -> str | None:
-    """The verdict that all ranks act on: that of the rank that came first.
+    """The verdict that all ranks act on: that of the first rank to reach one.
 
-    It lies in the store of the process group, where each rank writes or reads it without waiting: no collective, in
-    which a rank would hang that alone makes a call. A rank whose kernels are right refuses them with the first one. A
-    rank whose kernels failed cannot take back what the first one runs already, and stops.
+    The verdict is kept in the store of the process group, where each rank writes or reads it without waiting. With a
+    collective, a rank that alone makes a call would hang. If the first rank's kernels failed, ranks whose kernels are
+    right refuse them as well. If this rank's kernels failed and the first rank's did not, RuntimeError is raised: the
+    first rank already runs its kernels.
     """
     if _count_ranks() == 1:
         return failure
@@ -182,27 +183,27 @@ def _agree(call: tuple[object, ...], failure: str | None) -> str | None:
     return failure
 
 
-# What torch.compile traces calls the function as it is and takes its result for a constant of the graph, as with
+# torch.compile calls the function while it traces and takes the result as a constant of the graph, as with
 # @torch.compiler.assume_constant_result, which would import the compiler together with this module. The result becomes
-# a global of the traced module by the function's name, which must therefore be nobody else's.
+# a global of the traced module under the function's name, which therefore no other global may have.
 longseq_self_test_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Test(NamedTuple):
-    """One verdict's subject."""
+    """The kernels that one verdict is about."""
 
     op: str
     dtype: torch.dtype
     device: torch.device
-    reverse: bool | str  # each way of reading has its kernels, and its verdict: most programs need one way alone
-    mixed: bool  # and so have gates in float32 beside inputs in half precision, as models have them
-    packed: bool  # and sequences that are packed
-    kind: str  # and calls with and without gates
+    reverse: bool | str  # each direction has kernels and a verdict of its own: most programs need one direction alone
+    mixed: bool  # likewise gates in float32 beside inputs in half precision, as models have them
+    packed: bool  # likewise packed sequences
+    kind: str  # likewise calls with and without gates
     widths: dict[str, int]
 
     @property
     def place(self) -> dict[str, Any]:
-        """What decides, apart from our own sources, what the kernels compute."""
+        """Everything besides our own sources that decides the results of the kernels."""
         import triton
 
         gpu, capability = f"{self.device.type}, emulated", None
@@ -262,11 +263,11 @@ def _find_known_bad(test: _Test) -> str | None:
 
 
 def _find_obstacle(device: torch.device) -> str | None:
-    """Why no test can run at this moment."""
+    """The reason why no test can run at this moment, if there is one."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _say_untested("while a CUDA graph is captured")
     if _is_inside_backward():
-        # The test's own backward pass would wait for the thread that waits for the test.
+        # The test's own backward pass would wait for this thread, which waits for the test.
         return _say_untested("inside a backward pass")
     return None
 
@@ -280,7 +281,7 @@ def _say_untested(when: str) -> str:
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for the GPU, so that an error of earlier work is raised here and not blamed on the kernels."""
+    """Wait for the GPU, so that an error of earlier work is raised here and not in the test."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -307,17 +308,17 @@ def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
     if not isinstance(found, Exception):
         return found, True
     if isinstance(found, torch.OutOfMemoryError) or is_about_launches(found):
-        raise found  # says nothing about the kernels
+        raise found  # it does not concern the kernels
     text = f"{type(found).__name__}: {' '.join(str(found).split())}"
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}", _is_of_kernels(found)
 
 
 def _is_of_kernels(error: Exception) -> bool:
-    """True if the error would come again. A full disk or a missing C compiler says nothing about the kernels."""
+    """True if the error would occur again. A full disk or a missing C compiler says nothing about the kernels."""
     from triton import CompilationError, OutOfResources
     from triton.runtime.errors import PTXASError
 
-    # A fault of the GPU is the kernels', because nothing had failed there before (see `_settle`).
+    # A fault of the GPU is one of the kernels, because no earlier work had failed (see `_settle`).
     is_fault = isinstance(error, RuntimeError) and re.search(FAULTS, str(error)) is not None
     return is_fault or isinstance(error, CompilationError | OutOfResources | PTXASError)
 
@@ -325,12 +326,12 @@ def _is_of_kernels(error: Exception) -> bool:
 def _find_error(test: _Test) -> str | None:
     """Compare every case with float64, and two runs with each other."""
     if test.device.type == "cuda":
-        torch.cuda.set_device(test.device)  # of this thread
+        torch.cuda.set_device(test.device)  # for this thread
     checks = list(_list_checks(test))
     if test.device.type == "cuda":  # elsewhere kernels are emulated
         with compile_ahead(test.device):
             for check in checks:
-                with suppress(Exception):  # which comes again below, and is reported there
+                with suppress(Exception):  # an error is raised again below, and reported there
                     check.run("triton", test.device)
     return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
 
@@ -341,7 +342,7 @@ class _Check(NamedTuple):
     name: str
     inputs: Any
     dtype: torch.dtype
-    function: Any  # from inputs and a backend to results by name
+    function: Any  # maps inputs and a backend to results by name
 
     def run(self, backend: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Results by name, for inputs on a device, in their own precision or another."""
@@ -446,19 +447,19 @@ def _find_difference(check: _Check, device: torch.device) -> str | None:
 
 
 def _hash_sources() -> str:
-    """A digest of this folder and of the measured launches: stricter than a version, which a change need not raise."""
+    """A digest of this folder and of the measured launches: stricter than a version, which not every change raises."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.read_bytes())
     if (launches := file_of_launches()) is not None:
-        # A file that is missing is for the kernels to refuse, of which not all want one.
+        # Kernels that need the file report that it is missing; not all kernels need it.
         digest.update(b"launches" + launches.read_bytes() if launches.is_file() else b"no launches")
     return digest.hexdigest()[:16]
 
 
 def _file_of(record: Mapping[str, Any]) -> Path | None:
-    """The file of a verdict; None for a user without a home."""
+    """The file of a verdict; None for a user without a home folder."""
     try:
         cache = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "longseq"
     except RuntimeError:
@@ -469,7 +470,7 @@ def _file_of(record: Mapping[str, Any]) -> Path | None:
 
 
 def _read(file: Path | None, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The verdict in a file; None where there is none or another thing, which the next verdict replaces."""
+    """The verdict in a file; None if there is no valid one. The next verdict replaces an invalid file."""
     if file is None:
         return None
     try:
@@ -483,7 +484,7 @@ def _read(file: Path | None, record: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def _write(file: Path | None, found: Mapping[str, Any]) -> None:
-    """Write a verdict in one piece, whoever else writes it; where nothing can be written, it lives in the process."""
+    """Write a verdict in one piece, safe beside other writers. If it cannot be written, it stays in the process."""
     if file is None:
         return
     part = ""

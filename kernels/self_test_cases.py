@@ -1,11 +1,11 @@
-"""The cases of the self-test of Triton kernels: of each operation, calls that together launch all of its kernels.
+"""The cases of the self-test of Triton kernels: for each operation, calls that together launch all of its kernels.
 
-Every kind of kernel once: with and without each gate, one chunk and several, short sequences and long ones, few side by
-side and many, packed ones with an empty one among them. How an operation launches its kernels depends on the sizes of a
-call: cases stand for the launches that its plan knows, and a test says which of them they reach. A call's kernels are
-tried with the cases that read in its direction, packed as it is, one-token kernels with the variants of all. Models in
-training have no state and precisions of their own: cases like theirs are there for the kernels that they will run,
-which then need no compilation of their own.
+The cases cover each gate and its absence, one chunk and several, short and long sequences, few and many rows, and
+packed sequences of which one is empty. The sizes of a call decide how an operation launches its kernels: there are
+cases for every kind of launch, and a test checks which launches they reach. A call's kernels are tested with the cases
+that read in its direction, packed if the call is packed. One-token kernels are tested with all variants. Models in
+training have no state and use mixed precisions. Cases like theirs test the kernels that they will run, which are then
+compiled already.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Case(NamedTuple):
     tokens: int
     options: Mapping[str, Any] = {}
     own_parameters: bool = False  # see longseq.kernels.testing.Inputs.with_own_parameters
-    has_state: bool = True  # begins from a state, and the loss sees the last one
+    has_state: bool = True  # begins from a state, and the loss includes the final state
     has_gradient: bool = True
     batch: int | None = None  # instead of one row, or of one for each direction
     heads: int | None = None  # instead of the trial's, or the maker's
@@ -46,16 +46,16 @@ class Case(NamedTuple):
 class Trial(NamedTuple):
     """What an operation's kernels are tried with."""
 
-    widths: dict[str, int]  # the dimensions that kernels are compiled for; sizes where a call does not tell them
+    widths: dict[str, int]  # the dimensions that kernels are compiled for, with sizes for calls that do not state them
     cases: tuple[Case, ...]
     channels: int | None = None  # D, where it is not a width: more than one program's block
-    mixed: tuple[str, ...] = ()  # arguments that are float32 beside others in half precision in a mixed call
-    narrow: tuple[str, ...] = ()  # arguments in bfloat16, as the result, beside others in float32 in a narrow call
+    mixed: tuple[str, ...] = ()  # arguments that are float32 in a mixed call, while the others are in half precision
+    narrow: tuple[str, ...] = ()  # arguments that are bfloat16 in a narrow call, while the others are float32
 
 
 REVERSED = {"reverse": True}
 BOTH_WAYS = {"reverse": "second_half"}
-ONE_WAY: tuple[dict[str, Any], ...] = ({}, REVERSED)  # as packed sequences are read
+ONE_WAY: tuple[dict[str, Any], ...] = ({}, REVERSED)  # the directions in which packed sequences are read
 WAYS = (REVERSED, BOTH_WAYS)
 # Heads that fill a GPU without segments of time, and as many tokens. Triton compiles kernels of their own for numbers
 # that 16 divides, as those of models are.
@@ -65,24 +65,24 @@ CROWD = 260
 
 
 def _pack(case: Case) -> Case:
-    """Four sequences in place of one: one is empty, one has a single token."""
+    """Four packed sequences in place of one: one is empty, one has a single token."""
     first = 3 * case.tokens // 7
     return case._replace(bounds=(0, first, first, case.tokens - 1, case.tokens))
 
 
 def _delta_rule(variant: str, way: dict[str, Any]) -> tuple[Case, ...]:
-    """Calls of many heads, long ones, and ones that are cut into segments of time."""
+    """Calls with many heads, with long sequences, and with sequences that are cut into segments of time."""
     kind = "gated" if variant == "gated" else ""
     case = Case(variant, 0, way, has_state=False, kind=kind)
     many, long = case._replace(tokens=MANY, heads=MANY), case._replace(tokens=1100)
-    # Just long enough to be cut, and with heads of which all segments fill a GPU.
+    # Just long enough to be cut; `filling` has so many heads that all of its segments fill a GPU.
     cut, filling = case._replace(tokens=2000), case._replace(tokens=2000, heads=10 // case.rows)
     packed = () if way == BOTH_WAYS else map(_pack, (many, long._replace(has_state=True), cut, filling))
     return many, long, cut, filling, *packed
 
 
 def _scan(way: dict[str, Any]) -> tuple[Case, ...]:
-    """Calls of which time is split into parts, and of more warps than run at once."""
+    """Calls whose time is split into parts, and calls with more warps than run side by side."""
     parts = Case("plain", 530, way, has_state=False)
     crowded = Case("plain", 18, way, has_state=False, batch=CROWD, channels=128)
     if way == BOTH_WAYS:
@@ -100,7 +100,7 @@ TRIALS: dict[str, Trial] = {
         {"D": 64},
         (
             *(Case(variant, 70) for variant in ("plain", "branch", "centred_branch", "pair")),
-            # A residual in float32, the rest in half precision.
+            # The residual in float32, the rest in half precision.
             *(
                 Case(variant, 70, {"dtype": torch.bfloat16}, kind="narrow")
                 for variant in ("plain", "branch", "centred_branch", "pair")
@@ -125,14 +125,14 @@ TRIALS: dict[str, Trial] = {
     "delta_rule": Trial(
         {"K": 64, "V": 64},
         (
-            # Short ones, which one launch reads through, and with a state.
+            # Short sequences, which one launch reads whole, and a call with a state.
             *(Case("write_key", 130), Case("gated_write_key", 130, kind="gated")),
             *(Case("plain", 130, way, has_state=False) for way in WAYS),
             *(Case("gated", 130, way, has_state=False, kind="gated") for way in WAYS),
-            # Cut into segments of time, of which one hands much to the next.
+            # Cut into segments of time, where the state passes much from one segment to the next.
             *(Case("correlated_keys", 2100), Case("gated", 2100, kind="gated")),
             *(case for way in ({}, *WAYS) for variant in ("plain", "gated") for case in _delta_rule(variant, way)),
-            # What a model reads without being trained.
+            # Without gradients, as in evaluation.
             *(Case("plain", tokens, has_gradient=False) for tokens in (130, 1100)),
             *(Case("gated", tokens, has_gradient=False, kind="gated") for tokens in (130, 1100)),
         ),
@@ -177,7 +177,7 @@ TRIALS: dict[str, Trial] = {
         {"N": 16, "R": 16, "W": 4},
         (
             *(Case("plain", 70), Case("plain", 80, channels=128)),
-            # As of the scan in it, which reads every row both ways.
+            # Sizes at which the scan inside it has other kernels. The scan reads every row in both directions.
             *(Case("plain", 530), Case("plain", 18, batch=CROWD // 2, channels=128)),
         ),
         channels=70,
@@ -267,7 +267,7 @@ TRIALS: dict[str, Trial] = {
         {"K": 64, "V": 64},
         (
             *(Case("plain", tokens, way) for way in ({}, *WAYS) for tokens in (130, 600)),
-            # Many heads, which no part cuts into segments of time, and sequences that one of them cuts or both.
+            # Many heads, which are not cut into segments of time, and sequences that one or both of the parts cut.
             *(Case("plain", MANY, way, heads=MANY, has_state=False) for way in ({}, *WAYS)),
             *(Case("plain", tokens, way, has_state=False) for way in ({}, *WAYS) for tokens in (1100, 2100)),
             *(_pack(Case("plain", 130, way)) for way in ONE_WAY),

@@ -31,8 +31,8 @@ class Inputs:
     initial_state: Any  # a tensor or a tuple of tensors
     parameters: dict[str, Tensor] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    absent_state: Any = None  # the state that a call without one starts from, where that is not zero
-    needs_state: bool = False  # the operation has no such state: a call must bring one
+    absent_state: Any = None  # the state at the start of a call without an initial state, where that is not zero
+    needs_state: bool = False  # the operation has no default state: a call must give one
     own_parameters: bool = False  # see `with_own_parameters`
 
     @property
@@ -73,11 +73,11 @@ class Inputs:
         return replace(self, sequences={k: x[:, start:stop] for k, x in self.sequences.items()}, initial_state=state)
 
     def run_checkpointed(self, **options: Any) -> tuple[Tensor, Any]:
-        """`run` as a part of a layer that runs again in the backward pass."""
+        """`run` under activation checkpointing: it runs again in the backward pass."""
         return checkpoint(self.run, use_reentrant=False, **options)
 
     def run_reversed(self, cu_seqlens: Tensor | None = None, **options: Any) -> tuple[Tensor, Any]:
-        """What `reverse=True` stands for: time is turned round, and with it the order of packed segments."""
+        """The definition of `reverse=True`: time is reversed, and with it the order of packed segments."""
         turned = replace(self, sequences={name: x.flip(1) for name, x in self.sequences.items()})
         if cu_seqlens is None:
             output, state = turned.run(**options)
@@ -87,9 +87,9 @@ class Inputs:
         return output.flip(1), each(lambda x: x.flip(0), state)
 
     def with_own_parameters(self) -> "Inputs":
-        """The call read both ways, with parameters of their own for reading backward.
+        """The call for both directions, with separate parameters for reading backward.
 
-        A convolution then reads all of its rows both ways, the other operations half of them either way.
+        A convolution then reads all of its rows in both directions, the other operations half of them in each.
         """
         state = self.initial_state
         if self.op in _CONVOLUTIONS:
@@ -98,7 +98,7 @@ class Inputs:
         return replace(self, parameters=parameters, initial_state=state, own_parameters=True)
 
     def run_both_ways(self, **options: Any) -> tuple[Tensor, Any]:
-        """What `reverse="second_half"` stands for: half of the rows is read forward, the other one turned round."""
+        """The definition of `reverse="second_half"`: half of the rows is read forward, the other half backward."""
         reads_all_rows = self.own_parameters and self.op in _CONVOLUTIONS
         results = []
         for i, run in enumerate((Inputs.run, Inputs.run_reversed)):
@@ -135,7 +135,7 @@ class Inputs:
         return torch.stack(outputs, 1), state
 
 
-# Convolutions, which with parameters for each direction read all rows both ways.
+# Convolutions, which with parameters for each direction read all rows in both.
 _CONVOLUTIONS = ("convolved_features", "short_convolution")
 
 
@@ -369,7 +369,7 @@ def _convolved_features(sampler: InputSampler, variant: str) -> Inputs:
     features = {"feature_map": "identity", "key_norm": "l1"} if variant == "l1" else {}
     if variant in ("elu_plus_one", "relu"):
         features["feature_map"] = variant
-    # Heads of which relu leaves next to nothing would magnify every rounding.
+    # Heads in which relu leaves almost nothing would magnify rounding errors.
     shift = 0.5 if variant == "relu" else 0.0
     return Inputs(
         "convolved_features",
@@ -425,7 +425,7 @@ def _orthogonal_recurrence(sampler: InputSampler, variant: str) -> Inputs:
 
 
 def _inverse_state(sampler: InputSampler, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """A positive definite matrix, and counters that stand at different places in the period of a refresh."""
+    """A positive definite matrix, and counters at different places in the period of a refresh."""
     root = sampler.normal(sampler.rows, heads, width, width)
     steps = torch.randint(50, (sampler.rows,), generator=sampler.generator)
     return root @ root.mT / width + 0.5 * torch.eye(width, dtype=sampler.dtype), steps
@@ -485,7 +485,7 @@ def _variational_linear_attention(sampler: InputSampler, variant: str) -> Inputs
     sums = sampler.uniform(sampler.rows, heads, key_dim)
     options: dict[str, Any] = {"refresh_period": None if variant == "no_refresh" else 7, "refresh": 0.05}
     if variant == "paper":
-        options = {}  # a refresh too weak to be seen in a few tokens, directions as short as a layer's
+        options = {}  # the defaults, whose refresh is too small to matter in a few tokens
     if variant in ("unnormalized_key", "unnormalized_alpha"):
         options[variant.replace("unnormalized", "normalize")] = False
     elif variant == "no_normalizer":
@@ -578,7 +578,7 @@ _DEFINED_BY_CHUNKS = ("orthogonal_recurrence",)
 
 
 def takes_chunk_size(op: str) -> bool:
-    """Whether an operation has the option chunk_size, which must not matter."""
+    """Whether an operation has the option chunk_size, which must not change results."""
     return op not in _DEFINED_BY_CHUNKS and takes(op, "chunk_size")
 
 

@@ -199,6 +199,27 @@ def mix_rows(weights, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def above(largest):
+    """The exponent of a power of two that is above a magnitude, and not far."""
+    return exponent_of(power_of_two(largest)[0]) + TOP
+
+
+@triton.jit
+def bound_product(first, second, length):
+    """The exponent of a unit for products of tiles with units of exponents `first` and `second`.
+
+    A number of such a product is a sum of 2^length products of their numbers.
+    """
+    return first + second + TOP + length
+
+
+@triton.jit
+def hold(exponent):
+    """The exponent, or the nearest one that a unit may have: float32 holds that unit and its inverse."""
+    return tl.minimum(tl.maximum(exponent, -126), 112)
+
+
+@triton.jit
 def to_tf32(x, SCALED: tl.constexpr):
     """If SCALED, x rounded to the 11 bits of TF32 (matrix products would truncate it); otherwise x itself."""
     if SCALED:

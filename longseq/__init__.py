@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "longseq.kernels":
         raise
-    # A checkout without symbolic links (git on Windows, some unpackers), imported from its root.
+    # A checkout that is imported from its root and has no symbolic links (git on Windows, some unpackers).
     raise ImportError(
         f"{__path__[0]} lacks the links conf, kernels, tasks and tools to the folders beside it: run Python in another "
         "folder, where the installed package is found, or check out anew after `git config core.symlinks true`"

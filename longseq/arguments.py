@@ -1,4 +1,4 @@
-"""Constructors whose arguments stay with the object: all of them, also those that a caller left to a default."""
+"""Constructors that record all of their arguments on the object, including arguments left at their defaults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class KeepsArguments:
     """Base class of objects that can be built again after a default has changed.
 
     `arguments` holds every argument of the constructor of the object's own class by name, with the values of defaults.
-    An argument of None that the constructor has turned into a number or a word, and has kept under the argument's name,
-    is recorded so: `num_heads=None` becomes the `self.num_heads` that was computed. What a constructor resolves
-    otherwise it gives to `resolve_arguments`.
+    If the constructor replaces an argument of None by a number or a word and keeps it under the argument's name, that
+    value is recorded: `num_heads=None` becomes the computed `self.num_heads`. The constructor gives values that it
+    resolves in another way to `resolve_arguments`.
 
     Class attributes:
         arguments_before: values of arguments that were added after the first release: what objects did before the
@@ -34,14 +34,14 @@ class KeepsArguments:
     def resolve_arguments(self, **values: Any) -> None:
         """Record other values of arguments: those that the constructor computed, or that a method has changed.
 
-        Names that the constructor of the object's class does not have are passed over: a subclass decides them.
+        Names that the constructor of the object's class does not have are ignored: a subclass decides them.
         """
         known = {name: copy_containers(value) for name, value in values.items() if name in self.arguments}
         self.arguments.update(known)
 
 
 def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a constructor: it records its arguments where it is that of the object's class, and not of a base class."""
+    """Wrap a constructor: it records its arguments if it is that of the object's own class, not of a base class."""
 
     @functools.wraps(construct)
     def construct_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """The arguments of a call by name, None where they do not fit: the call itself then says so best."""
+    """The arguments of a call by name; None if they do not fit, in which case the call itself raises the best error."""
     signature = inspect.signature(construct)
     try:
         bound = signature.bind(self, *args, **kwargs)
@@ -78,7 +78,7 @@ def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> 
 
 
 def copy_containers(value: Any) -> Any:
-    """Copy nested dictionaries and lists, so that a later change of the original does not show; tuples become lists."""
+    """Copy nested dictionaries and lists: later changes of the original do not affect the copy. Tuples become lists."""
     if isinstance(value, Mapping):
         return {key: copy_containers(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -89,13 +89,13 @@ def copy_containers(value: Any) -> Any:
 def complete(
     constructor: type[KeepsArguments], given: Mapping[str, Any], *, optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Add to saved arguments those that came after them, with the values of `arguments_before`.
+    """Add to saved arguments those that were added to the constructor later, with the values of `arguments_before`.
 
-    Arguments in `optional` may be missing: the constructor's default serves.
+    Arguments in `optional` may be missing: they get the constructor's default.
 
     Raises:
-        ValueError: the constructor does not know an argument, or one is missing of which nobody says what it was. The
-            message is a clause about the saved model, such as "its deltanet layers have ...".
+        ValueError: the constructor does not have an argument, or the former value of a missing argument is not known.
+            The message is a clause about the saved model, such as "its deltanet layers have ...".
     """
     parameters = list(inspect.signature(constructor).parameters.values())
     known = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -1,4 +1,4 @@
-"""The checksum of a model's weights in model.safetensors; safetensors itself notices only a file that is cut short."""
+"""The checksum of a model's weights in model.safetensors. safetensors itself detects only truncated files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CHECKSUM = "longseq_crc32"
 
 
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """CRC-32 of names, types, shapes and values, in hexadecimal digits; the tensors lie on the CPU."""
+    """CRC-32 of names, types, shapes and values, in hexadecimal digits; the tensors must be on the CPU."""
     names = sorted(state)
-    with ThreadPoolExecutor() as pool:  # zlib computes outside of Python's lock
+    with ThreadPoolExecutor() as pool:  # zlib releases Python's lock while it computes
         values = pool.map(_checksum, (state[name] for name in names))
     parts = [
         (name, str(state[name].dtype), list(state[name].shape), value)
@@ -27,4 +27,4 @@ def checksum(state: Mapping[str, Tensor]) -> str:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -9,12 +9,12 @@ from torch import nn
 
 from longseq.parameters import count_parameters
 
-# Where metrics.json keeps what was measured, and what the card says of it.
+# The splits in metrics.json, and their captions on the card.
 SPLITS = {"test": "Test data, with the weights of this file", "val": "Validation data, at the moment they were chosen"}
 
 
 def model_card(model: nn.Module, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
-    """What the model is, how to load it, and what was measured, in Markdown with the hub's front matter."""
+    """The model card in Markdown with the hub's front matter: the model, how to load it, and its metrics."""
     lines = [*_front_matter(config), *_facts(model, config), *_usage(config), *_measured(metrics)]
     return "\n".join(lines).rstrip() + "\n"
 

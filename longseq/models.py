@@ -1,13 +1,13 @@
-"""Models as files: `config.json`, with which a model is built again, and `model.safetensors`, its weights.
+"""Models as files: `config.json`, from which a model is built again, and `model.safetensors`, its weights.
 
     model.save_pretrained("folder")                 # also a README.md, the model card
     model = longseq.from_pretrained("folder")       # or a checkpoint of `longseq train`, or a repository of the hub
     model.push_to_hub("owner/name")
 
-`config.json` names the kind of the model and holds every argument of its constructor with the value that it had, so
-that a later version with other defaults builds the same model. Each kind is a class, entered by `register_kind`; models
-of timm are of the kind timm, and are built by timm from its own registry. Nothing in a file names code to run: a kind
-and a mixer are found by their names among those that are registered.
+`config.json` has the kind of the model and the value of every argument of its constructor, so that a later version with
+other defaults builds the same model. Each kind is a class, registered by `register_kind`; models of timm are of the
+kind timm, and timm builds them from its own registry. No file names code to run: a kind and a mixer are found by their
+names among those that are registered.
 
 config.json:
     library_name, longseq_version: longseq, and the version that wrote the file.
@@ -58,7 +58,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 
-# Arguments that say how a machine runs a model and not what the model computes: each run chooses its own.
+# Arguments that decide how a machine runs a model and not what the model computes: each run chooses its own.
 RUN_ARGUMENTS = ("backend", "recompute")
 
 # The kind of models that timm builds.
@@ -91,13 +91,13 @@ class PretrainedModel(KeepsArguments):
     decided_options: ClassVar[tuple[str, ...]] = ()
 
     def saved_arguments(self) -> dict[str, Any]:
-        """The constructor's arguments as plain containers, without those of the run."""
+        """The constructor's arguments as JSON types, without those of the run."""
         kept = {name: value for name, value in self.arguments.items() if name not in RUN_ARGUMENTS}
         return {name: _to_plain(value, f"{type(self).__name__}'s {name}") for name, value in kept.items()}
 
     @classmethod
     def complete_arguments(cls, saved: Mapping[str, Any], optional: Collection[str] = ()) -> dict[str, Any]:
-        """Add the arguments, and the options of mixers, that came after these were saved (see `complete`)."""
+        """Add the arguments, and the options of mixers, that did not exist when these were saved (see `complete`)."""
         arguments = complete(cls, saved, optional=(*RUN_ARGUMENTS, *optional))
         if "mixer" in arguments and "mixer_options" in arguments:
             chosen = options_by_name(arguments["mixer"], arguments["mixer_options"])
@@ -112,7 +112,7 @@ class PretrainedModel(KeepsArguments):
 
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-        """Build the model of a config.json, with other values of some arguments; its weights are drawn anew."""
+        """Build the model of a config.json, with other values of some arguments; its weights are initialised anew."""
         arguments = cls.complete_arguments(config["model_args"])
         return cls(**{name: _from_plain(value) for name, value in arguments.items()} | dict(changes))
 
@@ -128,7 +128,7 @@ class PretrainedModel(KeepsArguments):
 
 
 def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
-    """Enter a class of models under a name: `@register_kind("token")`."""
+    """Register a class of models under a name: `@register_kind("token")`."""
 
     def enter(model: ModelClass) -> ModelClass:
         if name == TIMM or name in _KINDS:
@@ -140,7 +140,7 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
 
 
 def kind_of(model: nn.Module) -> str | None:
-    """The kind of a model, None where it is of none and cannot be saved."""
+    """The kind of a model; None for a model of no kind, which cannot be saved."""
     own = unsharded_class(model)
     name = next((name for name, registered in _KINDS.items() if registered is own), None)
     return TIMM if name is None and is_timm_model(model) else name
@@ -148,10 +148,10 @@ def kind_of(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a folder or a checkpoint holds: `config`, the contents of config.json, and `state`, the weights by name.
+    """The contents of a folder or a checkpoint: `config`, those of config.json, and `state`, the weights by name.
 
-    `label` names the file in messages; `weights` says which were taken, "ema" or "model"; `run` is the training
-    checkpoint around them, empty for a folder.
+    `label` names the file in messages; `weights`, "ema" or "model", is the kind of weights in `state`; `run` is the
+    training checkpoint that holds the model, empty for a folder.
     """
 
     label: str
@@ -184,7 +184,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metrics: Mapping[st
         if whole is not None:
             _write(folder, config, whole, model_card(model, config, metrics or {}))
     finally:
-        distributed.barrier()  # the others do not wait for a file that cannot be written
+        distributed.barrier()  # if the first process cannot write, the others must not wait for it
     return folder
 
 
@@ -209,10 +209,10 @@ def push_to_hub(
     revision: str | None = None,
     commit_message: str = "Add model",
 ) -> str:
-    """Upload the files of `save_pretrained` to a repository of the Hugging Face hub, which is made where there is none.
+    """Upload the files of `save_pretrained` to a repository of the Hugging Face hub, which is created if missing.
 
-    A README.md that the repository has stays. `token` is by default that of `huggingface_hub.login`. Returns the
-    address of the commit.
+    A README.md in the repository is kept. `token` is by default that of `huggingface_hub.login`. Returns the address of
+    the commit.
     """
     from huggingface_hub import HfApi
 
@@ -244,7 +244,7 @@ def from_pretrained(
         source: a folder of `save_pretrained`, a checkpoint of `longseq train`, or OWNER/NAME on the Hugging Face hub.
         weights: of a checkpoint: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the
             average where the run kept one.
-        device: where the model comes to lie.
+        device: the device of the model.
         revision, token, cache_dir: those of `huggingface_hub.hf_hub_download`.
         changes: other values of constructor arguments that leave the weights as they are, such as `backend="torch"` or
             `dynamic_img_size=True`.
@@ -273,7 +273,7 @@ def read(source: str | Path, weights: str = "auto", label: str | None = None) ->
 def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None) -> nn.Module:
     """Build a saved model, with other values of some arguments, and load its weights; in evaluation mode."""
     check_loaded(saved.config.get("plugins") or [], saved.label)
-    # The weights are replaced: what drawing them takes from the generators is given back.
+    # Initialising the weights, which are replaced, draws random numbers: the generators' states are restored.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         model = build(saved.config, changes, saved.label)
@@ -303,7 +303,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_origin(model: nn.Module) -> dict[str, Any]:
-    """The keys of config.json by which a later version understands the others."""
+    """The keys of config.json that state which version wrote the others."""
     return {
         "library_name": "longseq",
         "longseq_version": _version(),
@@ -315,7 +315,7 @@ def describe_origin(model: nn.Module) -> dict[str, Any]:
 
 
 def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, label: str = CONFIG_FILE) -> nn.Module:
-    """Build the model of a config.json; its weights are drawn anew, and `label` names the file in messages."""
+    """Build the model of a config.json with initialised weights; `label` names the file in messages."""
     check_config_version(config, label)
     kind = config.get("kind", TIMM if "architecture" in config else None)
     if not isinstance(config.get("model_args", {}), Mapping) or kind is None:
@@ -348,7 +348,7 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
 
 
 def check_config_version(config: Mapping[str, Any], label: str) -> None:
-    """Raise ValueError for a config.json that a newer version of longseq wrote in another way."""
+    """Raise ValueError for a config.json in a format of a newer version of longseq."""
     version = config.get("config_version", CONFIG_VERSION)
     if not isinstance(version, int) or version > CONFIG_VERSION:
         raise ValueError(
@@ -362,8 +362,8 @@ def mixer_options_of(
 ) -> dict[str, Any]:
     """The complete options of the mixers in a stack of layers, in the form in which a model takes `mixer_options`.
 
-    `names` are those of the layers' mixers. Of `given` stay the options of mixers that the pattern names and no layer
-    has.
+    `names` are those of the layers' mixers. The result keeps `given` options of mixers that the pattern names and no
+    layer has.
     """
     options = options_by_name(pattern, given)
     left_out = ("d_model", *RUN_ARGUMENTS, *without)
@@ -405,7 +405,7 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{label}: {CONFIG_FILE} is no dictionary")
     arguments = config.get("model_args")
-    # A file of timm's `save_for_hf` holds what describes an image model's origin among the arguments alone.
+    # In a file of timm's `save_for_hf` the origin of an image model is among the arguments.
     origin = arguments.get("saved_by", {}) if isinstance(arguments, Mapping) else {}
     return {**origin, **config}
 
@@ -449,7 +449,7 @@ def _is_backbone(name: str) -> bool:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether every part of the archive has its checksum, which torch.load does not look at."""
+    """Whether every part of the archive matches its checksum, which torch.load does not verify."""
     try:
         with ZipFile(file) as archive:
             return archive.testzip() is None
@@ -472,7 +472,7 @@ def _download(repo_id: str, revision: str | None, token: str | None, cache_dir: 
 
 
 def _fill(model: nn.Module, saved: SavedModel) -> None:
-    """Load the weights, each key and shape as it must be."""
+    """Load the weights; every key and shape must match."""
     wanted, found = model.state_dict(), saved.state
     if problem := _difference(wanted, found):
         raise ValueError(
@@ -483,7 +483,7 @@ def _fill(model: nn.Module, saved: SavedModel) -> None:
 
 
 def _difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """What tells two sets of weights apart by names and shapes; empty where nothing does."""
+    """The difference of two sets of weights in names and shapes; empty if there is none."""
     missing, unexpected = wanted.keys() - found.keys(), found.keys() - wanted.keys()
     differing = sorted(key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape)
     parts = [
@@ -506,7 +506,7 @@ def _some(keys: Iterable[str]) -> str:
 def _check_description(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless a config.json, read back from its text, describes a model with these weights."""
     read_back = json.loads(json.dumps(config))
-    # timm's models do not all take the meta device, on which nothing is drawn.
+    # Not all models of timm accept the meta device, on which no weights are initialised.
     with torch.random.fork_rng([]), torch.device("cpu" if config["kind"] == TIMM else "meta"):
         described = build(read_back)
     if problem := _difference(described.state_dict(), state):
@@ -517,7 +517,7 @@ def _check_description(config: Mapping[str, Any], state: Mapping[str, Tensor]) -
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU without memory that two of them share, which safetensors refuses."""
+    """The tensors on the CPU, copied where two share memory, which safetensors refuses."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
@@ -529,7 +529,7 @@ def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _to_plain(value: Any, what: str) -> Any:
-    """An argument as JSON has it; a model of a kind becomes `{kind, model_args}`."""
+    """An argument as JSON types; a model of a kind becomes `{kind, model_args}`."""
     if isinstance(value, Mapping):
         return {str(key): _to_plain(each, what) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -555,7 +555,7 @@ def _plugins(model: nn.Module) -> list[str]:
 
 
 def _origin(config: Mapping[str, Any]) -> str:
-    """Who wrote a config.json, where that may explain why it is not understood."""
+    """The version that wrote a config.json, if it can explain why the file is not understood."""
     version, plugins = config.get("longseq_version", _version()), config.get("plugins") or ()
     other = "" if version == _version() else f"; it was saved by longseq {version}, and this is {_version()}"
     return other + (f"; {', '.join(plugins)} defines parts of it" if plugins else "")
@@ -569,4 +569,4 @@ def _version() -> str:
     try:
         return importlib.metadata.version("longseq")
     except importlib.metadata.PackageNotFoundError:
-        return "0+sources"  # Python in the repository's root, where nothing is installed
+        return "0+sources"  # imported from the repository's root without installation

@@ -1,4 +1,4 @@
-"""Questions about parameters: how many, and which of them weight decay must leave alone."""
+"""The number of parameters of a module, and the parameters that are exempt from weight decay."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
 
 
 def no_weight_decay(module: nn.Module) -> set[str]:
-    """Names, relative to `module`, of the parameters that weight decay must leave alone.
+    """Names, relative to `module`, of the parameters that are exempt from weight decay.
 
     A part lists them in its class attribute `no_weight_decay_names`; the lists of its base classes count too. Decaying
     a decay rate or a step size pulls the recurrence towards another memory length instead of regularising it. The lists
-    live on the classes, so they survive copies of the module, which attributes on tensors do not.
+    are attributes of classes: copies of a module keep them, but lose attributes of tensors.
     """
     names = set()
     for prefix, part in module.named_modules():

@@ -45,7 +45,7 @@ def load(names: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def loaded() -> tuple[str, ...]:
-    """The names of the plug-ins that are loaded, in the order in which they were."""
+    """The names of the plug-ins that are loaded, in the order of loading."""
     return tuple(_LOADED)
 
 
@@ -56,7 +56,8 @@ def check_loaded(names: Iterable[str], label: str) -> None:
     `checkpoint=FILE`.
     """
     wanted = list(names)
-    missing = [name for name in wanted if name not in load() and name not in sys.modules] if wanted else []
+    present = load() if wanted else ()  # looks through all installed packages
+    missing = [name for name in wanted if name not in present and name not in sys.modules]
     if missing:
         listed = ", ".join(missing)
         raise ValueError(
@@ -74,7 +75,7 @@ def plugin_of(part: Any) -> str | None:
 
 
 def conf_folders() -> list[Path]:
-    """The folders of configuration groups that the loaded plug-ins hold."""
+    """The folders of configuration groups of the loaded plug-ins."""
     packages = [Path(module.__file__).parent for module in _LOADED.values() if _is_package(module) and module.__file__]
     return [folder / "conf" for folder in packages if (folder / "conf").is_dir()]
 
@@ -100,8 +101,8 @@ def _import(name: str) -> ModuleType:
         raise ModuleNotFoundError(f"{name} is no name of a module", name=name)
     here = os.getcwd()
     root = name.partition(".")[0]
-    # Behind all other folders: no module in the working folder takes the place of an installed one. Processes that this
-    # one starts by spawning get the same list.
+    # At the end of the path: no module in the working folder replaces an installed one. Processes that this one spawns
+    # get the same path.
     if root not in sys.modules and importlib.util.find_spec(root) is None and here not in sys.path:
         sys.path.append(here)
         importlib.invalidate_caches()

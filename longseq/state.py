@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-# What a state may hold: tensors, absent parts, and tuples of these. A mixer's own state is a named tuple.
+# The types of a state: tensors, absent parts, and tuples of these. A mixer's own state is a named tuple.
 StateTree: TypeAlias = "Tensor | tuple[StateTree, ...] | None"
 StateT = TypeVar("StateT", bound="tuple[StateTree, ...]")
 
@@ -41,10 +41,10 @@ def state_tensors(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor
 
 
 def select_state(state: State, index: Tensor) -> State:
-    """Pick or reorder sequences: `index [N]` counts along the batch dimension of every tensor."""
+    """Select or reorder sequences by `index [N]`, along the batch dimension of every tensor."""
     return map_state(lambda tensor: tensor.index_select(0, index), state)
 
 
 def state_size(state: object) -> int:
-    """Count the numbers in `state`, over the whole batch."""
+    """Count the elements of `state`, over the whole batch."""
     return sum(tensor.numel() for _, tensor in state_tensors(state))

@@ -1,4 +1,4 @@
-"""Image models as timm describes them in a config.json, and models that timm builds itself."""
+"""Image models in timm's form of config.json, and models that timm builds itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import timm
 from timm.models import filter_pretrained_cfg, get_model_args, get_model_input_config, is_model
 from torch import nn
 
-# Options of timm's models that name files of weights; they come with a model's own file in their place.
+# Options of timm's models that name files of weights, which the model's own file replaces.
 WEIGHT_OPTIONS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
 WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict")
 
-# What timm records of a call and no model needs to be built again.
+# Options that timm records of a call but that are not needed to build the model again.
 UNSAVED_OPTIONS = (*WEIGHT_OPTIONS, "pretrained_model_args", "scriptable", "exportable", "no_jit")
 
 
@@ -25,7 +25,7 @@ def is_timm_model(model: nn.Module) -> bool:
 
 
 def constructor_defaults(cls: type | None) -> dict[str, Any]:
-    """The options of a model's constructor, through the base classes to which it passes the others on."""
+    """The options of a model's constructor, and those of the base classes to which it passes options on."""
     defaults: dict[str, Any] = {}
     for base in getattr(cls, "__mro__", ()):
         parameters = inspect.signature(base.__init__).parameters
@@ -39,10 +39,10 @@ def constructor_defaults(cls: type | None) -> dict[str, Any]:
 def describe_timm_model(model: nn.Module) -> dict[str, Any]:
     """The keys of config.json for a model of timm: the options of `timm.create_model`, as timm recorded them.
 
-    Beside what a call named these are the image size, channels, classes and pooling that the model has by now.
+    They also include the current image size, channels, classes and pooling of the model.
     """
     recorded: Any = model._model_args
-    options = {**recorded, **get_model_args(model)}  # timm's function leaves out what matters to training only
+    options = {**recorded, **get_model_args(model)}  # timm's function leaves out options that matter in training only
     arguments = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in options.items()
@@ -75,7 +75,7 @@ def rebuild_timm_model(
 
 
 def _spelled_defaults(cls: type) -> dict[str, str]:
-    """The defaults of a constructor's options as text; those that text does not tell apart are left out."""
+    """The defaults of a constructor's options as text, without those that text does not distinguish."""
     spelled = {}
     for key, value in constructor_defaults(cls).items():
         if value is None or isinstance(value, bool | int | float | str | tuple | list):
@@ -86,7 +86,7 @@ def _spelled_defaults(cls: type) -> dict[str, str]:
 
 
 def _check_defaults(config: Mapping[str, Any], cls: type, given: Mapping[str, Any]) -> None:
-    """Compare the defaults of today with those that a config.json records; it records none of models of longseq."""
+    """Compare the present defaults with those that a config.json records. Models of longseq record none."""
     then, now = config.get("timm_defaults") or {}, _spelled_defaults(cls)
     for key in sorted(then.keys() & now.keys() - given.keys()):
         if then[key] != now[key]:
@@ -98,7 +98,7 @@ def _check_defaults(config: Mapping[str, Any], cls: type, given: Mapping[str, An
 
 
 def read_stated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """timm's `pretrained_cfg` of a config.json: preprocessing and class names, and no source of weights."""
+    """timm's `pretrained_cfg` in a config.json: preprocessing and class names, without sources of weights."""
     cfg = {key: value for key, value in config.get("pretrained_cfg", {}).items() if key not in WEIGHT_SOURCES}
     own = ("architecture", "num_classes", "label_names", "label_descriptions")
     cfg |= {key: config[key] for key in own if config.get(key) is not None}
@@ -106,7 +106,7 @@ def read_stated(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stated_by(model: nn.Module) -> Mapping[str, Any]:
-    """The model's `pretrained_cfg`: preprocessing and class names; empty where it has none."""
+    """The model's `pretrained_cfg`: preprocessing and class names; empty if it has none."""
     cfg: Any = getattr(model, "pretrained_cfg", None)
     return cfg or {}
 
@@ -117,7 +117,7 @@ def timm_layout(model: nn.Module, stated: Mapping[str, Any]) -> dict[str, Any]:
     cfg = filter_pretrained_cfg(dict(stated), remove_source=True, remove_null=True)
     cfg |= get_model_input_config(model)
     cfg = {key: list(value) if isinstance(value, tuple) else value for key, value in cfg.items()}
-    # The weights are in the form of the model's own state dict, whatever they came from.
+    # The weights have the form of the model's own state dict, wherever they came from.
     cfg |= {"num_classes": described.num_classes, "custom_load": False}
     names = cfg.pop("label_names", None)
     labels = cfg.pop("label_descriptions", None)
@@ -139,7 +139,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def stated_data(model: nn.Module) -> dict[str, Any]:
-    """The preprocessing, and class names, that the model states, by the keys of a checkpoint's `data`."""
+    """The preprocessing and class names in the model's `pretrained_cfg`, by the keys of a checkpoint's `data`."""
     stated = stated_by(model)
     if "input_size" not in stated:
         return {}
@@ -157,7 +157,7 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
 
 
 def takes_any_resolution(model: nn.Module) -> bool:
-    """Whether the model says that its image size is free: by a switch of its own, or by timm's word on its kind."""
+    """Whether the model accepts any image size: by a switch of its own, or by timm's information on its kind."""
     if hasattr(model, "dynamic_img_size"):
         return bool(model.dynamic_img_size)
     stated = stated_by(model)

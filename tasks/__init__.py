@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
     from longseq.tasks.image.data import ImageDataModule
     from longseq.tasks.image.module import ImageClassifier
+    from longseq.tasks.lm.data import LanguageModelData
+    from longseq.tasks.lm.module import LanguageModelTask
     from longseq.tasks.probe.config import ProbeDataKeys
     from longseq.tasks.probe.data import ProbeDataModule
     from longseq.tasks.probe.module import ProbeTask
@@ -28,6 +30,8 @@ __all__ = [
     "ImageClassifier",
     "ImageDataKeys",
     "ImageDataModule",
+    "LanguageModelData",
+    "LanguageModelTask",
     "ProbeDataKeys",
     "ProbeDataModule",
     "ProbeTask",
@@ -41,6 +45,8 @@ _MODULES = {
     "ImageClassifier": "image.module",
     "ImageDataKeys": "image.config",
     "ImageDataModule": "image.data",
+    "LanguageModelData": "lm.data",
+    "LanguageModelTask": "lm.module",
     "ProbeDataKeys": "probe.config",
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",

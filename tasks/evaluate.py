@@ -53,6 +53,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     changes = read_part(task.config.data, changes, "data")
     output = Path(keys.output or _beside(Path(checkpoint)) / f"evaluation_{split}.json")
     prepare_file(output)
+    unit = loaded.config.get("task", {}).get("unit", "samples")
+    trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
     trained = task.data.read_info(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
@@ -61,8 +63,6 @@ def run(cfg: DictConfig) -> dict[str, float]:
     )
     task.model.check_reads(loaded.backbone, trained, datamodule.info)
     module = task.module.from_config(loaded.config, loaded.backbone, datamodule.info, None)
-    unit = loaded.config.get("task", {}).get("unit", "samples")
-    trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
     datamodule.trainer = trainer
     loader = datamodule.test_dataloader() if split == "test" else datamodule.val_dataloader()
     datamodule.test_dataloader = lambda: loader  # type: ignore[method-assign]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from longseq.tasks import registry
 from longseq.tasks.data.inputs import InputFiles, PassedOver, describe_passed_over
+from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
@@ -53,7 +54,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert keys.input is not None
     output = Path(keys.output)
     prepare_file(output)
-    device = _device(keys.device)
+    device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
     data = registry.get(loaded.task_name).data
@@ -91,20 +92,6 @@ def predict(
             names = [class_names[index] for index in indices]
             predictions.append(Prediction(path, list(zip(names, row, strict=True))))
     return predictions, unreadable
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} is unknown: choose auto, cpu, cuda or cuda:INDEX") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name} needs a GPU, and none is usable here: choose device=cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0")
-    return device
 
 
 def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]) -> None:

@@ -57,6 +57,7 @@ def run(cfg: DictConfig) -> float | None:
     config = resolve(cfg)
     folder = Path(config["output"])
     check_experiment(config)
+    build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:

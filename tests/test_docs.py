@@ -35,6 +35,8 @@ BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+|test command|file \S+) -->\n+)?^`
 # Arguments added to `longseq train` in examples, so that it takes seconds; a timm model's width cannot be changed.
 SHORT = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
 SHORT += ("recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "recipe.batch_size=8")
+SHORT_TEXT = (*SHORT[:3], "recipe.updates=2", "recipe.schedule.warmup_updates=0", "recipe.batch_size=64")
+SHORT_TEXT += ("recipe.validate_every_updates=2", "data.window=32", "model.d_model=16", "model.depth=1")
 NARROW = ("model.embed_dim=16", "model.depth=2", "data.num_workers=0")
 INSTEAD = {"trainer=gpu": "trainer=cpu"}
 
@@ -73,7 +75,7 @@ def find_commands(example: Example) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder where the examples run: two finished runs called RUN, a FOLDER of images and one of DIGITS."""
+    """The folder where the examples run: finished runs called RUN, folders of images and files of text."""
     here = tmp_path_factory.mktemp("examples")
     random = np.random.default_rng(0)
     layouts = {"FOLDER/train": (("ant", "bee"), (40, 40, 3)), "FOLDER/val": (("ant", "bee"), (40, 40, 3))}
@@ -84,13 +86,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number in range(8):
                 pixels = random.integers(0, 256, shape, np.uint8)
                 Image.fromarray(pixels).save(here / name / one / f"{number}.png")
+    write_texts(here)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
+        patch.setenv("XDG_CACHE_HOME", str(here / "cache"))
         train = ["train", "mixer=linear_attention", "trainer=cpu"]
         run_longseq([*train, *NARROW, *SHORT, "hydra.run.dir=outputs/image/RUN"])
         probe = ["task=probe", "model.d_model=16", "model.depth=1", "hydra.run.dir=outputs/probe/RUN"]
         run_longseq([*train, *probe, *SHORT])
+        text = ["task=lm", "data=text", "data.root=TEXT.jsonl", "hydra.run.dir=outputs/lm/RUN"]
+        run_longseq([*train, *text, *SHORT_TEXT])
+        run_longseq(["prepare", "input=TEXT.jsonl", "output=MORE", "validation=0.1", "test=0.1", "processes=1"])
     return here
+
+
+def write_texts(here: Path) -> None:
+    """TEXT.jsonl, and CHAT.jsonl of questions and answers."""
+    rows = [
+        {"text": f"text {number} " * 20, "question": f"how {number}?", "answer": "so " * 20} for number in range(90)
+    ]
+    for name in ("TEXT", "CHAT"):
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run_longseq(words: Sequence[str]) -> str:
@@ -111,9 +127,13 @@ def run_longseq(words: Sequence[str]) -> str:
 def shorten(words: list[str]) -> list[str]:
     """The arguments of an example as they run here: on the CPU, and for a few batches if it trains."""
     words = [INSTEAD.get(word, word) for word in words]
+    if words[0] == "prepare":
+        return [*words, "processes=1"]
     if words[0] != "train" or "--help" in words or "--cfg" in words:
         return words
     taken = {word.partition("=")[0] for word in words}
+    if "task=lm" in words:
+        return [*words, *(word for word in SHORT_TEXT if word.partition("=")[0] not in taken)]
     width = ("data.num_workers=0",) if "model=timm" in words else () if "task=probe" in words else NARROW
     return [*words, *(word for word in (*SHORT, *width) if word.partition("=")[0] not in taken)]
 
@@ -123,6 +143,7 @@ def shorten(words: list[str]) -> list[str]:
 def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     # An example is a plug-in with a mixer of its own, which other tests must not find.
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))

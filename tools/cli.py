@@ -30,6 +30,9 @@ VERBS = {
     "predict": Verb(
         "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
     ),
+    "generate": Verb(
+        "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
+    ),
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),

@@ -47,7 +47,7 @@ def add_norm(
 
         s = x + branch;   y = weight ⊙ s / √(mean(s²) + eps) + bias
 
-    With `centred`, s in y is less its mean over the channels: a layer norm in place of an RMS norm.
+    With `centred` y has s minus its mean over the channels in place of s: a layer norm in place of an RMS norm.
 
     Shapes: x, branch, s, y [..., D]; weight, bias [D]. Without a branch s is x itself. With weight [2, D], and neither
     branch nor bias, x [2 B, ..., D] are two readings of one batch, and y [B, ..., D] is the sum of their norms, each by

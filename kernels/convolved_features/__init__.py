@@ -1,4 +1,4 @@
-"""What the delta rule reads: queries, keys and values after a short convolution, and how strongly to write."""
+"""Queries, keys, values and write strengths of the delta rule, after a short convolution."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def _judge(
         _check_channels(sizes["P"], sizes["C"], values, num_heads, key_dim)
     sizes = {**sizes, "H": num_heads, "K": key_dim, "V": values // num_heads}
     dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
-    # A state or a mask leads to other kernels: those of the two operations.
+    # With a state or a mask other kernels run: those of the two separate operations.
     kind = "" if initial_state is None and mask is None else "composed"
     return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
 
@@ -72,7 +72,7 @@ def convolved_features(
 
     This is `short_convolution`, where the state, `cu_seqlens`, `mask` and `reverse` are described, and then
     `head_features`, where `feature_map` φ and `key_norm` are. Where `mask` is False, q, k and v are the features of
-    z = 0. One token has no operation of its own: it takes those two.
+    z = 0. There is no one-token form: use `short_convolution_step` and `head_features`.
 
     Shapes: x [B, T, C + H + any], in this order the C = 2 H K + H V channels that are convolved, the H = `num_heads`
     logits, which are not, and others, which are ignored; weight [C, W]; q, k [B, T, H, K] with K = `key_dim`; v [B, T,

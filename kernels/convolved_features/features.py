@@ -1,4 +1,4 @@
-"""The short convolution with the features of queries, keys and values, as two operations after each other."""
+"""The short convolution and the features of queries, keys and values, as two operations in turn."""
 
 from collections.abc import Callable
 from typing import Any

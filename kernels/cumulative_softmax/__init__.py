@@ -1,4 +1,4 @@
-"""The cumulative softmax: how much of a running softmax average is left at each token."""
+"""The cumulative softmax: the log decay, at each token, of a running average under a softmax."""
 
 from torch import Tensor
 
@@ -32,9 +32,9 @@ def cumulative_softmax(
         z_t = log(e^{z_{t-1}} + e^{x_t});   g_t = z_{t-1} - z_t
 
     The token itself has the share w_t = 1 - e^{g_t} = e^{x_t - z_t}, so that S_t = e^{g_t} S_{t-1} + w_t v_t is the
-    average of the values so far under softmax(x_1, ..., x_t). Any magnitude of x is safe. The state before any token,
-    z = -1e30, stands for the logarithm of nothing: the first token gets the share 1. A token with x = -1e30 after a
-    real one leaves everything as it is.
+    average of the values so far under softmax(x_1, ..., x_t). Any magnitude of x is safe. The state before any token is
+    z = -1e30, in place of log 0: the first token gets the share 1. A later token with x = -1e30 leaves the state as it
+    is.
 
     Shapes: x, g [B, T, H, M]; states z [B, H, M].
 

@@ -27,7 +27,7 @@ def cumulative_softmax_torch(
             return _forward(logits, state)
         return _exported(logits, state) if is_exporting() else _CumulativeSoftmax.apply(logits, state)
 
-    # Packed segments are padded with zeros, which are logits like any other: a second sequence tells them apart.
+    # Packed segments are padded with zeros, which are valid logits: the second sequence marks the real tokens.
     real = None if cu_seqlens is None else torch.ones_like(x[:, :, :1, :1])
     return run_recurrence(
         core,
@@ -44,11 +44,11 @@ def cumulative_softmax_torch(
 
 def _forward(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     before, after = _normalizers(x, state)
-    return functional.logsigmoid(before - x), after[:, -1].clone()  # a view would keep the other tokens alive
+    return functional.logsigmoid(before - x), after[:, -1].clone()  # a view would keep the other tokens in memory
 
 
 def _normalizers(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """z before and after each token [B, T, H, M]."""
+    """The normaliser z before and after each token [B, T, H, M]."""
     total = torch.logcumsumexp(torch.cat((state.unsqueeze(1), x), 1), 1)
     return total[:, :-1], total[:, 1:]
 
@@ -84,7 +84,7 @@ class _CumulativeSoftmax(torch.autograd.Function):
 
 
 def _backward(x: Tensor, state: Tensor, d_g: Tensor, d_final: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the initial state: with R_t that of z_t and all that follows from it,
+    """Gradients of x and of the initial state, from the gradients R_t of z_t through all later tokens:
 
     R_t = w_{t+1} dg_{t+1} + e^{g_{t+1}} R_{t+1};   dx_t = w_t (R_t - dg_t)
     """
@@ -96,7 +96,7 @@ def _backward(x: Tensor, state: Tensor, d_g: Tensor, d_final: Tensor) -> tuple[T
 
 
 def _later_total(x: Tensor, kept: Tensor) -> Tensor:
-    """y_t = x_t + kept_t y_{t+1} for x [B, T + 1, ...] and kept [B, T, ...], the reach of each sum doubling in turn."""
+    """y_t = x_t + kept_t y_{t+1} for x [B, T + 1, ...] and kept [B, T, ...]; each pass doubles the sums' length."""
     reach = 1
     while reach < x.shape[1]:
         ahead = x.shape[1] - reach

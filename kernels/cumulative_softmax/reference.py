@@ -7,14 +7,14 @@ from torch.nn import functional
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
 
-# The logarithm of nothing. A finite number, because minus infinity has no gradient; far below any logit.
+# In place of log 0. It is finite, because minus infinity has no gradient, and far below any logit.
 NOTHING = -1e30
 
 
 def cumulative_softmax_step_torch(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """`cumulative_softmax_step` in torch: differentiable, in the state's precision."""
     logit = x.to(state.dtype)
-    # As a difference of the two states g would be lost in their rounding where a token's share is small.
+    # A difference of the two states would lose g to rounding where the token's share is small.
     return functional.logsigmoid(state - logit).to(x.dtype), torch.logaddexp(state, logit)
 
 

@@ -10,7 +10,7 @@ from longseq.kernels.reading import Reverse
 
 __all__ = ["delta_rule", "delta_rule_step"]
 
-TRITON_WIDTH = 256  # of a state's rows and columns
+TRITON_WIDTH = 256  # rows and columns of a state
 
 _RECURRENCE = Recurrence(
     {
@@ -70,9 +70,9 @@ def delta_rule(
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
 
-    `chunk_size`, a power of two, changes speed and memory but not the result. `recompute` lets the triton backend keep
-    its inputs alone for the gradient, and run forward again before it: 193 MiB for 513 at (8, 2048, 16, 128) in
-    bfloat16. The other backends keep little in any case.
+    `chunk_size`, a power of two, changes speed and memory but not the result. With `recompute` the triton backend saves
+    only its inputs for the backward pass, which begins with a second forward pass: 193 MiB instead of 513 at (8, 2048,
+    16, 128) in bfloat16. The other backends always save little.
 
     Returns (o, final state or None).
 

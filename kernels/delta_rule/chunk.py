@@ -55,7 +55,7 @@ def delta_rule_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward.
 
-    `recompute` has no meaning here.
+    `recompute` is ignored.
     """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ def _parts(
     chunks: int,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """All that does not depend on the state: e^b Q, tril(Q Wᵀ ⊙ D), X, X V, X e^b R, e^{b_C - b} W and e^{b_C}."""
+    """The parts without the state: e^b Q, tril(Q Wᵀ ⊙ D), X, X V, X e^b R, e^{b_C - b} W and e^{b_C}."""
     query, read, value, write, strength, gate = _split(q, k, v, beta, write_key, g, scale, dtype, chunks, chunk_size)
     between, since, until, whole = _decays(gate)
     write = write * strength
@@ -236,7 +236,7 @@ def _state_pass(
 
 
 def _chunk_step(state: Tensor, offered: Tensor, erased: Tensor, write: Tensor) -> list[Tensor]:
-    """One turn of `_state_pass` as the scan operator wants it: its outputs share no memory."""
+    """One step of `_state_pass` in the form of the scan operator: its outputs share no memory."""
     written = torch.baddbmm(offered, erased, state, alpha=-1.0)
     return [torch.baddbmm(state, write.transpose(-1, -2), written), state.clone(), written]
 
@@ -275,7 +275,7 @@ def _backward(
     attention = times(query @ write.mT, between).tril_()
 
     d_written = attention.mT @ d_output
-    # of the state before each chunk: what does not come through the state after it
+    # gradient of the state before each chunk, without the part through the state after the chunk
     d_before = torch.baddbmm(query_since.mT @ d_output, erased.mT, d_written, alpha=-1)
     d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, erased, write_until, whole)
     d_written.baddbmm_(write_until, d_after)

@@ -46,7 +46,7 @@ def delta_rule_reference(
     reverse: Reverse,
     recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule`, one token at a time. `chunk_size` and `recompute` have no meaning here."""
+    """`delta_rule`, one token at a time. `chunk_size` and `recompute` are ignored."""
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []

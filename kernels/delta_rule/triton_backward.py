@@ -1,36 +1,37 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Where there is no gate, `weigh_rows` makes e^b Q and e^{b_C - b} W again. `retreat` walks from the last chunk to the
-first, in the segments of time that forward had (see triton_segments.py), and leaves the gradients of the states after
-each chunk. The rest runs over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L;
-of short sequences, `retreat` does that too) and `differentiate_inputs` (gradients of queries, keys, strengths and
-gates).
+Without a gate `weigh_rows` recomputes e^b Q and e^{b_C - b} W. `retreat` walks from the last chunk to the first, in the
+segments of time of the forward pass (see triton_segments.py), and stores the gradients of the states after each chunk.
+The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L; for
+short sequences `retreat` computes them) and `differentiate_inputs` (gradients of queries, keys, strengths and gates).
 
-A matrix that is needed as it is and transposed goes through memory in between: a transposed result of one matrix
-product as the left side of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. What the kernels hand on are
-tiles with units, which stand in a row of memory of their own (see triton_kept.py). Gradients of states, of U and of V
-are handed on transposed, as those are themselves (see triton_forward.py).
+A matrix that is needed both as it is and transposed goes through memory in between: a transposed result of one matrix
+product as the left operand of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. The kernels exchange tiles
+with units, which are in separate rows of memory (see triton_kept.py). Gradients of states, of U and of V are stored
+transposed, as states, U and V themselves are (see triton_forward.py).
 """
 
 import triton
 import triton.language as tl
 
 from longseq.kernels.delta_rule.triton_kept import (
-    AMONG,
     D_ATTENTION,
     D_LOWER,
     D_OUTPUT,
-    ERASED,
     INVERSE,
     KEY,
-    QUERIES,
+    OF_WALKS,
     QUERY,
+    SIZE,
     TILE,
     WRITE_KEY,
-    WRITES,
     WRITTEN,
+    among_exponent,
+    erased_exponent,
+    queries_exponent,
+    writes_exponent,
 )
-from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, turn_to_tiles
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, look_if_steep, turn_to_tiles
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     chunk,
@@ -50,7 +51,9 @@ from longseq.kernels.triton_units import (
     LEAD,
     LIMIT,
     as_tile,
+    bound_product,
     exponent_of,
+    hold,
     in_units,
     inverse_of,
     load_largest_unit,
@@ -87,7 +90,7 @@ def _load_gradients(
     d_output, do_token, m, start, end, column,
     V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of the gradients of the outputs of a sequence's chunk number m."""
+    """BLOCK columns of the gradients of the outputs, for chunk m of a sequence."""
     d_output += token_after(m * CHUNK, start, end, REVERSE) * do_token
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
 
@@ -99,7 +102,7 @@ def weigh_rows(
     K: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: queries times scale and write keys times their strengths, the tiles that forward had."""
+    """One chunk of one head: queries times scale and write keys times strengths, the tiles of the forward pass."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
@@ -110,8 +113,9 @@ def weigh_rows(
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     if SCALED:
-        scale *= inverse_of(tl.load(units + place * UNITS + QUERIES))
-        strength *= inverse_of(tl.load(units + place * UNITS + WRITES))
+        packed = tl.load(units + place * UNITS + OF_WALKS)
+        scale *= two_to(-queries_exponent(packed))
+        strength *= two_to(-writes_exponent(packed))
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
         store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
@@ -131,10 +135,11 @@ def retreat(
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment: gradients of the states after each chunk and of U.
 
-    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. Of SHORT sequences one
-    program holds all columns, and leaves the gradients of V instead of U's, and of the scores. A SUMMARY leaves a
-    segment's offset alone.
+    The state's gradient is in pieces of STEP key columns, as the state is in `walk_through`. For SHORT sequences one
+    program holds all columns; it stores the gradients of V instead of those of U, and also those of the scores. With
+    SUMMARY only a segment's offset is stored.
     """
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     column = tl.program_id(0) % blocks * BLOCK
@@ -143,7 +148,7 @@ def retreat(
     segment, number, last, begin = n, 0, 0, 0
     if SEGMENTED:
         n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
-        if SUMMARY:  # nothing asks for the first segment's
+        if SUMMARY:  # the offset of the first segment is not needed
             begin = tl.where(number == 0, stop, begin)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
     if not SEGMENTED:
@@ -162,17 +167,15 @@ def retreat(
                 piece = load_block(d_offsets + ((segment + 1) * H + head) * K * V, column, e, V, K, BLOCK, STEP)
         d_state = d_state + (piece,)
     d_state, exponent = turn_to_tiles(d_state, 0, SCALED)
-    # Shared memory has room for a wide state's tiles of two chunks, but not for these beside them.
+    # Shared memory has room for a wide state's tiles of two chunks, but not for these tiles as well.
     EARLY: tl.constexpr = K > 128
     if EARLY:
         last_chunk = tl.maximum(stop - 1, 0)
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
     if SCALED:
         following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
-        later_queries_unit = tl.load(following_units + QUERIES)
-        later_writes_unit = tl.load(following_units + WRITES)
-        later_erased_unit = tl.load(following_units + ERASED)
-        later_among_unit = tl.load(following_units + AMONG)
+        later_packed = tl.load(following_units + OF_WALKS)
+        later_size = tl.load(following_units + SIZE)
     for back in range(0, stop - begin):
         m = stop - 1 - back
         t = token_after(m * CHUNK, start, end, REVERSE)
@@ -191,17 +194,14 @@ def retreat(
         else:
             do = _load_gradients(d_output, do_token, m, start, end, column, V, REVERSE, CHUNK, BLOCK)
         do, do_unit = in_units(do.to(tl.float32), SCALED)
-        # Numbers that products do not take are asked for a turn early.
+        # Values that are not operands of products are loaded one iteration early.
         following = tl.maximum(m - 1, begin)
-        queries_unit, writes_unit, erased_unit, among_unit = 1.0, 1.0, 1.0, 1.0
+        packed, size = 1.0, 1.0
         if SCALED:
-            queries_unit, writes_unit = later_queries_unit, later_writes_unit
-            erased_unit, among_unit = later_erased_unit, later_among_unit
+            packed, size = later_packed, later_size
             following_units = units + ((slot + following) * H + head) * UNITS
-            later_queries_unit = tl.load(following_units + QUERIES)
-            later_writes_unit = tl.load(following_units + WRITES)
-            later_erased_unit = tl.load(following_units + ERASED)
-            later_among_unit = tl.load(following_units + AMONG)
+            later_packed = tl.load(following_units + OF_WALKS)
+            later_size = tl.load(following_units + SIZE)
 
         d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
         du = tl.zeros((BLOCK, CHUNK), tl.float32)
@@ -213,18 +213,26 @@ def retreat(
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
         du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
         if SCALED:
-            from_state = state_exponent + exponent_of(writes_unit)
-            du_exponent = tl.maximum(exponent_of(do_unit) + exponent_of(among_unit), from_state - LEAD)
-            du *= two_to(from_state - du_exponent)
-        du, du_unit = in_units(tl.dot(tl.trans(do), among, du, input_precision=PRECISION), SCALED)
+            from_state = state_exponent + writes_exponent(packed)
+            sum_exponent = tl.maximum(exponent_of(do_unit) + among_exponent(packed), from_state - LEAD)
+            du *= two_to(from_state - sum_exponent)
+        du = tl.dot(tl.trans(do), among, du, input_precision=PRECISION)
+        du_unit = 1.0
         if SCALED:
-            du_exponent += exponent_of(du_unit)
+            of_state = bound_product(state_exponent, writes_exponent(packed), BITS)
+            of_output = bound_product(exponent_of(do_unit), among_exponent(packed), 6)
+            du_exponent = hold(tl.maximum(of_state, of_output) + 1)
+            du *= two_to(sum_exponent - du_exponent)
+            inverse, exponent_of_largest = look_if_steep(du, size)
+            du *= inverse
+            du_exponent += exponent_of_largest
             du_unit = two_to(du_exponent)
-            read_exponent = exponent_of(do_unit) + exponent_of(queries_unit)
+            read_exponent = exponent_of(do_unit) + queries_exponent(packed)
             read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-            earlier_exponent = tl.maximum(du_exponent + exponent_of(erased_unit), read_exponent - LEAD)
+            earlier_exponent = tl.maximum(du_exponent + erased_exponent(packed), read_exponent - LEAD)
             first_weight = whole * two_to(state_exponent - read_exponent)
             second_weight = two_to(read_exponent - earlier_exponent)
+        du = as_tile(du, SCALED)
         pieces = ()
         for e in tl.static_range(0, K, STEP):
             erase = load_block(erased + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
@@ -278,7 +286,7 @@ def differentiate_scores(
     V: tl.constexpr, UNITS: tl.constexpr, D_UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: gradients of V (in `d_written` also, in place of U's), of Q Wᵀ and of R Wᵀ."""
+    """One chunk of one head: gradients of V (also in `d_written`, in place of U's), of Q Wᵀ and of R Wᵀ."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -293,7 +301,7 @@ def differentiate_scores(
 
     x = load_block(squares + place * 2 * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     x_unit = load_unit(units, INVERSE, SCALED)
-    # The tiles of all value columns are added up in the largest of their units.
+    # The tiles of all value columns are summed in the largest of their units.
     u_units = units + WRITTEN
     do_units = d_units + D_OUTPUT
     du_units = do_units + tiles
@@ -350,9 +358,9 @@ def differentiate_inputs(
     READS: tl.constexpr, REST: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; this block's part of beta's and g's.
+    """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; the block's part of beta's and g's.
 
-    READS leaves that of q, REST the others.
+    READS: the gradient of q is stored. REST: the other gradients are stored.
     """
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
@@ -379,7 +387,7 @@ def differentiate_inputs(
         g += row * g_row + start * g_token + head * g_head
         g_token *= NEXT
 
-    # The tiles of all value columns are added up in the largest of their units.
+    # The tiles of all value columns are summed in the largest of their units.
     u_units = units + WRITTEN
     state_units = u_units + tiles
     do_units = d_units + D_OUTPUT
@@ -435,8 +443,8 @@ def differentiate_inputs(
     query_unit = load_unit(units, QUERY, SCALED)
     read_unit = load_unit(units, KEY, SCALED)
     write_unit = load_unit(units, WRITE_KEY, SCALED)
-    # What the states give goes on in the larger of its unit and that of what the scores give. Strengths are parts of
-    # their largest, which write keys count in, too.
+    # The products with the states are continued in the larger of their unit and the unit of the products with the
+    # scores. Strengths, and with them the write keys, are in the unit of the largest strength.
     strength_unit, part_of_strength = 1.0, strength
     query_weight, write_weight, other_write_weight, read_weight = 1.0, 1.0, 1.0, 1.0
     q_exponent, r_exponent, w_exponent = 0, 0, 0
@@ -494,8 +502,8 @@ def differentiate_inputs(
         part = block.to(tl.int64) * tokens * H + token
         tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
         if GATED:
-            # Every gate acts on what is read after it and on what was written before it. The pairs of tokens that lie
-            # on one side of it are in both sums, with opposite signs.
+            # A gate acts on reads after it of writes before it. Pairs of tokens on one side of the gate are in both
+            # sums, with opposite signs.
             later += tl.sum(dr * read.to(tl.float32), 1) - d_strength * strength
             dg = tl.cumsum(later, 0, reverse=True) + d_end
             tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)

@@ -1,15 +1,15 @@
 """The delta rule in Triton: its two custom operations, their launches and the constants that those use.
 
 Sums, the triangular inverse and the state are float32. Matrix products of float32 values are three TF32 products each.
-Those of bfloat16 values are float16 products, as those of float16 are: what lies between two products (X, U, states,
-their gradients) then has 11 bits instead of 8, at the same speed, and the error of a result is that of rounding it to
-bfloat16. Each tile counts in a unit of its own (see triton_units.py), so that there is no limit to the range.
+Those of bfloat16 values are float16 products, as those of float16 values are. Then the factors between two products (X,
+U, states, their gradients) have 11 bits instead of 8, at the same speed, and the error of a result is that of rounding
+it to bfloat16. Each tile has its own unit (see triton_units.py), so that the range is not limited.
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
 tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
 for each token and head, with C = 64 (32 for short sequences). With a gate these are 2 K more, for e^b Q and
-e^{b_C - b} W, which the backward pass else makes again from q and k. Asked to recompute, it keeps its inputs alone, and
-the backward pass begins with a forward pass. Of segments of time it also keeps transitions.
+e^{b_C - b} W, which the backward pass else recomputes from q and k. With `recompute` the forward pass keeps only its
+inputs, and the backward pass begins with a forward pass. For segments of time it also keeps transitions.
 """
 
 from functools import lru_cache
@@ -49,9 +49,9 @@ from longseq.kernels.triton_launch import (
 )
 
 # By the precision's bytes and the width, max(K, V) rounded up to 64, 128 or 256; those of half precision were measured
-# on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are asked for just
-# before they are needed. Where nothing reads the output out, `advance` leaves it; it takes the wide launch where the
-# programs of the other would not all run at the same time.
+# on an H200. The walks have three stages where shared memory holds them: with two, a chunk's tiles are loaded just
+# before they are needed. Without an entry `read_out`, `advance` stores the output. It takes its wide launch where the
+# programs of the other launch would not all run at the same time.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -63,10 +63,12 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "advance": Launch(64, 0, 4, 3),
         "retreat_short": Launch(64, 0, 4, 3),
         "retreat_summary": Launch(64, 0, 4, 2),
-        "retreat": Launch(64, 0, 4, 3),
+        "retreat": Launch(64, 0, 4, 2),
         "differentiate_scores": Launch(0, 64, 4, 1),
-        "differentiate_inputs": Launch(64, 64, 4, 1, 168),
-        "differentiate_gated": Launch(64, 64, 4, 1, 168),
+        "differentiate_inputs": Launch(64, 64, 4, 1),
+        "differentiate_gated": Launch(64, 64, 4, 1),
+        "differentiate_inputs_short": Launch(64, 64, 4, 1, 128),
+        "differentiate_gated_short": Launch(64, 64, 4, 1, 168),
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
@@ -76,7 +78,9 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "advance": Launch(64, 0, 4, 3),
         "advance_wide": Launch(128, 0, 8, 3),
         "retreat_summary": Launch(64, 0, 4, 3),
+        "retreat_summary_wide": Launch(128, 64, 8, 3),
         "retreat": Launch(64, 0, 4, 3),
+        "retreat_wide": Launch(128, 64, 8, 3),
         "differentiate_scores": Launch(0, 64, 4, 1, 168),
         "differentiate_inputs": Launch(64, 64, 4, 1),
         "differentiate_gated": Launch(64, 64, 4, 1),
@@ -115,34 +119,36 @@ if (capability_here() or [0])[0] == 10:
     LAUNCHES[2, 256]["advance"] = LAUNCHES[2, 256]["advance"]._replace(block=64)
 fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
-# Half precision sequences up to here are read through by one launch, and scored as the state retreats.
+# Half precision sequences up to this length are read by the single launch of `read_through`. In the backward pass
+# `retreat` also computes the gradients of their scores.
 SHORT_TOKENS = 1024
 SHORT_WIDTH = 64
-SHORT_CHUNK = 32  # the inverse of 64 tokens and the state have not enough registers together
+SHORT_CHUNK = 32  # registers do not suffice for both the inverse of 64 tokens and the state
 # Programs of `advance` that walk side by side on a GPU of 132 multiprocessors, by the table's keys: where sequences,
 # heads and blocks of columns are too few for so many, sequences are cut into segments of time. With 256 columns more
 # segments lose, as the programs of `summarize` are more. A transition of 256 x 256 float32 numbers does not fit into
 # shared memory: 0.
 PROGRAMS = {(2, 64): 264, (2, 128): 132, (2, 256): 100, (4, 64): 132, (4, 128): 132, (4, 256): 0}
-FEWEST_SEGMENTS = 3  # fewer do not win back that most of the walk is walked twice
-FEWEST_CHUNKS = 32  # of a sequence that is cut: the launches of two more kernels take as long as walking through fewer
+FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twice
+# Chunks of a sequence that is cut: for fewer, the launches of two more kernels take as long as the walk.
+FEWEST_CHUNKS = 32
 SHORTEST_SEGMENT = 4  # chunks
 ALIGNMENT = 64  # numbers
 
 
 class _Plan(NamedTuple):
-    """What both passes derive from a call's shapes."""
+    """Everything that both passes derive from a call's shapes."""
 
     dtype: torch.dtype  # of the matrix products
     chunk: int
-    slots: int  # chunks of all sequences, at most
+    slots: int  # the largest number of chunks of all sequences
     sequences: int
     short: bool
-    span: int  # chunks of a segment of time; 0: sequences are not cut
-    walks: int  # sequences, or segments of all of them, at most
-    narrowest: int  # block of columns
-    key: tuple[int, int]  # of the table
-    advance: str = "advance"  # the table's name for the kernel `advance`
+    span: int  # chunks of a segment of time; 0 if sequences are not cut
+    walks: int  # the largest number of sequences, or of segments of all sequences
+    narrowest: int  # the smallest block of columns
+    key: tuple[int, int]  # key of the table of launches
+    wide: bool = False  # whether programs of the walks take more columns, if the table has such a launch
 
     @property
     def launches(self) -> dict[str, Launch]:
@@ -155,43 +161,56 @@ class _Plan(NamedTuple):
 
     @property
     def along(self) -> bool:
-        """Whether `advance` leaves the output as well, which leaves nothing to `read_out`."""
+        """Whether `advance` also stores the output, so that `read_out` is not needed."""
         return not self.short and "read_out" not in self.launches
+
+    def walk(self, kernel: str) -> str:
+        """The table's name for a kernel that walks along time."""
+        wide = f"{kernel}_wide"
+        return wide if self.wide and wide in self.launches else kernel
+
+    @property
+    def advance(self) -> str:
+        return self.walk("advance")
 
     @property
     def retreat(self) -> str:
-        """The table's name for the kernel `retreat`, which does more for short sequences."""
-        return "retreat_short" if self.short else "retreat"
+        """The table's name for the kernel `retreat`, which also computes other gradients for short sequences."""
+        return "retreat_short" if self.short else self.walk("retreat")
+
+    def differentiate(self, gated: bool) -> str:
+        """The table's name for the kernel `differentiate_inputs`: with a gate the same kernel has other registers."""
+        return ("differentiate_gated" if gated else "differentiate_inputs") + ("_short" if self.short else "")
 
     @property
     def precision(self) -> str:
-        """Of the matrix products of float32 numbers."""
+        """The precision of the matrix products of float32 numbers."""
         return "tf32x3" if self.dtype == torch.float32 else "tf32"
 
     def options(self, kernel: str) -> dict[str, int | None]:
         return self.launches[kernel].options
 
     def whole(self, width: int) -> int:
-        """The width of a block that holds so many columns."""
+        """The width of a block that holds `width` columns."""
         return block_width(width, self.narrowest)
 
     def block(self, kernel: str, width: int) -> int:
-        """The width of a program's block of so many columns."""
+        """The width of one program's block, out of `width` columns."""
         return min(self.launches[kernel].block, self.whole(width))
 
     def tiles(self, kernel: str, width: int) -> int:
-        """`block` where what a program leaves has units: it holds whole tiles."""
+        """`block` for results that have units: the block consists of whole tiles."""
         block = self.block(kernel, width)
         assert not self.scaled or block % TILE.value == 0 or block >= width, "no two programs share a unit"
         return block
 
     def step(self, kernel: str, width: int) -> int:
-        """The width of the blocks of so many columns that a program loops over; all of them at once where it is 0."""
+        """The width of the blocks over which a program loops, of `width` columns; all at once if the table has 0."""
         whole = self.whole(width)
         return min(self.launches[kernel].step or whole, whole)
 
     def tile(self, kernel: str, width: int) -> int:
-        """`step` where what it takes at a time has one unit."""
+        """`step` for a loop over tiles: one unit for each block."""
         step = self.step(kernel, width)
         assert not self.scaled or step == min(TILE.value, self.whole(width)), "one tile at a time"
         return step
@@ -207,34 +226,32 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool) -> _Plan:
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     key = dtype.itemsize, 64 if width <= 64 else 128 if width <= 128 else 256
-    launches = LAUNCHES[key]
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
     narrowest = ROW[2] if half and not short else 16
     plan = _Plan(dtype, chunk, slots, sequences, short, 0, sequences, narrowest, key)
     if short:
         return plan
-    widest = "advance_wide" if "advance_wide" in launches else "advance"
-    lanes = heads * cdiv(v.shape[3], plan.block(widest, v.shape[3]))
+    lanes = heads * cdiv(v.shape[3], plan.block(plan._replace(wide=True).advance, v.shape[3]))
     span = _find_span(PROGRAMS[key], lanes, batch, sequences, cdiv(tokens, chunk))
     if span:
         plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
-    # A program of few columns is through with a chunk sooner, where all of them run at the same time.
+    # A program with fewer columns finishes a chunk sooner, provided that all programs run at the same time.
     narrow = cdiv(v.shape[3], plan.block("advance", v.shape[3]))
     fit = narrow * heads == lanes or plan.walks * heads * narrow <= PROGRAMS[key]
-    return plan._replace(advance="advance" if fit else widest)
+    return plan._replace(wide=not fit)
 
 
 def _find_span(programs: int, lanes: int, batch: int, sequences: int, chunks: int) -> int:
-    """How many chunks of one of so many rows of the batch make a segment of time; 0: none are cut.
+    """The number of chunks in a segment of time, for a row of `chunks` chunks; 0 if sequences are not cut.
 
-    `lanes` programs walk through a sequence side by side. Packed sequences are cut as the one that they lie in, unless
+    `lanes` programs walk through a sequence side by side. Packed sequences are cut like the row that holds them, unless
     there are enough of them.
     """
     if sequences * lanes > programs:
         return 0
     shortest = SHORTEST_SEGMENT
-    while 2 * shortest * shortest < chunks:  # `connect` walks through segments as the others do through chunks
+    while 2 * shortest * shortest < chunks:  # `connect` walks through segments as the other kernels walk through chunks
         shortest *= 2
     return find_span(chunks, batch * lanes, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
@@ -300,8 +317,8 @@ def delta_rule(
     constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     with torch.cuda.device_of(q):  # Triton launches on the current device
-        name = "prepare" if g is None else "prepare_gated"  # one kernel, other registers
-        # Chunks that are not mild, if there are any, a second time.
+        name = "prepare" if g is None else "prepare_gated"  # with a gate the same kernel has other registers
+        # The second launch computes the chunks that are not mild again, if there are any.
         for again in (False, True) if plan.scaled else (False,):
             prepare[(plan.slots * heads,)](
                 q, k, v, beta, write, g, cu_seqlens, sequence_of,
@@ -370,7 +387,7 @@ def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, ha
 
 
 class _Kept(NamedTuple):
-    """What `prepare` and `advance`, or `read_through`, leave by slot and head, in one buffer for each type."""
+    """What `prepare` and `advance`, or `read_through`, store by slot and head, in one buffer for each type."""
 
     squares: Tensor  # X and tril(Q Wᵀ ⊙ D)
     queries: Tensor  # e^b Q
@@ -378,16 +395,16 @@ class _Kept(NamedTuple):
     erased: Tensor  # -X e^b R
     written: Tensor  # (X V)ᵀ, then Uᵀ
     states: Tensor  # Sᵀ before each chunk
-    transitions: Tensor  # of each segment of time from no other than the second to the last but one
-    units: Tensor  # see triton_kept.py; empty for float32, as the next
+    transitions: Tensor  # of each segment of time from the second to the last but one
+    units: Tensor  # see triton_kept.py; empty for float32
     transition_units: Tensor
-    decays: Tensor  # e^{b_C}, empty without gates
+    decays: Tensor  # e^{b_C}; empty without gates
 
 
 def _kept_sizes(
     plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool
 ) -> tuple[list[int], list[int]]:
-    """Numbers of the parts of `_Kept`: of tiles, and of float32. Each begins where whole vectors can be loaded."""
+    """The elements of the parts of `_Kept`: of tiles, and of float32. Each part is aligned for vector loads."""
     places = heads * (plan.slots if save or not plan.short else 0)
     keys = places * plan.chunk * key_dim
     tiles = [
@@ -416,7 +433,7 @@ def _find_kept(sizes: tuple[list[int], list[int]], buffers: list[Tensor]) -> _Ke
 def _allocate(
     plan: _Plan, v: Tensor, key_dim: int, sizes: tuple[list[int], list[int]]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The output, the final state and the buffers of the rest, not yet written."""
+    """The output, the final state and the buffers of the other results, not yet written."""
     final = v.new_empty((plan.sequences, v.shape[2], key_dim, v.shape[3]), dtype=torch.float32)
     tiles, numbers = sizes
     buffers = v.new_empty((sum(tiles),), dtype=plan.dtype), v.new_empty((sum(numbers),), dtype=torch.float32)
@@ -424,7 +441,7 @@ def _allocate(
 
 
 def _connect(plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, kept: _Kept, tokens: int, back: bool) -> None:
-    """Follow the states, or back their gradients, through the segments of time."""
+    """Compute the states, or with `back` their gradients, at the borders of the segments of time."""
     heads, value_dim, key_dim = offsets.shape[1:]
     block = plan.block("connect", value_dim)
     connect[(plan.sequences * heads * cdiv(value_dim, block),)](
@@ -435,12 +452,12 @@ def _connect(plan: _Plan, cu_seqlens: Tensor | None, offsets: Tensor, kept: _Kep
 
 
 def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
-    """What each segment of time leaves by itself."""
+    """The offset of each segment of time."""
     return v.new_empty((plan.walks, k.shape[2], v.shape[3], k.shape[3]), dtype=torch.float32)
 
 
 def _score_dtype(plan: _Plan, *tensors: Tensor) -> tuple[torch.dtype, bool]:
-    """Of the products of queries and keys: their own, in which they are exact, where they agree, and whether it is."""
+    """The type of products of queries and keys, their own if they share one, and whether they are exact in it."""
     # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
     dtype = tensors[0].dtype
     own = len({x.dtype for x in tensors}) == 1 and (dtype == torch.float16 or tensors[0].device.type != "cpu")
@@ -488,11 +505,12 @@ def delta_rule_backward(
     d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)
-    differentiate = "differentiate_inputs" if g is None else "differentiate_gated"  # one kernel, other registers
+    differentiate = plan.differentiate(g is not None)
     parts = cdiv(key_dim, plan.block(differentiate, key_dim))
     d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
     d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
-    walks = [plan.retreat] if d_offsets is None else ["retreat_summary", plan.retreat]
+    summary = plan.walk("retreat_summary")
+    walks = [plan.retreat] if d_offsets is None else [summary, plan.retreat]
     options = scale, reverse, g is not None, cu_seqlens is not None
     with torch.cuda.device_of(q):
         if g is None:
@@ -514,7 +532,7 @@ def delta_rule_backward(
                 ours.erased, ours.written, ours.decays, d_output, d_final, d_offsets, d_states, d_written, d_v,
                 d_attention, d_lower, d_initial,
             )  # fmt: skip
-            if d_offsets is not None and walk == "retreat_summary":
+            if d_offsets is not None and walk == summary:
                 _connect(plan, cu_seqlens, d_offsets, ours, tokens, back=True)
         if not plan.short:
             constants = _constants(plan, key_dim, value_dim, cu_seqlens is not None)
@@ -552,7 +570,7 @@ def _prepare_retreat(
         retreat, device, plan.walks * heads * cdiv(value_dim, block),
         (scale, plan.sequences, plan.span, tokens, heads, *strides),
         GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SHORT=plan.short,
-        SEGMENTED=plan.span > 0, SUMMARY=walk == "retreat_summary",
+        SEGMENTED=plan.span > 0, SUMMARY=walk.startswith("retreat_summary"),
         D_UNITS=count_gradient_units(value_dim), BLOCK=block, STEP=plan.step(walk, key_dim),
         **_constants(plan, key_dim, value_dim, packed), **entry.options,
     )  # fmt: skip
@@ -592,7 +610,7 @@ def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reve
 def _allocate_gradients(
     q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor, reads: bool, rest: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and write_key; empty where they are not asked for."""
+    """Buffers for the gradients of q, k and write_key; empty for those that are not needed."""
     return (
         _gradient(q, d_output) if reads else q.new_empty((0,)),
         _gradient(k, d_output) if rest else k.new_empty((0,)),
@@ -601,12 +619,12 @@ def _allocate_gradients(
 
 
 def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
-    """Room for a gradient, not yet rounded where the output's is not."""
+    """A buffer for a gradient of x, in the wider of the types of x and d_output."""
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
 
 
 def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:
-    """A gradient [B, T, H], or as many parts of it as programs share it: in float32 until they are added up."""
+    """A buffer for a gradient [B, T, H]; several parts in float32, which are summed later, if programs share it."""
     if like is None:
         return beta.new_empty((0,))
     return like.new_empty(like.shape) if parts == 1 else like.new_empty((parts, *like.shape), dtype=torch.float32)

@@ -1,31 +1,36 @@
 """The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
 
-`prepare` runs over chunks in parallel and leaves tiles that need no further scaling but by their units (see
-triton_units.py). After it `advance` walks along time and leaves the outputs on its way, or, in float32, whose tiles are
-too large for that, `read_out` takes them over chunks in parallel. Few heads of a long sequence are cut into segments of
-time before (see triton_segments.py). Of short sequences there are enough to leave all to `read_through`, one launch
-that walks along time with everything on chip.
+`prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
+triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
+`read_out` computes the outputs over chunks in parallel. A long sequence with few heads is cut into segments of time
+first (see triton_segments.py). Short sequences are read by one launch, `read_through`, which walks along time and keeps
+everything on chip.
 
-States and what is written are handed on transposed, [V, K] and [V, C]: so `advance` multiplies from the left what it
-holds in registers, Sᵀ and then Uᵀ, by tiles of memory, and nothing waits for shared memory from chunk to chunk. The
-units of what belongs to a chunk of a head stand in one row of memory (see triton_kept.py).
+Units are found from bounds where that is accurate enough, because finding the largest number of a tile takes time. The
+units of products follow from those of their factors, and the units of sums from those of their parts. A bound can be
+2^10 times too large. A chunk whose inverse is not mild (see `inverse_size`) has tokens that are 10^8 times larger than
+those before them: its tiles have units from their largest numbers, so that small tokens stay accurate beside large
+ones.
+
+States and U are stored transposed, [V, K] and [V, C]. Then the left operands of `advance`, Sᵀ and Uᵀ, are in registers
+and the right ones are tiles of memory, and no chunk waits for shared memory. The units of a chunk of a head are in one
+row of memory (see triton_kept.py).
 """
 
 import triton
 import triton.language as tl
 
 from longseq.kernels.delta_rule.triton_kept import (
-    AMONG,
-    ERASED,
     INVERSE,
     KEY,
-    QUERIES,
+    OF_WALKS,
     QUERY,
     SIZE,
     TILE,
     WRITE_KEY,
-    WRITES,
     WRITTEN,
+    among_exponent,
+    pack_units,
 )
 from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, load_offered, turn_to_tiles, walk_through
 from longseq.kernels.triton_tiles import (
@@ -50,22 +55,25 @@ from longseq.kernels.triton_tiles import (
 from longseq.kernels.triton_units import (
     LEAD,
     LIMIT,
+    above,
     add_product,
     as_tile,
+    bound_product,
     exponent_of,
     find_largest,
+    find_unit,
+    hold,
     in_units,
     mix_rows,
     power_of_two,
     store_column_units,
-    store_unit,
     two_to,
 )
 
 
 @triton.jit
 def _weigh(products, weight, gate, REACH: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr):
-    """Products with write keys weighted by the write's strength and decay, of tokens REACH or more back; else 0."""
+    """Products with write keys times the write's strength and decay, for tokens REACH or more back; else 0."""
     i = tl.arange(0, CHUNK)
     products *= weight[None, :]
     if GATED:
@@ -96,6 +104,43 @@ def _largest_of_rows(x):
     return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
+@triton.jit
+def _tile_of_scores(scores, exponent, LOOK: tl.constexpr, SCALED: tl.constexpr):
+    """Scores as a tile, and its unit: 2^exponent, or that of the largest if LOOK.
+
+    Gates may have any sign: there is no bound then.
+    """
+    unit, inverse = 1.0, 1.0
+    if LOOK:
+        unit, inverse = find_unit(scores, SCALED)
+    elif SCALED:
+        unit, inverse = two_to(exponent), two_to(-exponent)
+    return as_tile(scores * inverse, SCALED), unit
+
+
+# Of a mild inverse X and of rows that it is multiplied with: sums of magnitudes along the rows of X are below 2^8 in
+# its unit, and the rows below 2^7 in theirs. So their product is below LIMIT, and is a tile as it comes.
+TO_INVERSE = tl.constexpr(2.0**-7)
+TO_ROWS = tl.constexpr(2.0**-8)
+
+
+@triton.jit
+def _find_mild_unit(largest, factor, SCALED: tl.constexpr):
+    """The unit of numbers up to `largest` that must stay below LIMIT times a factor, and the inverse of the unit."""
+    unit, inverse = 1.0, 1.0
+    if SCALED:
+        unit, inverse = power_of_two(largest)
+        unit /= factor
+        inverse *= factor
+    return unit, inverse
+
+
+@triton.jit
+def _multiply_tiles(x, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """The product of two tiles, which is a tile without further scaling."""
+    return as_tile(tl.dot(x, rows, input_precision=PRECISION), SCALED)
+
+
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def prepare(
     q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
@@ -113,6 +158,7 @@ def prepare(
     Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, only chunks that are not mild
     (see `inverse_size`), with an inverse in float32.
     """
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     slot = (tl.program_id(0) // H).to(tl.int64)
     head = (tl.program_id(0) % H).to(tl.int64)
     place = slot * H + head
@@ -163,20 +209,24 @@ def prepare(
             if OWN_WRITE_KEY:
                 write_rows = tl.maximum(write_rows, _largest_of_rows(write))
     query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
-    queries_unit, queries_inverse, writes_unit, writes_inverse = 1.0, 1.0, 1.0, 1.0
+    queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
-        if not OWN_WRITE_KEY:
-            write_rows = read_rows
         query_unit, query_inverse = power_of_two(tl.max(query_rows, 0))
         read_unit, read_inverse = power_of_two(tl.max(read_rows, 0))
-        write_unit, write_inverse = power_of_two(tl.max(write_rows, 0))
-        queries_unit, queries_inverse = power_of_two(tl.max(query_rows * tl.abs(since * scale), 0))
-        writes_unit, writes_inverse = power_of_two(tl.max(write_rows * tl.abs(until * strength), 0))
+        write_unit, write_inverse = read_unit, read_inverse
+        if OWN_WRITE_KEY:
+            write_unit, write_inverse = power_of_two(tl.max(write_rows, 0))
+        of_queries = exponent_of(query_unit) + above(tl.abs(scale))
+        if GATED:
+            since_exponent = above(tl.max(since, 0))
+            of_queries += since_exponent
+        of_queries = hold(of_queries)
+        of_writes = hold(exponent_of(write_unit) + above(tl.max(tl.abs(until * strength), 0)))
+        queries_inverse = two_to(-of_queries)
+        writes_inverse = two_to(-of_writes)
         tl.store(units + QUERY, query_unit)
         tl.store(units + KEY, read_unit)
         tl.store(units + WRITE_KEY, write_unit)
-        tl.store(units + QUERIES, queries_unit)
-        tl.store(units + WRITES, writes_unit)
     if not RAW:
         reading = _multiply(
             *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
@@ -190,57 +240,73 @@ def prepare(
         erasing *= read_unit * write_unit
     for e in tl.static_range(0, K, BLOCK):
         if SAVE:
-            query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK).to(tl.float32)
-            query *= (since * (scale * queries_inverse))[:, None]
-            store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
-        write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK).to(tl.float32)
-        write *= (until * strength * writes_inverse)[:, None]
-        store_block(writes + place * CHUNK * K, 0, e, write, CHUNK, K, CHUNK, BLOCK)
+            if K > BLOCK:
+                query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
+            tile = query.to(tl.float32) * (since * (scale * queries_inverse))[:, None]
+            store_block(queries + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
+        if K > BLOCK:
+            write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
+        tile = write.to(tl.float32) * (until * strength * writes_inverse)[:, None]
+        store_block(writes + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
-    among, unit = in_units(_weigh(reading, strength * scale, gate, 0, GATED, CHUNK), SCALED)
+    among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+    of_among = 0
+    if SCALED and not (GATED or AGAIN):
+        products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
+        of_among = hold(products + above(tl.max(tl.abs(strength * scale), 0)))
+    among, among_unit = _tile_of_scores(among, of_among, GATED or AGAIN, SCALED)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_unit(units, AMONG, unit, SCALED)
 
-    # Where measured to be faster, the first values are asked for before the inverse, which leaves registers for so few.
+    # Where measured to be faster, the first values are loaded before the inverse, with registers for only this many.
     EARLY: tl.constexpr = BLOCK == 64 and V <= 128
     if EARLY:
         value = load_tokens(v, v_token, live, 0, V, CHUNK, BLOCK)
     lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
     steepest = _largest_of_rows(lower)
     x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, CHUNK, SCALED)
-    x_inverse = 1.0
+    x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
         size = inverse_size(steepest, x)
         if not AGAIN:
             tl.store(units + SIZE, size)
-        x_unit, x_inverse = power_of_two(size)
+        x_unit, x_inverse = _find_mild_unit(size, TO_INVERSE, SCALED)
         tl.store(units + INVERSE, x_unit)
+    square = as_tile(x * x_inverse, SCALED)
     if SAVE:
-        store_block(squares, 0, 0, as_tile(x * x_inverse, SCALED), CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(squares, 0, 0, square, CHUNK, CHUNK, CHUNK, CHUNK)
     for e in tl.static_range(0, V, BLOCK):
         if e > 0 or not EARLY:
             value = load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
-        tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
+        if AGAIN:
+            tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
+        else:
+            unit, inverse = _find_mild_unit(find_largest(value), TO_ROWS, SCALED)
+            tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED, PRECISION)
+            unit *= x_unit
         store_block(offered + place * CHUNK * V, e, 0, tl.trans(tile), V, CHUNK, BLOCK, CHUNK)
         store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
     if GATED:
         x *= since[None, :]
-    x = -x
-    # One unit for all blocks of columns.
-    row_unit, row_inverse, unit = 1.0, 1.0, 1.0
-    if SCALED:
+    if AGAIN:
+        # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
         row_unit, row_inverse = power_of_two(read_rows)
-        row_inverse = row_inverse[:, None]
+        row_inverse = (row_inverse / LIMIT)[:, None]
         x *= row_unit[None, :]
-        unit, inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
-        x *= inverse
-        row_inverse *= 1.0 / LIMIT
+        unit, x_inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
         unit *= LIMIT
+    else:
+        row_inverse = 1.0
+        if SCALED:
+            row_inverse = read_inverse * TO_ROWS
+            x_inverse *= two_to(-since_exponent)
+            unit = x_unit * two_to(since_exponent) * (read_unit / TO_ROWS)
+    square = as_tile(x * -x_inverse, SCALED)
     for e in tl.static_range(0, K, BLOCK):
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(tl.float32) * row_inverse
-        tile = as_tile(tl.dot(as_tile(x, SCALED), as_tile(read, SCALED), input_precision=PRECISION), SCALED)
+        tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
         store_block(erased + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
-    store_unit(units, ERASED, unit, SCALED)
+    if SCALED:
+        tl.store(units + OF_WALKS, pack_units(unit, two_to(of_writes), two_to(of_queries), among_unit))
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -282,44 +348,44 @@ def advance(
         state = state + (piece,)
     state, exponent = turn_to_tiles(state, 0, SCALED)
     first = (slot + begin) * H + head
-    offered, offered_unit = load_offered(written, units, first, column, V, UNITS, SCALED, CHUNK, BLOCK)
+    offered, offered_unit, offered_exponent = load_offered(
+        written, units, first, column, V, UNITS, False, SCALED, CHUNK, BLOCK
+    )
     if SCALED:
-        later_erased_unit = tl.load(units + first * UNITS + ERASED)
-        later_writes_unit = tl.load(units + first * UNITS + WRITES)
-        later_queries_unit = tl.load(units + first * UNITS + QUERIES)
-        later_among_unit = tl.load(units + first * UNITS + AMONG)
+        later_packed = tl.load(units + first * UNITS + OF_WALKS)
+        later_size = tl.load(units + first * UNITS + SIZE)
     for m in range(begin, stop):
         place = (slot + m) * H + head
         of_chunk = units + place * UNITS
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
-        # A turn early: the compiler prefetches the operands of products alone.
+        # Loaded one iteration early, because the compiler prefetches only operands of products.
         following = (slot + tl.minimum(m + 1, stop - 1)) * H + head
-        later, later_unit = load_offered(written, units, following, column, V, UNITS, SCALED, CHUNK, BLOCK)
-        erased_unit, writes_unit, queries_unit, among_unit = 1.0, 1.0, 1.0, 1.0
+        later, later_unit, later_exponent = load_offered(
+            written, units, following, column, V, UNITS, False, SCALED, CHUNK, BLOCK
+        )
+        packed, size = 1.0, 1.0
         if SCALED:
-            erased_unit, writes_unit = later_erased_unit, later_writes_unit
-            queries_unit, among_unit = later_queries_unit, later_among_unit
-            later_erased_unit = tl.load(units + following * UNITS + ERASED)
-            later_writes_unit = tl.load(units + following * UNITS + WRITES)
-            later_queries_unit = tl.load(units + following * UNITS + QUERIES)
-            later_among_unit = tl.load(units + following * UNITS + AMONG)
+            packed, size = later_packed, later_size
+            later_packed = tl.load(units + following * UNITS + OF_WALKS)
+            later_size = tl.load(units + following * UNITS + SIZE)
 
-        u, u_unit, state, after_exponent, o, read_exponent = walk_through(
-            state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit,
+        u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
+            state, exponent, offered, offered_unit, offered_exponent, erased, writes, queries, packed, size,
             states, of_chunk, place, column, whole, K, V, READ, SAVE, SCALED, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         if SCALED:
             exponent = after_exponent
         if SAVE:
             store_block(written + place * CHUNK * V, column, 0, u, V, CHUNK, BLOCK, CHUNK)
-            store_column_units(of_chunk + WRITTEN, column, u_unit, TILE, V, BLOCK, SCALED)
+            if SCALED:
+                store_column_units(of_chunk + WRITTEN, column, two_to(u_exponent), TILE, V, BLOCK, SCALED)
         if READ:
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             output_exponent = 0
             if SCALED:
-                output_exponent = exponent_of(u_unit) + exponent_of(among_unit)
+                output_exponent = u_exponent + among_exponent(packed)
                 output_exponent = tl.maximum(output_exponent, read_exponent - LEAD)
                 o *= two_to(read_exponent - output_exponent)
             o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
@@ -327,7 +393,7 @@ def advance(
             store_tokens(chunk_output, H * V * NEXT, tokens - m * CHUNK, column, tl.trans(o), V, CHUNK, BLOCK)
         offered = later
         if SCALED:
-            offered_unit = later_unit
+            offered_unit, offered_exponent = later_unit, later_exponent
     if number == last:
         for e in tl.static_range(0, K, STEP):
             left = tl.trans(end_walk(state[e // STEP], exponent, SCALED))
@@ -378,7 +444,7 @@ def read_through(
     SAVE_KEYS: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence from end to end; SAVE also leaves what the kernels above would have left."""
+    """One head of one whole sequence; with SAVE it also stores what the kernels above would have stored."""
     head = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
@@ -414,13 +480,21 @@ def read_through(
             write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
-        read_tile, read_unit = in_units(read.to(tl.float32), SCALED)
+        read_unit, read_inverse = find_unit(read, SCALED)
+        read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
+        write_unit, query_unit = read_unit, 1.0
+        if SCALED:
+            query_unit, query_inverse = find_unit(query, SCALED)
+            if OWN_WRITE_KEY:
+                write_unit, write_inverse = find_unit(write, SCALED)
         if RAW:
             erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
             reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
         else:
-            query_tile, query_unit = in_units(query.to(tl.float32), SCALED)
-            write_tile, write_unit = in_units(write.to(tl.float32), SCALED)
+            write_tile = read_tile
+            if OWN_WRITE_KEY:
+                write_tile = as_tile(write.to(tl.float32) * write_inverse, SCALED)
+            query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
             erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
             reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
         lower = _weigh(erasing, strength, gate, 1, GATED, CHUNK)
@@ -430,38 +504,70 @@ def read_through(
         if size > MILD:
             x = eliminate(lower, CHUNK)
             size = inverse_size(steepest, x)
-        among, among_unit = in_units(_weigh(reading, strength * scale, gate, 0, GATED, CHUNK), SCALED)
-        queries_tile, queries_unit = in_units(query.to(tl.float32) * (since * scale)[:, None], SCALED)
-        writes_tile, writes_unit = in_units(write.to(tl.float32) * (until * strength)[:, None], SCALED)
+        x_unit, x_inverse = _find_mild_unit(size, TO_INVERSE, SCALED)
+        square = as_tile(x * x_inverse, SCALED)
+        of_queries, of_writes, of_among, since_exponent = 0, 0, 0, 0
+        if SCALED:
+            of_queries = exponent_of(query_unit) + above(tl.abs(scale))
+            if GATED:
+                since_exponent = above(tl.max(since, 0))
+                of_queries += since_exponent
+            of_queries = hold(of_queries)
+            of_writes = hold(exponent_of(write_unit) + above(tl.max(tl.abs(until * strength), 0)))
+            if not GATED:
+                of_among = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+                of_among = hold(of_among + above(tl.max(tl.abs(strength * scale), 0)))
+        among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
+        among_unit, among_inverse = 1.0, 1.0
+        if SCALED:
+            among_unit, among_inverse = two_to(of_among), two_to(-of_among)
+            if GATED or size > MILD:
+                among_unit, among_inverse = find_unit(among, SCALED)
+        among = as_tile(among * among_inverse, SCALED)
+        queries_unit, writes_unit = two_to(of_queries), two_to(of_writes)
+        queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-of_queries))[:, None], SCALED)
+        writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-of_writes))[:, None], SCALED)
 
         before, state_unit = in_units(state, SCALED)
         known = tl.dot(read_tile, before, input_precision=PRECISION) * (read_unit * state_unit)
-        u, u_unit = mix_rows(x, value.to(tl.float32) - known * since[:, None], SCALED, PRECISION)
+        rest = value.to(tl.float32) - known * since[:, None]
+        if size > MILD:
+            u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
+        else:
+            rest_unit, rest_inverse = _find_mild_unit(find_largest(rest), TO_ROWS, SCALED)
+            u = _multiply_tiles(square, as_tile(rest * rest_inverse, SCALED), SCALED, PRECISION)
+            u_unit = x_unit * rest_unit
         o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
         o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
         store_tokens(output + ((row * T + t) * H + head) * V, H * V * NEXT, live, 0, o, V, CHUNK, BLOCK)
         state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
         if SAVE:
-            square = squares + place * 2 * CHUNK * CHUNK
-            x_unit, x_inverse = power_of_two(size)
-            store_block(square, 0, 0, as_tile(x * x_inverse, SCALED), CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+            of_square = squares + place * 2 * CHUNK * CHUNK
+            store_block(of_square, 0, 0, square, CHUNK, CHUNK, CHUNK, CHUNK)
+            store_block(of_square + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(states + place * K * V, 0, 0, tl.trans(before), V, K, BLOCK, BLOCK_K)
             store_block(written + place * CHUNK * V, 0, 0, tl.trans(u), V, CHUNK, BLOCK, CHUNK)
             if SAVE_KEYS:
                 store_block(queries + place * CHUNK * K, 0, 0, queries_tile, CHUNK, K, CHUNK, BLOCK_K)
                 store_block(writes + place * CHUNK * K, 0, 0, writes_tile, CHUNK, K, CHUNK, BLOCK_K)
-            erase, erase_unit = mix_rows(x * since[None, :], read.to(tl.float32), SCALED, PRECISION)
+            if GATED:
+                x *= since[None, :]
+            if size > MILD:
+                erase, erase_unit = mix_rows(x, read.to(tl.float32), SCALED, PRECISION)
+            else:
+                if GATED:
+                    square = as_tile(x * (x_inverse * two_to(-since_exponent)), SCALED)
+                rows = as_tile(read.to(tl.float32) * (read_inverse * TO_ROWS), SCALED)
+                erase = _multiply_tiles(square, rows, SCALED, PRECISION)
+                erase_unit = x_unit * two_to(since_exponent) * (read_unit / TO_ROWS)
             store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
             of_chunk = units + place * UNITS
+            tl.store(of_chunk + SIZE, size)
             tl.store(of_chunk + INVERSE, x_unit)
-            tl.store(of_chunk + AMONG, among_unit)
-            tl.store(of_chunk + QUERIES, queries_unit)
-            tl.store(of_chunk + WRITES, writes_unit)
-            tl.store(of_chunk + ERASED, erase_unit)
-            tl.store(of_chunk + QUERY, power_of_two(find_largest(query))[0])
+            tl.store(of_chunk + OF_WALKS, pack_units(erase_unit, writes_unit, queries_unit, among_unit))
+            tl.store(of_chunk + QUERY, query_unit)
             tl.store(of_chunk + KEY, read_unit)
-            tl.store(of_chunk + WRITE_KEY, power_of_two(find_largest(write))[0] if OWN_WRITE_KEY else read_unit)
+            tl.store(of_chunk + WRITE_KEY, write_unit)
             tl.store(of_chunk + WRITTEN, u_unit)
             tl.store(of_chunk + WRITTEN + 1, state_unit)
             if GATED:

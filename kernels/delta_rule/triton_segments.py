@@ -1,29 +1,39 @@
-"""Segments of time for the delta rule in Triton: few heads of a long sequence are walked through side by side.
+"""Segments of time for the delta rule in Triton: programs walk through the parts of a long sequence side by side.
 
 With E = -X e^b R (`erased`) and N = e^{b_C - b} W (`writes`) a chunk's step is linear in the state, and so is that of
 the state's gradient back,
 
     Sᵀ <- Sᵀ M + (X V)ᵀ N,   M = e^{b_C} I + Eᵀ N            dSᵀ <- dSᵀ Mᵀ + ...
 
-A segment is a run of chunks. `summarize` walks it from the identity to its transition, the product of its M, and from
-no state to its offset, what it leaves by itself; `retreat` finds the offsets of gradients likewise. The first segment
-is walked from the initial state, and backwards the last one from the final state's gradient, so that transitions are
-needed of the segments between alone, and are the same for both. `connect` follows the state through them, and `advance`
-and `retreat` begin each segment with what it found. Transitions are rounded as the states are that the walks multiply,
-and have units by rows.
+A segment is a run of chunks. `summarize` walks through it from the identity, which gives its transition, the product of
+its M; and from a zero state, which gives its offset. `retreat` finds the offsets of gradients in the same way. The walk
+of the first segment begins from the initial state, and backwards the walk of the last one from the final state's
+gradient. So only the segments between them need transitions, which are the same for both passes. `connect` computes the
+states at the segments' borders, from which `advance` and `retreat` begin. Transitions are rounded like the states in
+the products of the walks, and have units by rows.
 """
 
 import triton
 import triton.language as tl
 
-from longseq.kernels.delta_rule.triton_kept import ERASED, TILE, WRITES, WRITTEN
-from longseq.kernels.triton_tiles import SIZES_AND_STRIDES, load_block, sequence, store_block
+from longseq.kernels.delta_rule.triton_kept import (
+    OF_WALKS,
+    SIZE,
+    TILE,
+    WRITTEN,
+    erased_exponent,
+    queries_exponent,
+    writes_exponent,
+)
+from longseq.kernels.triton_tiles import MILD, SIZES_AND_STRIDES, load_block, sequence, store_block
 from longseq.kernels.triton_units import (
     LEAD,
     add_product,
     as_tile,
+    bound_product,
     exponent_of,
     find_largest,
+    hold,
     in_units,
     load_column_units,
     power_of_two,
@@ -32,16 +42,16 @@ from longseq.kernels.triton_units import (
     two_to,
 )
 
-# Borders of packed sequences that are looked at at a time.
+# Borders of packed sequences that are compared at a time.
 BORDERS = tl.constexpr(128)
 
 
 @triton.jit
 def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, CHUNK: tl.constexpr):
-    """A segment's sequence, its number there and that of the last one, and its first and its end among the chunks.
+    """A segment's sequence, its number in the sequence and that of the last segment, and its first and end chunk.
 
-    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. One of packed sequences may hold
-    no chunk: then its number is greater than the last one's.
+    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. A segment of packed sequences
+    can be without chunks: then its number is greater than the last one's.
     """
     length = span * CHUNK
     n = segment // tl.cdiv(T, length)
@@ -77,7 +87,7 @@ def unit_of_pieces(pieces, SCALED: tl.constexpr):
 
 @triton.jit
 def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
-    """Pieces of a state that count in 2^exponent, as they count in their unit, and the exponent of that."""
+    """Pieces of a state in units of 2^exponent, converted to their own unit, and that unit's exponent."""
     if SCALED:
         unit, _ = unit_of_pieces(pieces, SCALED)
         unit_exponent = tl.maximum(exponent + exponent_of(unit), -126)
@@ -91,25 +101,40 @@ def turn_to_tiles(pieces, exponent, SCALED: tl.constexpr):
 
 @triton.jit
 def end_walk(piece, exponent, SCALED: tl.constexpr):
-    """A piece of a state as it is."""
+    """A piece of a state, converted from units of 2^exponent to plain numbers."""
     if SCALED:
         piece = times_two_to(piece, exponent)
     return piece
 
 
 @triton.jit
+def look_if_steep(x, size):
+    """The factor, and its exponent, that brings a matrix from the unit of a bound into the unit of its largest number.
+
+    Finding the largest number delays the walk. It is done only where `size`, of the chunk's inverse, is above MILD:
+    there tokens after a large one can be so much larger than those before it that these need a tile's whole range.
+    """
+    inverse, exponent = 1.0, 0
+    if size > MILD:
+        unit, inverse = power_of_two(find_largest(x))
+        exponent = exponent_of(unit)
+    return inverse, exponent
+
+
+@triton.jit
 def walk_through(
-    state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, queries, queries_unit, states,
-    units, place, column, whole,
+    state, exponent, offered, offered_unit, offered_exponent, erased, writes, queries, packed, size,
+    states, units, place, column, whole,
     K: tl.constexpr, V: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk: Uᵀ as a tile and its unit, the state after it, and if READ what queries read of the state before it.
+    """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
-    States and what is read count in 2 to an exponent, which is 0 if not SCALED. SAVE leaves the state
-    before. States are in pieces of STEP key columns: beside one of 256 columns there are no registers for it in halves,
-    which products take from there. `units` is the chunk's row of them.
+    The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. SAVE stores the state before
+    the chunk. States are in pieces of STEP key columns: beside a piece of 256 columns there are no registers for the
+    same piece in half precision, as products take it. `units` is the chunk's row of units.
     """
+    BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     state, state_exponent = turn_to_tiles(state, exponent, SCALED)
     known = tl.zeros((BLOCK, CHUNK), tl.float32)
     for e in tl.static_range(0, K, STEP):
@@ -118,19 +143,26 @@ def walk_through(
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
         known = tl.dot(before, tl.trans(erase), known, input_precision=PRECISION)
-    read_exponent, after_exponent, weight = 0, 0, whole
+    read_exponent, u_exponent, after_exponent, weight = 0, 0, 0, whole
     if SCALED:
         if SAVE:
             of_states = units + WRITTEN + (V + TILE - 1) // TILE
             store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
-        known *= two_to(state_exponent) * erased_unit
-    u, u_unit = in_units(known + offered.to(tl.float32) * offered_unit[:, None], SCALED)
+        known_exponent = state_exponent + erased_exponent(packed)
+        bound = bound_product(state_exponent, erased_exponent(packed), BITS)
+        u_exponent = hold(tl.maximum(bound, offered_exponent) + 1)
+        known *= two_to(known_exponent - u_exponent)
+        offered_unit *= two_to(-u_exponent)
+    u = known + offered.to(tl.float32) * offered_unit
     if SCALED:
+        inverse, exponent_of_largest = look_if_steep(u, size)
+        u *= inverse
+        u_exponent += exponent_of_largest
         if READ:
-            read_exponent = state_exponent + exponent_of(queries_unit)
-        after_exponent = exponent_of(u_unit) + exponent_of(writes_unit)
-        after_exponent = tl.maximum(after_exponent, state_exponent - LEAD)
+            read_exponent = state_exponent + queries_exponent(packed)
+        after_exponent = tl.maximum(u_exponent + writes_exponent(packed), state_exponent - LEAD)
         weight = whole * two_to(state_exponent - after_exponent)
+    u = as_tile(u, SCALED)
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
     after = ()
     for e in tl.static_range(0, K, STEP):
@@ -140,17 +172,35 @@ def walk_through(
             query = load_block(queries + place * CHUNK * K, 0, e, CHUNK, K, CHUNK, STEP)
             before = as_tile(state[e // STEP], SCALED)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
-    return u, u_unit, after, after_exponent, o, read_exponent
+    return u, u_exponent, after, after_exponent, o, read_exponent
 
 
 @triton.jit
 def load_offered(
     written, units, place, column,
-    V: tl.constexpr, UNITS: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, UNITS: tl.constexpr, PAST: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK value columns of (X V)ᵀ of a chunk, and their units."""
-    tile = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
-    return tile, load_column_units(units + place * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
+    """BLOCK value columns of (X V)ᵀ of a chunk, their units, and the exponent of the largest of those.
+
+    PAST says that a block may lie past V, where all is zero.
+    """
+    if PAST:
+        i = column + tl.arange(0, BLOCK)
+        at = written + place * CHUNK * V + i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        tile = tl.load(at, mask=(i < V)[:, None], other=0.0)
+    else:
+        tile = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    unit, exponent = 1.0, 0
+    if SCALED:
+        of_chunk = units + place * UNITS + WRITTEN
+        unit = 0.0
+        for e in tl.static_range(0, BLOCK, TILE):
+            unit = tl.maximum(unit, tl.load(of_chunk + (column + e) // TILE, mask=column + e < V, other=0.0))
+        exponent = exponent_of(unit)
+        if BLOCK > TILE:
+            unit = load_column_units(of_chunk, column, 1, TILE, V, BLOCK, SCALED)[:, None]
+    return tile, unit, exponent
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -169,7 +219,7 @@ def summarize(
     segment = (tl.program_id(0) // blocks // H).to(tl.int64)
     n, number, last, first, end = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
     _, _, _, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    # Nothing comes after the last segment, and nothing but the initial state before the first.
+    # The last segment has no successor, and the first has only the initial state before it.
     needed = (number < last) & ((block < of_offset) | (number > 0))
     end = tl.where(needed, end, first)
 
@@ -185,37 +235,37 @@ def summarize(
             piece += tl.trans(given.to(tl.float32))
         state = state + (piece,)
     state, exponent = turn_to_tiles(state, 0, SCALED)
-    column_of_chunk = i[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    mask = (i < V)[:, None]  # to a transition nothing is offered
-    place = (slot + first) * H + head
-    offered = tl.load(written + place * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
-    offered_unit = load_column_units(units + place * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
+    place = (slot + first) * H + head  # a transition has no input
+    offered, offered_unit, offered_exponent = load_offered(
+        written, units, place, column, V, UNITS, True, SCALED, CHUNK, BLOCK
+    )
     if SCALED:
-        later_erased_unit = tl.load(units + place * UNITS + ERASED)
-        later_writes_unit = tl.load(units + place * UNITS + WRITES)
+        later_packed = tl.load(units + place * UNITS + OF_WALKS)
+        later_size = tl.load(units + place * UNITS + SIZE)
     for m in range(first, end):
         place = (slot + m) * H + head
         whole = 1.0
         if GATED:
             whole = tl.load(decays + place)
         following = (slot + tl.minimum(m + 1, end - 1)) * H + head
-        later = tl.load(written + following * CHUNK * V + column_of_chunk, mask=mask, other=0.0)
-        later_unit = load_column_units(units + following * UNITS + WRITTEN, column, 1, TILE, V, BLOCK, SCALED)
-        erased_unit, writes_unit = 1.0, 1.0
+        later, later_unit, later_exponent = load_offered(
+            written, units, following, column, V, UNITS, True, SCALED, CHUNK, BLOCK
+        )
+        packed, size = 1.0, 1.0
         if SCALED:
-            erased_unit, writes_unit = later_erased_unit, later_writes_unit
-            later_erased_unit = tl.load(units + following * UNITS + ERASED)
-            later_writes_unit = tl.load(units + following * UNITS + WRITES)
+            packed, size = later_packed, later_size
+            later_packed = tl.load(units + following * UNITS + OF_WALKS)
+            later_size = tl.load(units + following * UNITS + SIZE)
         walked = walk_through(
-            state, exponent, offered, offered_unit, erased, erased_unit, writes, writes_unit, erased, 1.0, offsets,
-            units, place, column, whole, K, V, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
+            state, exponent, offered, offered_unit, offered_exponent, erased, writes, erased, packed, size,
+            offsets, units, place, column, whole, K, V, False, False, SCALED, PRECISION, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         state = walked[2]
         if SCALED:
             exponent = walked[3]
         offered = later
         if SCALED:
-            offered_unit = later_unit
+            offered_unit, offered_exponent = later_unit, later_exponent
     place = segment * H + head
     if needed:
         row = column - of_offset * BLOCK

@@ -17,7 +17,7 @@ from longseq.kernels.triton_tiles import load_block, store_block
 
 @triton.jit
 def write_and_read(memory, read_key, write, value, query):
-    """The state [K, columns] after `value` has replaced what `read_key` reads, and what `query` reads of it then."""
+    """The state [K, columns] after `value` has replaced the value that `read_key` reads, and the output for `query`."""
     found = tl.sum(memory * read_key[:, None], 0)
     memory += write[:, None] * (value - found)[None, :]
     return memory, tl.sum(memory * query[:, None], 0)

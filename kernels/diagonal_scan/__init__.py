@@ -15,7 +15,7 @@ from longseq.kernels.reading import Reverse
 
 __all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
 
-TRITON_ENTRIES = 64  # of a state's row, held in registers
+TRITON_ENTRIES = 64  # of a row of the state, which is held in registers
 
 _LONGHORN = Recurrence(
     {"x": "B T D", "q": "B T N", "k": "B T N", "beta": "B T D", "initial_state": "S D N"}, values="x"

@@ -42,7 +42,7 @@ def longhorn_scan_reference(
     chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`longhorn_scan`, one token at a time. `chunk_size` has no meaning here."""
+    """`longhorn_scan`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -78,7 +78,7 @@ def selective_scan_reference(
     chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`selective_scan`, one token at a time. `chunk_size` has no meaning here."""
+    """`selective_scan`, one token at a time. `chunk_size` is ignored."""
     if A.dim() == 3:
         return scan_each_way(
             selective_scan_reference, x, delta, A, B, C, initial_state,

@@ -1,4 +1,4 @@
-"""Features of queries, keys and values: a feature map and unit norm for each head; and how strongly to write."""
+"""Queries and keys with a feature map and norm one in each head, values, and write strengths."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
 
-TRITON_WIDTH = 8192  # of a head, which one program reads whole
+TRITON_WIDTH = 8192  # channels of a head, which one program reads whole
 
 
 def check_features(feature_map: str, key_norm: str) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of the channels of queries, keys and values before the delta rule reads them, in torch."""
+"""Features of queries, keys and values for the delta rule, in torch."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ FEATURE_MAPS = {
     "elu_plus_one": lambda x: functional.elu(x) + 1,
     "identity": lambda x: x,
 }
-EPS = 1e-6  # under the root of a norm: gradients of features near zero stay below a thousand times their own
+EPS = 1e-6  # under the root of a norm: gradients of features near zero are at most a thousand times the incoming ones
 
 
 def _squared_l2(feature: Tensor) -> Tensor:
@@ -51,5 +51,5 @@ def head_features_torch(
 
 
 def has_two_readings(x: Tensor, logits: Tensor) -> bool:
-    """Whether x are two readings of the batch that the logits belong to."""
+    """Whether x holds a forward and a backward reading of the batch that the logits belong to."""
     return x.shape[0] != logits.shape[0]

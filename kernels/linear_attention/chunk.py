@@ -204,10 +204,11 @@ def _parts(
     chunks: int,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """All that does not depend on the state, whose share of the output is (query @ state) ⊙ since.
+    """Everything that does not depend on the state. The state adds (query @ state) ⊙ since to the output.
 
-    The query, decayed for a gate of the keys; what each token reads of its chunk [n, M, C, V]; what the chunk adds to
-    the state [n, M, K, V]; `since`, None but for a gate of the values; and the decay over the chunk, as the state.
+    Returns the query, decayed if the keys have a gate; the output of each token from its own chunk [n, M, C, V]; the
+    update of the state by each chunk [n, M, K, V]; `since`, None unless the values have a gate; and the decay over each
+    chunk, in the layout of the state.
     """
     query, key, value, gate, value_gate = _split(q, k, v, g, g_value, scale, dtype, chunks, chunk_size)
     inner = _inner(query, key, value, gate, value_gate)
@@ -220,7 +221,7 @@ def _parts(
 
 
 def _inner(query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, value_gate: Tensor | None) -> Tensor:
-    """What each token reads of the tokens of its chunk, P V or I: [n, M, C, V]."""
+    """The output of each token from the tokens of its own chunk, P V or I: [n, M, C, V]."""
     if value_gate is not None:
         weights = query @ key.transpose(-1, -2)
         return decayed_sums(weights.flatten(0, 1), value.flatten(0, 1), value_gate.flatten(0, 1)).reshape(value.shape)
@@ -242,7 +243,7 @@ def _state_pass(state: Tensor, update: Tensor, whole: Tensor | None) -> tuple[Te
     """The states before each chunk [n, M, K, V] and the final state [M, K, V]."""
     if whole is None:
         sums = torch.cat((state.unsqueeze(0), update)).cumsum(0)
-        return sums[:-1], sums[-1].clone()  # a view would keep all sums alive with the state
+        return sums[:-1], sums[-1].clone()  # a view would keep all sums in memory as long as the state
     states: list[Tensor] = []
     for i in range(update.shape[0]):
         states.append(state)
@@ -251,7 +252,7 @@ def _state_pass(state: Tensor, update: Tensor, whole: Tensor | None) -> tuple[Te
 
 
 def _chunk_step(state: Tensor, update: Tensor, whole: Tensor) -> list[Tensor]:
-    """One turn of `_state_pass` as the scan operator wants it: its outputs share no memory."""
+    """One step of `_state_pass` in the form of the scan operator: its outputs share no memory."""
     return [torch.addcmul(update, state, whole), state.clone()]
 
 

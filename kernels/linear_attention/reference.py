@@ -43,7 +43,7 @@ def linear_attention_reference(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear_attention`, one token at a time. `chunk_size` has no meaning here."""
+    """`linear_attention`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []

@@ -1,4 +1,4 @@
-"""What a Longhorn layer does between its projections, for tokens that are read both ways."""
+"""A Longhorn layer between its projections, for tokens that are read in both directions."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from longseq.kernels.precision import call_dtype, is_mixed
 
 __all__ = ["TRITON_RANKS", "longhorn_pair"]
 
-TRITON_RANKS = 127  # and the bias's, in one tile of a matrix product
+TRITON_RANKS = 127  # ranks of the rate, which share one tile of a matrix product with the bias
 
 
 def _judge(
@@ -32,7 +32,7 @@ def _judge(
             if x.shape != shape:
                 raise ValueError(f"longhorn_pair: {name} has shape {tuple(x.shape)}, but must have {shape}")
     parameters = (taps, offset, selection, rate, rate_offset, skip)
-    # R counts the bias's column, too: the tile's width, which the self-test rounds up as the kernels do.
+    # R counts the bias's column, too: it is the width of the tile, which the self-test rounds up as the kernels do.
     sizes = {"N": entries, "R": ranks + 1, "W": taps.shape[-1]}
     dtype, mixed = call_dtype(projected, *parameters), is_mixed(projected, *parameters)
     return Call(projected.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed)
@@ -55,14 +55,14 @@ def longhorn_pair(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """The sum of two Longhorn layers between their projections, of which the second reads from the end.
+    """The sum of two Longhorn layers between their projections; the second reads from the last token to the first.
 
         x, z = projected;   x = SiLU(short_convolution(x, taps) + offset);   r, k, q = selection x
         y = Σ (longhorn_scan(x, q, k, sigmoid(rate r + rate_offset)) + skip ⊙ x) ⊙ SiLU(z)
 
-    Shapes: projected [B, T, 2 I]; y [B, T, I]; and one of each for the two ways: taps [2, I, W]; offset, rate_offset,
-    skip [2, I]; selection [2, R + 2 N, I]; rate [2, I, R]. Matrix products are in the type of `projected`, which is
-    y's, the rest in float32, or float64 for float64 inputs.
+    Shapes: projected [B, T, 2 I]; y [B, T, I]. Parameters have one row for each direction: taps [2, I, W]; offset,
+    rate_offset, skip [2, I]; selection [2, R + 2 N, I]; rate [2, I, R]. Matrix products are in the type of `projected`,
+    which is also y's. The rest is in float32, or float64 for float64 inputs.
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

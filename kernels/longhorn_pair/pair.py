@@ -1,4 +1,4 @@
-"""What a Longhorn layer does between its projections, both ways, by other operations."""
+"""A Longhorn layer between its projections, read in both directions, as a composition of other operations."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def longhorn_pair_torch(
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Each half of the rows of x by its own weight [2, O, I]."""
+    """Each half of the rows of x times its own weight [2, O, I]."""
     halves = x.unflatten(0, (2, x.shape[0] // 2))
     rows, weight = halves.flatten(1, 2), weight.to(x.dtype).mT
     y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.to(x.dtype).unsqueeze(1), rows, weight)

@@ -1,4 +1,4 @@
-"""The orthogonal state recurrence of Lattice, and TTT's rule as its neighbour."""
+"""The orthogonal state recurrence of Lattice, and TTT's update rule as one of its objectives."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from longseq.kernels.reading import Reverse
 __all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
 
 OBJECTIVES = ("decode", "encode", "similarity", "ttt")
-TRITON_WIDTH = 128  # of a state's rows and columns: it is held in registers
+TRITON_WIDTH = 128  # rows and columns of a state, which is held in registers
 TRITON_CHUNK = 64  # tokens
 TRITON_NARROW = 64  # rows and columns of a state whose chunks are small on every GPU
 
@@ -51,7 +51,7 @@ _RECURRENCE = Recurrence(
 
 
 def _memory_reasons(call: Call) -> list[str]:
-    """The reason against chunks of wide states: their tiles need more shared memory than GPUs of some families have."""
+    """The reason against chunks of wide states: their tiles need more shared memory than some GPUs have."""
     memory = longseq_shared_memory(call.device.type, call.device.index)
     chunk, width = call.sizes.get("C", 1), max(call.sizes.get("D", 1), call.sizes.get("M", 1))
     if chunk == 1 or width <= TRITON_NARROW or memory >= ROOMY:
@@ -88,7 +88,7 @@ def orthogonal_recurrence(
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Write to each slot only what is orthogonal to it: a gradient step per token on how well the slots compress it.
+    """Write to each slot only what is orthogonal to it: one gradient step per token on a compression loss.
 
         S_t = N(e^{g_t} S_{t-1} + Δ_t);   o_t = scale S_t q_t
 
@@ -105,11 +105,11 @@ def orthogonal_recurrence(
     columns are brought to unit length first. A zero column stays zero until it is written. Tokens with gamma = 0 and
     g = 0 leave the state as it is.
 
-    `chunk_size` is part of the definition: the Δ_t of a chunk of C tokens (counted from where a sequence begins to be
-    read) are found from the state before the chunk and added up without N, but o_t is read from N(S_t), and at the end
-    of the chunk the state becomes N(S_t). C = 1 is the exact recurrence, sequential in time. C > 1 is an approximation
-    whose chunks are matrix products, and takes no threshold. A sequence that is cut at a multiple of C, with the state
-    carried over, gives the same numbers.
+    `chunk_size` is part of the definition. Chunks of C tokens are counted from the token that is read first. The Δ_t of
+    a chunk are found from the state before the chunk and added up without N. o_t is still read from N(S_t), and at the
+    end of the chunk the state becomes N(S_t). C = 1 is the exact recurrence, sequential in time. C > 1 is an
+    approximation whose chunks are matrix products, and takes no threshold. A sequence that is cut at a multiple of C,
+    with the state carried over, gives the same numbers.
 
     Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g, threshold [B, T, H] with g <= 0 (a log); states [B, H, D,
     M].

@@ -1,7 +1,7 @@
 """The orthogonal state recurrence as a loop over tokens (exact) or over chunks of matrix products (an approximation).
 
-With the slots φ of the state before a chunk (of one token in the exact form), each token writes a direction h_t with
-coefficients c_t, less what each slot already has of it, a_t = φᵀ h_t:
+φ are the slots of the state before a chunk (of one token in the exact form). Each token writes a direction h_t with
+coefficients c_t, minus the component a_t = φᵀ h_t along each slot:
 
     S_t = e^{g_t} S_{t-1} + h_t c_tᵀ - φ Diag(a_t ⊙ c_t)
 
@@ -13,9 +13,9 @@ and since every update is orthogonal to φ, the squared norms of the columns of 
 
     N = N_0 + (W ⊙ W) (2 c ⊙ F - c ⊙ (‖h‖² c - a ⊙ x));   F = (W ⊙ H Hᵀ) c - a ⊙ W x
 
-with N_0 = b², but 2 b ⊙ W x for a slot that is empty: x is zero there, its gradient by φ is not. That needs other φ to
-have unit length to rounding, so the state at the end of a chunk is normalised by its measured norms. For one token,
-norms from this formula would not do: an error in the length of a slot grows by (1 - c a)² / N with each token.
+with N_0 = b², but 2 b ⊙ W x for an empty slot, where x is zero but its gradient by φ is not. The formula needs unit
+length, up to rounding, of the other slots. Therefore the state at a chunk's end is normalised by its measured norms.
+The exact form does not use the formula: an error in the length of a slot would grow by (1 - c a)² / N with each token.
 """
 
 import operator
@@ -224,7 +224,7 @@ def _forms(chunk_size: int) -> tuple[Callable[..., tuple[Tensor, Tensor, list[Te
 
 
 def _at(xs: tuple[Tensor | None, ...], i: int) -> list[Tensor]:
-    """What chunk i has of each tensor; the threshold, the last one, may be absent."""
+    """Chunk i of each tensor that is given; the last one, the threshold, can be None."""
     return [x[i] for x in xs if x is not None]
 
 
@@ -429,7 +429,7 @@ def _squared_norms(
 
 
 def _empty(slots: Tensor) -> Tensor:
-    """Which slots [R, 1, M] have no direction and so no unit length."""
+    """Which slots [R, 1, M] are zero, and so have no direction and no unit length."""
     return (slots * slots).sum(-2, keepdim=True) < 0.5
 
 

@@ -74,7 +74,7 @@ def orthogonal_recurrence_reference(
 
 
 def has_unit_columns(objective: str, normalize: bool) -> bool:
-    """Whether the slots are kept at unit length; TTT normalises what it decodes instead."""
+    """Whether the slots are kept at unit length. "ttt" normalises the vector that it decodes instead."""
     return normalize and objective != "ttt"
 
 
@@ -84,7 +84,7 @@ def column_norms(state: Tensor) -> Tensor:
 
 
 def mend_squares(squares: Tensor) -> Tensor:
-    """Squared lengths, but one for lengths up to 1e-12: a zero vector, which has no direction, is divided by that."""
+    """Squared lengths; one in place of those of lengths up to 1e-12, because a zero vector cannot be normalised."""
     return F.threshold(squares, 1e-24, 1.0)
 
 
@@ -119,7 +119,7 @@ def _gradient(state: Tensor, k: Tensor, v: Tensor, objective: str) -> Tensor:
     if objective == "ttt":
         z = (state * k).sum(-1, keepdim=True)
         length = column_norms(z)
-        direction = z / length  # which has no part in its own projection
+        direction = z / length  # the gradient is orthogonal to it
         return (direction * (direction * v).sum(-2, keepdim=True) - v) / length * k
     lengths = column_norms(state)
     slots = state / lengths

@@ -26,8 +26,8 @@ def packed_attention(
         q: `[1, T, H, D]`.
         k, v: `[1, T, G, D]`, G a divisor of H; each of the G heads is read by H/G queries.
         cu_seqlens: `[N + 1]`, the borders of the sequences, or their `Packing`.
-        causal: a token sees itself and its past; without it all of its sequence.
-        window: a token sees so many tokens, itself the last of them, and without `causal` as many ahead.
+        causal: a token sees itself and earlier tokens; without `causal` it sees its whole sequence.
+        window: a token sees itself and the `window` - 1 tokens before it; without `causal` also those after it.
         backend: varlen, torch's fused kernel over packed rows (`torch.nn.attention.varlen`): on CUDA in half precision.
             torch, `scaled_dot_product_attention` over padded rows of sequences of similar lengths, which it must know
             on the host (see `Packing`). auto takes the first that can run.

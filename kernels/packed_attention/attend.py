@@ -11,15 +11,15 @@ from torch.nn import functional
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, causal: bool = False) -> Tensor:
     """Softmax attention with scale 1/√D: `q, o [B, T, H, D]`; `k, v [B, S, G, D]`, each of G heads read by H/G queries.
 
-    `allowed`, `[T, S]` or `[B, T, S]`, is True where a query may look; `causal` (S = T) lets it see itself and its
-    past.
+    `allowed`, `[T, S]` or `[B, T, S]`, is True at the keys that a query sees. With `causal` (S = T) a query sees its
+    own token and earlier ones.
     """
     if allowed is not None and allowed.dim() == 3:
         allowed = allowed.unsqueeze(1)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = k.shape[1] != q.shape[1]
     if grouped and allowed is not None:
-        # No fused kernel takes grouped keys with a mask, and the one that is not fused holds all T S scores.
+        # No fused kernel takes grouped keys together with a mask, and the unfused one holds all T S scores.
         share = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1), False
     o = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=causal, enable_gqa=grouped)
@@ -46,11 +46,12 @@ def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) ->
 def attend_window(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, before: int, after: int, block: int, blocks: int
 ) -> Tensor:
-    """Attention in which query t sees the slots t to t + before + after, that is, its own one, t + before, and those
-    near it; of these, only the slots from `first` on and before `end`.
+    """Attention in which query t sees the slots t to t + before + after, of which slot t + before is its own token.
 
-    Queries go in `blocks` of `block`, T or more in all, each with the keys that any of its queries sees: with blocks as
-    long as the window, time and memory grow with T times the window. A query without any allowed slot sees its own.
+    Only slots from `first` on and before `end` are seen. A query without any such slot sees its own.
+
+    The queries are split into `blocks` blocks of `block` queries, T or more in all. Each block takes the keys that any
+    of its queries sees. With blocks as long as the window, time and memory are proportional to T times the window.
 
     Shapes: q, o [B, T, H, D]; k, v [B, before + T + after, G, D], G a divisor of H; first, end [B].
     """

@@ -11,7 +11,7 @@ from longseq.kernels.recurrence import groups_of, pad_group
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, window: int | None) -> Tensor:
     """See `longseq.kernels.packed_attention`.
 
-    Padding stands behind the real tokens, where the mask of causal attention hides it already.
+    Padding follows the real tokens, so that the mask of causal attention already hides it.
     """
     groups = groups_of(packing)
     if not groups.members:
@@ -30,7 +30,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causa
 
 
 def _attend_both_ways(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int) -> Tensor:
-    """Attend to `window` - 1 tokens on either side within rows of so many real tokens."""
+    """Attend to `window` - 1 tokens on either side, within padded rows of `lengths` real tokens."""
     reach = window - 1
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, reach, reach)) for x in (k, v))
     block = min(q.shape[1], 2 * reach + 1)
@@ -39,5 +39,5 @@ def _attend_both_ways(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: 
 
 
 def _real(lengths: Tensor, longest: int) -> Tensor:
-    """Mark the real tokens of padded rows, `[n, L]`."""
+    """A mask `[n, L]`, True at the real tokens of padded rows."""
     return torch.arange(longest, device=lengths.device) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""Attention over packed rows by torch's fused kernels, which skip what lies in other sequences."""
+"""Attention over packed rows by torch's fused kernels, which skip pairs of tokens of different sequences."""
 
 from functools import cache
 from inspect import signature
@@ -10,8 +10,8 @@ from torch import Tensor
 from longseq.kernels.dispatch import Call
 from longseq.kernels.packing import Packing
 
-CAPABILITY = (8, 0)  # the least that flash attention runs on
-WIDEST = 256  # channels of a head
+CAPABILITY = (8, 0)  # the least compute capability for flash attention
+WIDEST = 256  # the most channels of a head
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causal: bool, window: int | None) -> Tensor:
@@ -33,7 +33,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, causa
 
 
 def reasons(call: Call) -> list[str]:
-    """Why this form cannot run."""
+    """The reasons against this form."""
     found = []
     if "window_size" not in _options():
         found.append(f"torch {torch.__version__} has no varlen_attn with windows (torch 2.11 has)")

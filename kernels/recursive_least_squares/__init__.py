@@ -18,7 +18,7 @@ from longseq.kernels.recursive_least_squares.reference import (
 
 __all__ = ["recursive_least_squares", "recursive_least_squares_step"]
 
-TRITON_WIDTH = 64  # of the matrix that one program holds in registers
+TRITON_WIDTH = 64  # of the matrix, which one program holds in registers
 
 
 def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: float, **_: Any) -> None:
@@ -32,7 +32,10 @@ def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: 
 
 
 def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
-    """What backends are called with: `count`, one at real tokens [B, T] int64, and zeros at the others."""
+    """The arguments of backends: `count` in place of `mask`, and zeros at the tokens that the mask leaves out.
+
+    `count` [B, T] int64 is 1 at real tokens and 0 at the others.
+    """
     x = arguments["x" if "x" in arguments else "k"]
     if mask is None:
         return {**arguments, "count": x.new_ones(x.shape[:2], dtype=torch.int64)}
@@ -43,7 +46,7 @@ def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
 
 
 def without_lambda0(lambda0: float, **arguments: Any) -> Mapping[str, Any]:
-    """What backends of a step are called with, which brings its state."""
+    """The arguments of the backends of a step: without `lambda0`, because a step always has a state."""
     return arguments
 
 
@@ -84,9 +87,9 @@ def recursive_least_squares(
         A_t += refresh I   after every `refresh_period` tokens;   y_t = A_t x_t
 
     Without the refresh (`refresh_period` None or 0) A_t = (lambda0 I + Σ_{s≤t} u_s u_sᵀ)^{-1}. The state is A and the
-    number of tokens behind it, by which the refresh falls due whatever the calls that a sequence is split into. Of a
-    given A the symmetric part is used. Tokens that `mask` leaves out are not counted and give y = 0; a counted token
-    with u = 0 changes A only by a refresh.
+    number of tokens so far. That number decides when a refresh is due, so that a sequence can be split into calls
+    anywhere. Only the symmetric part of a given A is used. Tokens that `mask` leaves out are not counted and give y =
+    0; a counted token with u = 0 changes A only by a refresh.
 
     Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64).
 
@@ -127,8 +130,8 @@ def recursive_least_squares_step(
 ) -> tuple[Tensor, InverseState]:
     """One token of `recursive_least_squares`: x, u [B, H, K]; state (A [B, H, K, K], steps [B]).
 
-    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype. `lambda0` has no meaning here: a step
-    brings its state.
+    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
+    state is given.
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.

@@ -6,9 +6,9 @@ With the tokens of one chunk as rows and A the matrix before it,
     (A_t x_t)_t = X A - tril(X Yᵀ) Y
     A <- A - Yᵀ Y
 
-because the rows of L^{-1} know only the tokens before them. Only the lines with A <- run over chunks one after the
-other. A chunk ends where a refresh falls due. As that depends on the steps that a row has behind it and on its padding,
-the tokens of each row are first moved to slots: a chunk has C slots, of which the last ones may be empty (u = 0).
+because row t of L^{-1} depends on tokens up to t alone. Only the lines with A <- run over chunks one after the other.
+A chunk ends where a refresh is due. Where that is depends on a row's number of steps so far and on its padding.
+Therefore the tokens of each row are first moved to slots: a chunk has C slots, the last of which can be empty (u = 0).
 
 The gradient needs no Cholesky factor's derivative. With G the gradient of y, β_t = A_t G_t and D that of A after the
 chunk, dA_t = - A_t d(Σ u uᵀ) A_t gives
@@ -121,7 +121,7 @@ class _Layout:
 
     @classmethod
     def choose(cls, tokens: int, chunk_size: int, period: int | None, *, fresh: bool) -> "_Layout":
-        """As few chunks as hold the tokens wherever in a period a row stands; at its start if `fresh`."""
+        """The fewest chunks that hold the tokens from any place in a refresh period; from its start if `fresh`."""
         if not period:
             size = fit_chunk_size(chunk_size, tokens)
             return cls(-(-tokens // size), size, size, 1, aligned=False)
@@ -202,7 +202,7 @@ def _state_pass(A: Tensor, rows: Tensor, refresh: Tensor) -> tuple[Tensor, Tenso
     for u, added in zip(rows.unbind(), refresh.unbind(), strict=True):
         starts.append(A)
         product = u @ A
-        # without its check, which would wait for a GPU; no eigenvalue of B is below 1
+        # without its check, which would wait for the GPU; no eigenvalue of B is below 1
         factors.append(torch.linalg.cholesky_ex(torch.baddbmm(unit, product, u.mT)).L)
         written.append(torch.linalg.solve_triangular(factors[-1], product, upper=False))
         A = torch.baddbmm(A + added * eye, written[-1].mT, written[-1], alpha=-1)
@@ -232,7 +232,7 @@ def _backward(
     read, d_read, ends = read @ starts, d_read @ starts, starts - written.mT @ written
     d_rows = seen.mT @ d_read + d_seen.mT @ read + 2 * written @ d_ends @ ends
     d_rows = torch.linalg.solve_triangular(factors.mT, d_rows, upper=True)
-    # The solution of a single chunk has other strides than torch.compile foresees, and views are taken of it.
+    # The solution of a single chunk has other strides than torch.compile expects, and views are taken of it.
     d_rows = d_rows.clone(memory_format=torch.contiguous_format).neg_()
     d_x = layout.join(d_read, slots) + added[..., None, None] * d_y
     return d_x.to(x.dtype), layout.join(d_rows, slots).to(u.dtype), d_start.unflatten(0, (x.shape[0], -1))
@@ -241,7 +241,7 @@ def _backward(
 def _state_pass_backward(D: Tensor, local: Tensor, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
     """The loop backward: gradients of the first A [M, K, K] and of A after each chunk [n, M, K, K].
 
-    `local` [n, M, K, K] is what reaches A before a chunk by the chunk's own outputs.
+    `local` [n, M, K, K] is the gradient of A before each chunk through the chunk's own outputs.
     """
     d_ends = torch.empty_like(local)
     for i in reversed(range(local.shape[0])):

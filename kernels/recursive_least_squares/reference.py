@@ -42,7 +42,7 @@ def recursive_least_squares_reference(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, InverseState | None]:
-    """`recursive_least_squares`, one token at a time. `chunk_size` has no meaning here."""
+    """`recursive_least_squares`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: InverseState) -> tuple[Tensor, InverseState]:
         A, steps = state
@@ -80,7 +80,7 @@ def first_state(x: Tensor, lambda0: float) -> Callable[[int, torch.dtype], Inver
 
 
 def refresh_due(seen: Tensor, count: Tensor, period: int | None, refresh: float, dtype: torch.dtype) -> Tensor:
-    """What the refresh adds to the diagonal after each token; `seen` counts the tokens so far, with this one."""
+    """What the refresh adds to the diagonal after each token; `seen` counts the tokens up to and including this one."""
     if not period:
         return torch.zeros_like(seen, dtype=dtype)
     return ((seen % period == 0) & (count > 0)).to(dtype) * refresh

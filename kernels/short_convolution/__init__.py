@@ -24,9 +24,9 @@ def check_convolution(
     mask: Tensor | None,
     reverse: Reverse,
 ) -> dict[str, int]:
-    """Raise ValueError for tensors of a convolution that do not fit; return what their letters stand for.
+    """Raise ValueError for tensors of a convolution that do not fit; return the size of each letter of the layouts.
 
-    A weight of three dimensions is that of both directions.
+    A weight of three dimensions holds the weights of both directions.
     """
     if mask is not None and cu_seqlens is not None:
         raise ValueError(f"{op}: mask and cu_seqlens are both given; packed sequences have no padding")

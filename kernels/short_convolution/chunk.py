@@ -62,9 +62,9 @@ def convolve_windows(
     mask: Tensor | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """Convolve with real tokens moved next to each other and the state in front of them.
+    """Convolve with the state in front of the real tokens, which are moved next to each other.
 
-    `convolve` takes a window [B, D, W-1 + L] of inputs to the L outputs [B, D, L] that see W of them.
+    `convolve` maps a window [B, D, W-1 + L] of inputs to L outputs [B, D, L], each of which sees W inputs.
     """
     mask = None if mask is None else turn(mask, reverse)
 
@@ -78,7 +78,8 @@ def convolve_windows(
         place = torch.where(mask, count - 1, count[:, -1:] + (~mask).cumsum(1) - 1).unsqueeze(-1).expand(x.shape)
         real = sequences[0].to(state.dtype).masked_fill(~mask.unsqueeze(-1), 0)
         window = torch.cat((state, torch.zeros_like(real).scatter(1, place, real).mT), dim=-1)
-        last = count[:, -1:] + torch.arange(state.shape[2], device=x.device)  # the W-1 inputs before the padding
+        # Places of the W-1 inputs before the padding.
+        last = count[:, -1:] + torch.arange(state.shape[2], device=x.device)
         output = convolve(window).mT.gather(1, place).masked_fill(~mask.unsqueeze(-1), 0)
         return output, window.gather(2, last.unsqueeze(1).expand(state.shape))
 
@@ -106,7 +107,7 @@ def convolve_windows(
 
 
 def find_places(packing: Packing, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """In a row where the `taps` inputs of each segment's state stand before its tokens: where those and these are.
+    """Places in a row in which the `taps` inputs of each segment's state come before the segment's tokens.
 
     Returns the places of the tokens [T] and of the states [N taps], and of the last inputs of each segment [N, taps].
     """

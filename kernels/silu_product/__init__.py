@@ -25,7 +25,7 @@ def silu_product(
     skip_weight: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """A product gated by SiLU, which keeps its inputs alone for its gradient.
+    """A product gated by SiLU, which saves only its inputs for the backward pass.
 
         y = (x + skip_weight ⊙ skip) ⊙ SiLU(gate)
 

@@ -1,4 +1,4 @@
-"""What turns the match of a query with each slot into the weight with which the slot is read."""
+"""The activations that map the score of a query with each slot to the weight of the slot."""
 
 from collections.abc import Callable
 

@@ -31,7 +31,7 @@ def slot_attention_chunk(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """`slot_attention` in chunks; keeps its inputs, what is made of them and the states between chunks."""
+    """`slot_attention` in chunks. Its two passes save their inputs and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         q, k, v, g, write = sequences

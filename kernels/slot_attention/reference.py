@@ -46,7 +46,7 @@ def slot_attention_reference(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """`slot_attention`, one token at a time. `chunk_size` has no meaning here."""
+    """`slot_attention`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         outputs = []

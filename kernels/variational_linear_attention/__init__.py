@@ -1,4 +1,4 @@
-"""Variational linear attention: a delta rule whose write direction follows what was written before."""
+"""Variational linear attention: a delta rule whose write direction depends on the keys written before."""
 
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def variational_linear_attention(
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, VariationalState | None]:
-    """Replace what a key reads, written along the directions that earlier tokens have used least.
+    """Replace the value that a key reads, and write along the directions that earlier tokens have used least.
 
         A_t as in `recursive_least_squares` of u;   k̂_t = k_t / ‖k_t‖;   α̂_t = A_t k̂_t / ‖A_t k̂_t‖
         S_t = S_{t-1} + α̂_t (v_t - S_{t-1}ᵀ k̂_t)ᵀ;   z_t = z_{t-1} + k_t;   o_t = S_tᵀ q_t / max(z_tᵀ q_t, eps)
@@ -69,7 +69,7 @@ def variational_linear_attention(
     q and k are the features φ(.), which should not be negative where the normaliser is used; u is the finished penalty
     direction. Ablations: u None keeps A as it is; `normalize_key` and `normalize_alpha` False leave out a division (no
     α normalisation is VLAv2, which diverges where A is large); `normalizer` False leaves out that by z_tᵀ q_t. Tokens
-    that `mask` leaves out do not touch the state, and their outputs are not defined.
+    that `mask` leaves out do not change the state, and their outputs are not defined.
 
     The transition I - α̂ k̂ᵀ has spectral radius 1: its eigenvalues are 1 and 1 - c with c = α̂ᵀ k̂ in (0, 1] because A is
     positive definite. Its spectral norm is 1 only for c = 1: σ² = (3 - 2c + sqrt((3 - 2c)² - 4 (1 - c)²)) / 2, so that
@@ -119,8 +119,8 @@ def variational_linear_attention_step(
 ) -> tuple[Tensor, VariationalState]:
     """One token of `variational_linear_attention`: q, k, u [B, H, K]; v [B, H, V]; state (S, A, z, steps).
 
-    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype. `lambda0` has no meaning here: a step
-    brings its state.
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
+    state is given.
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
     gradient.

@@ -69,7 +69,7 @@ def variational_linear_attention_reference(
     chunk_size: int,
     reverse: Reverse,
 ) -> tuple[Tensor, VariationalState | None]:
-    """`variational_linear_attention`, one token at a time. `chunk_size` has no meaning here."""
+    """`variational_linear_attention`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: VariationalState) -> tuple[Tensor, VariationalState]:
         outputs = []

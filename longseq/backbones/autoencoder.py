@@ -1,4 +1,4 @@
-"""A sequence squeezed into one vector and written out again from it."""
+"""A model that encodes a sequence into one vector and decodes the sequence from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
         )  # fmt: skip
 
     def init_weights(self) -> None:
-        """Draw all weights, as after `to_empty`."""
+        """Initialise all weights, as after `to_empty`."""
         self.encoder.init_weights()
         with full_parameters(self.decoder):
             layers: Any = self.decoder
@@ -42,12 +42,12 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
                     layer.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Score the token at each place of `tokens [B, T]`: `[B, T, vocab_size]`."""
+        """Score the token at each position of `tokens [B, T]`: `[B, T, vocab_size]`."""
         return self.forward_head(self.forward_features(tokens)[0])
 
     @gathers_parameters
     def forward_features(self, tokens: Tensor, *, output_final_state: bool = False) -> tuple[Tensor, None]:
-        """Return the decoder's features `[B, T, d_model]`, and no state: the whole sequence is read before them.
+        """Return the decoder's features `[B, T, d_model]`, and no state: the decoder needs the whole sequence.
 
         Raises ValueError for `output_final_state=True`.
         """
@@ -66,7 +66,7 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
         return self.encoder.get_classifier()
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay must leave alone."""
+        """The names of the parameters that are exempt from weight decay."""
         return {f"encoder.{name}" for name in self.encoder.no_weight_decay()}
 
     def flops(self, tokens: int) -> int:
@@ -75,7 +75,7 @@ class SequenceAutoencoder(PretrainedModel, nn.Module):
 
 
 def sinusoids(length: int, width: int, base: float = 10000.0) -> Tensor:
-    """Sines and cosines of the places 0 ... length - 1, at frequencies from 1 down to 1/base: `[length, width]`.
+    """Sines and cosines of the positions 0 ... length - 1, at frequencies from 1 down to 1/base: `[length, width]`.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.5.
     """

@@ -55,13 +55,13 @@ POOLS = ("token", "avg", "")
 NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
 
-# The registered model that stands for one that was built without timm: all of its arguments are given with it.
+# The name in timm's registry of models that were built without timm: all of their arguments are given with it.
 UNNAMED = "longseq_tiny_patch16_224"
 
-# Arguments that timm leaves out of its files: they matter to training only.
+# Arguments that timm does not write to its files: they matter in training only.
 TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "drop_path_rate")
 
-# They ask for types and sizes, which a symbolic trace does not have: it keeps the calls.
+# Both functions read types and sizes, which a symbolic trace does not have: the trace keeps the calls.
 torch.fx.wrap("at_least_float32")
 torch.fx.wrap("resize_positions")
 
@@ -75,9 +75,9 @@ class ImageBlock(Block[Any]):
         """Transform `x [B, T, D]`.
 
         Args:
-            layout: where the patches stand; needed by directions that read columns.
-            token_first: the class token stands before the patches in `x`, in `mask` and in the result, and at its place
-                in between only.
+            layout: the positions of the patches; needed by directions that read columns.
+            token_first: the class token is before the patches in `x`, in `mask` and in the result. Only inside the
+                block it is at its index in the sequence.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
         if layout is None or not token_first:
@@ -104,16 +104,16 @@ class ImageBackbone(PretrainedModel, nn.Module):
         share_directions: what several readings of the image share: projections, all or none.
         merge: sum of the readings, as in Vim's paper, or their mean, as in its published models.
         backend: the kernel backend of mixers and norms; auto takes the first that can run.
-        class_token: middle, first or none. Features come out with the token first, wherever it stood, and so do the
-            inputs and outputs of blocks and of the final norm for hooks and in symbolic traces (torch.fx). Inside a
-            block the token stands at its place in the sequence.
+        class_token: middle, first or none, its index in the sequence that blocks read. In features the token is always
+            first, and also in the inputs and outputs of blocks and of the final norm that hooks and symbolic traces
+            (torch.fx) see.
         global_pool: token, avg (mean over the patches), or "" for no pooling.
         mlp_ratio: width of the MLP after each mixer, relative to `embed_dim`; 0 leaves the MLPs out.
-        norm, norm_eps: rms or layer; and what they add to the variance, by default 1e-5 for rms and 1e-6 for layer.
+        norm, norm_eps: rms or layer; and the number added to the variance, by default 1e-5 for rms and 1e-6 for layer.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
         depth_scaled_init: divide the initial output projections of the mixers by sqrt(depth).
-        recompute: what runs twice so that less is kept for the gradient: none; mixer: all between the projections of
-            mixers, which is cheap; block: each block.
+        recompute: the part that the backward pass recomputes to save memory: none; mixer: everything between the
+            projections of mixers, which is cheap; block: each block.
         drop_rate, pos_drop_rate, drop_path_rate: dropout before the head and after the positions; drop path of the
             last block, growing linearly from 0.
         dynamic_img_size: accept any image of at least one patch; positions are interpolated to its grid.
@@ -216,18 +216,18 @@ class ImageBackbone(PretrainedModel, nn.Module):
                 mixer, mixer_options, expand_pattern(mixer, depth), self.blocks, without=self.decided_options
             ),
         )
-        # What timm asks of a model whatever made it.
+        # Attributes that timm reads from a model.
         self._traits = {"img_size": self.patch_embed.img_size, "fixed_input_size": not dynamic_img_size}
         restore_rng_state()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+        """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
 
-        They are drawn as the Vision Transformer's; recurrences then set the values that are theirs.
+        Weights are initialised as in the Vision Transformer; recurrences then set their own initial values.
 
-        Vim's published code, and so that of Longhorn, draws the projections of blocks as `nn.Linear` does: at 192
-        channels twice as large, and those to Longhorn's rates, from 12, eight times.
+        The published code of Vim, and of Longhorn, initialises the projections of blocks as `nn.Linear` does: twice as
+        large at 192 channels, and eight times as large for the projections from 12 channels to Longhorn's rates.
         """
         blocks: Any = self.blocks
         with full_parameters(self, without=blocks):
@@ -295,8 +295,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     def _run(self, block: nn.Module, x: Tensor, layout: Layout) -> Tensor:
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
-        # Who looks at the border of a block, by a hook or in a symbolic trace, finds the token where others have it.
-        # Moving it costs two copies, which runs that no one looks at are spared.
+        # With hooks and in symbolic traces the class token comes first at the borders of blocks, as in timm's models.
+        # Moving it costs two copies, which other runs avoid.
         if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
             return move_token_back(run(move_token_first(x, layout), layout, token_first=True), layout)
         return run(x, layout)
@@ -400,17 +400,17 @@ class ImageBackbone(PretrainedModel, nn.Module):
             feature["reduction"] = self.patch_embed.feat_ratio()
         embed = self.patch_embed
         self.resolve_arguments(img_size=embed.img_size, patch_size=embed.patch_size, stride=embed.stride)
-        # Where timm looks for the current size, to configure data.
+        # timm reads the current size from here to configure data.
         self._traits = {**self._traits, "img_size": embed.img_size}
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """The options with which timm saves the model and builds it again, and by which version they are understood."""
+        """The options with which timm saves the model and builds it again, and the version that wrote them."""
         return {**self.saved_arguments(), "saved_by": describe_origin(self)}
 
     @_model_args.setter
     def _model_args(self, passed: dict[str, Any]) -> None:
-        pass  # timm writes what it was asked for, and the constructor's arguments hold that already, and the defaults
+        pass  # timm sets the options of the call, which the constructor's arguments hold already, with the defaults
 
     def describe(self) -> dict[str, Any]:
         """The keys of config.json that only image models have; timm reads them, too."""
@@ -421,12 +421,12 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
-        """Build the model of a config.json through timm; its weights are drawn anew."""
+        """Build the model of a config.json through timm; its weights are initialised anew."""
         saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
         return rebuild_timm_model(config, changes, cls.complete_arguments(saved, TRAINING_ARGUMENTS))
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay must leave alone: positions, class token, recurrences."""
+        """The names of the parameters that are exempt from weight decay: positions, class token, recurrences."""
         return {"pos_embed", "cls_token"} | no_weight_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -462,7 +462,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
 
 def norm_epsilon(kind: str) -> float:
-    """What a norm of a kind adds to the variance where `norm_eps` is None."""
+    """The `eps` of a norm of a kind where `norm_eps` is None."""
     if kind not in NORM_EPSILONS:
         raise ValueError(f"norm={kind!r} is not one of {', '.join(NORM_EPSILONS)}")
     return NORM_EPSILONS[kind]
@@ -474,7 +474,7 @@ def _init_linear(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
-# Parts of timm's Vision Transformers that this model does not have, by what is in the names of their weights.
+# Parts of timm's Vision Transformers that this model does not have, by a part of the names of their weights.
 PARTS_ELSEWHERE = {
     "reg_token": "register tokens",
     "dist_token": "the distillation token of a distilled DeiT",
@@ -492,13 +492,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
     """Fit a state dict to `model`: weights of timm's VisionTransformer, and positions of another grid.
 
     timm's attention becomes the mixer: `blocks.i.attn.qkv` is `blocks.i.mixer.in_proj` and `blocks.i.attn.proj` is
-    `blocks.i.mixer.out_proj`. The position of timm's class token joins the token itself, which stands at no place of
+    `blocks.i.mixer.out_proj`. The position of timm's class token is added to the token itself, which has no position on
     the grid.
 
-    A state dict does not tell its grid. Positions as many as the model's patches, or one more, are those of the model's
-    own grid, without or with one for timm's class token; others are taken for a square grid, without or with one, and
-    interpolated. Weights of an oblong grid that the model does not have load into a model of their img_size, which
-    `set_input_size` then changes.
+    A state dict does not state its grid. As many positions as the model has patches, or one more, are those of the
+    model's own grid, without or with one for timm's class token. Another number of positions is read as a square grid,
+    without or with one for the class token, and interpolated. Load weights of another oblong grid into a model of their
+    img_size, and change it with `set_input_size`.
 
     Raises:
         ValueError: the positions make no square grid, or the weights have a part for which the model has no place.
@@ -531,7 +531,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ImageBackbone) -> di
 
 
 def _has_class_position(positions: int, patches: int) -> bool:
-    """Whether the first of timm's positions is the class token's: it has none where built with no_embed_class."""
+    """Whether the first of timm's positions is that of the class token: with no_embed_class timm has none for it."""
     if positions in (patches, patches + 1):
         return positions > patches
     return math.isqrt(positions - 1) ** 2 == positions - 1

@@ -51,7 +51,8 @@ def build_blocks(
             d_model,
             options=options[name],
             direction=direction,
-            # In step with a hybrid's pattern, a mixer would alternate to one direction in all its layers.
+            # Layers are counted for each mixer. Otherwise all layers of one mixer in a hybrid could alternate to the
+            # same direction.
             layer=names[:index].count(name),
             share=share_directions,
             merge=merge,

@@ -1,4 +1,4 @@
-"""One-token steps of a token model without the host's time for launching them."""
+"""One-token steps of a token model without the time that a host needs to launch kernels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class StepGraph:
-    """The step of a token model recorded as a CUDA graph: a call reads one token and moves the state on, in place.
+    """The step of a token model recorded as a CUDA graph: a call reads one token and updates the state in place.
 
-    A step is a few hundred short kernels, which a host takes longer to launch than a GPU to run. Recorded once, they
-    cost one launch.
+    A step is a few hundred short kernels, which the host takes longer to launch than the GPU to run. A recorded step is
+    one launch.
 
     Args:
         model: a `TokenBackbone` in evaluation on a CUDA device, none of whose states grows.
@@ -34,13 +34,13 @@ class StepGraph:
         rows = next(tensor.shape[0] for _, tensor in state_tensors(self.state))
         device = next(model.parameters()).device
         self.token = torch.zeros(rows, dtype=torch.long, device=device)
-        # Autocast's cache of weights is emptied where autocast ends, and a graph would go on reading it.
+        # Autocast's cache of weights is freed when autocast ends, but a graph would still read it.
         casts = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with torch.no_grad(), casts, torch.cuda.device(device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                # What a first call does (kernels are compiled, libraries choose theirs) cannot be recorded.
+                # The first calls compile kernels and choose those of libraries, which cannot be recorded.
                 for _ in range(3):
                     model.step(self.token, self.state)
                 self.graph = torch.cuda.CUDAGraph()
@@ -58,7 +58,7 @@ class StepGraph:
 
 
 def check_step_graph(model: nn.Module) -> None:
-    """Refuse a model whose steps a CUDA graph cannot hold."""
+    """Raise ValueError for a model whose steps a CUDA graph cannot record."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(f"a CUDA graph records a model on a CUDA device, and this one is on {device.type}")

@@ -56,9 +56,9 @@ def mlp_width(d_model: int, ratio: float | None = None) -> int:
 
 
 class TokenState(NamedTuple):
-    """What a token model remembers: the state of each layer's mixer, and the number of tokens so far, `[B]`.
+    """The state of a token model: the state of each layer's mixer, and the number of tokens so far, `[B]`.
 
-    The tokens are counted only by models with learned positions; elsewhere `position` is None.
+    Only models with learned positions count the tokens; elsewhere `position` is None.
     """
 
     layers: tuple[tuple[StateTree, ...], ...]
@@ -85,15 +85,15 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: sum or mean of the two readings.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
-        norm, norm_eps: rms or layer, and what they add to the variance.
-        positions: none (the recurrence tells the order), or learned: a table of `max_length` vectors that is added to
-            the embeddings.
+        norm, norm_eps: rms or layer, and the number added to the variance.
+        positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
+            is added to the embeddings.
         tie_embeddings: the head scores a token by its embedding.
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
         residual_in_float32: keep the residual in float32 when the weights are in half precision.
-        recompute: what runs twice so that less is kept for the gradient: none; mixer: all between the projections of
-            mixers, and the products of gated MLPs, which is cheap; block: each block.
+        recompute: the part that the backward pass recomputes to save memory: none; mixer: everything between the
+            projections of mixers, and the products of gated MLPs, which is cheap; block: each block.
         backend: the kernel backend of mixers, norms and MLPs; auto takes the first that can run.
 
     Raises:
@@ -185,20 +185,20 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
+        """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
 
-        Projections are drawn as `nn.Linear` does; those into the residual are divided by the root of their number.
+        Projections are initialised as by `nn.Linear`; those into the residual are divided by the root of their number.
 
-        Their deviation follows the width, 1/sqrt(3 d_model); GPT-2's constant 0.02 is that of a width of 833. At one of
-        64 it is a third as much, and keys and gates, products of several projections, start too small to learn from:
-        after five epochs of data=mqar, Longhorn answers 0.06 right with it, and 0.33 so. Recurrences set the values
-        that are theirs.
+        The standard deviation is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833. At a width of 64
+        the constant is about a quarter of it, and keys and gates, which are products of several projections, start too
+        small to learn from: after five epochs of data=mqar, Longhorn's accuracy is 0.06 with the constant, and 0.33
+        with 1/sqrt(3 d_model). Recurrences set their own initial values.
         Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
-        (Gu and Dao, 2023) draws as here, with depth where they have none.
+        (Gu and Dao, 2023) initialises in the same way, with depth where blocks have none.
         """
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
-                with full_parameters(part):  # one after the other: all of them at once may not fit a device
+                with full_parameters(part):  # one after the other: together they may not fit on a device
                     self._init_part(part)
 
     def _init_part(self, part: nn.Module) -> None:
@@ -228,11 +228,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
         Args:
             tokens: `[B, T]` whole numbers below `vocab_size`.
-            state: what an earlier call returned, or None at the start of a sequence. For direction="forward" alone.
+            state: the state that an earlier call returned, or None at the start of a sequence; for direction="forward"
+                only.
             cu_seqlens: `[N + 1]`, the borders of N sequences packed into one row (B = 1), or their `Packing`; the state
                 then has N rows.
-            mask: `[B, T]`, True at real tokens. Padding leaves the state alone; its scores are not defined.
-            output_final_state: False where nobody reads the state: training needs less memory without it.
+            mask: `[B, T]`, True at real tokens. Padding does not change the state; its scores are not defined.
+            output_final_state: False if the state is not needed: training needs less memory without it.
 
         Returns:
             Logits `[B, T, vocab_size]` and the state after the last real token, or None: other directions than forward
@@ -283,7 +284,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def summed_loss(self, features: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
         """Score features `[..., d_model]` and sum the losses of their targets `[...]`, in chunks of tokens.
 
-        Targets are tokens, or -100 where nothing is asked. `z_loss` weights the penalty on the normalisers of the
+        Targets are tokens, or -100 for no target. `z_loss` weights the penalty on the normalisers of the
         scores (see `longseq.backbones.vocabulary_loss`). A head that an adapter replaced scores all tokens at once.
         """
         if self.head is not None and not is_replaceable(self.head, nn.Linear):
@@ -293,7 +294,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
     @gathers_parameters
     def token_losses(self, features: Tensor, target: Tensor) -> Tensor:
-        """Score features `[..., d_model]`; the loss of each target `[...]`, without a gradient and as `summed_loss`."""
+        """Score features `[..., d_model]`: the loss of each target `[...]` as in `summed_loss`, without a gradient."""
         return token_losses(features, self._score, self.vocab_size, target)
 
     @gathers_parameters
@@ -344,7 +345,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         `cuda_graph` records the step as a `StepGraph` and replays it.
 
         Raises:
-            ValueError: the model does not read forward; the prompt is empty; an option has a value that makes no sense.
+            ValueError: the model does not read forward; the prompt is empty; an option has an invalid value.
         """
         self._check_forward("generate")
         if cuda_graph:
@@ -398,7 +399,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return nn.Identity() if self.head is None else self.head
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay must leave alone: positions and recurrences."""
+        """The names of the parameters that are exempt from weight decay: positions and recurrences."""
         return ({"positions.weight"} if self.positions is not None else set()) | no_weight_decay(self)
 
     def flops(self, tokens: int) -> int:
@@ -418,7 +419,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw one token a row from `logits [B, V]`: `[B]`. The options are those of `TokenBackbone.generate`."""
+    """Sample one token per row from `logits [B, V]`: `[B]`. The options are those of `TokenBackbone.generate`."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     ordered, tokens = (logits.float() / temperature).sort(dim=-1, descending=True)
@@ -426,7 +427,7 @@ def sample(
         ordered, tokens = ordered[:, :top_k], tokens[:, :top_k]
     probabilities = ordered.softmax(dim=-1)
     if top_p is not None:
-        # A token is kept while those before it have not reached p, so that the best one always is.
+        # A token is kept if the more probable ones do not reach p together. So the most probable one is always kept.
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     drawn = torch.multinomial(probabilities, 1, generator=generator)

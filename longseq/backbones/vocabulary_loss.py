@@ -1,4 +1,4 @@
-"""The loss of a language model from its features: the scores of a few tokens at a time, and never those of all."""
+"""The loss of a language model from its features, with the scores of only a few tokens in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import compute_dtype
 from longseq.kernels.token_loss import token_loss
 
-IGNORED = -100  # as a target: nothing is asked there
+IGNORED = -100  # the target of a token without a target
 
-# Scores of a chunk of tokens: 128 MiB in float32. Not tuned: chunks of 1,048 tokens with a vocabulary of 32,000.
+# Elements of a chunk's scores: 128 MiB in float32, or 1,048 tokens with a vocabulary of 32,000. Not tuned.
 CHUNK_SCORES = 2**25
 
 
@@ -64,7 +64,7 @@ def token_losses(features: Tensor, project: Callable[[Tensor], Tensor], vocabula
 
 
 def sum_scored(scores: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
-    """`summed_loss` from scores `[..., V]` that are there already."""
+    """`summed_loss` from given scores `[..., V]`."""
     losses = token_loss(scores, target, ignore_index=IGNORED)
     objective = loss = losses.sum()
     if z_loss:
@@ -105,7 +105,7 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_objective: Tensor, _: Tensor) -> Any:
         if ctx.is_used:
             raise RuntimeError("summed_loss keeps its gradients for one backward pass; retain_graph=True is of no use")
-        ctx.is_used = True  # they are scaled in place
+        ctx.is_used = True  # the gradients are scaled in place
         d_rows, d_weight = ctx.d_rows, ctx.d_weight
         return (
             None if d_rows is None else d_rows.mul_(d_objective),

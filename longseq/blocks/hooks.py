@@ -1,4 +1,4 @@
-"""Checks whether hooks, adapters or quantisation changed what a call of a module does."""
+"""Checks whether hooks, adapters or quantisation change a call of a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def has_observers(module: nn.Module) -> bool:
-    """True if hooks other than those of `fully_shard` are registered: they may look at inputs and outputs.
+    """True if hooks other than those of `fully_shard` are registered, because such hooks can read inputs and outputs.
 
     The hooks of `fully_shard` gather and release weights only.
     """

@@ -1,4 +1,4 @@
-"""Random numbers of a constructor that draws its weights twice."""
+"""Random numbers of a constructor that initialises its weights twice."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def save_rng_state() -> Callable[[], None]:
-    """Return a function that takes random numbers back: those drawn since, for parameters on the default device.
+    """Return a function that restores the random state: it undoes draws for parameters on the default device.
 
-    A constructor calls it before it draws all weights of its parts again, so that a model drawn in place and one that
-    was built on the meta device, where nothing is drawn, are the same from one seed.
+    A constructor calls it before it initialises all weights of its parts again. So one seed gives the same model when
+    it is built in place and when it is built on the meta device, where nothing is drawn.
     """
     cpu = torch.random.get_rng_state()
     device = torch.get_default_device()

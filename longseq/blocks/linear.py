@@ -1,4 +1,4 @@
-"""Projections to widths that matrix products of half precision are slow at, and pairs of projections."""
+"""Projections to widths at which matrix products of half precision are slow, and pairs of projections."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import product_dtype
 from longseq.kernels.dispatch import is_exporting
 
-# The width of a projection in half precision is a multiple of this many numbers. Matrix products need 8: a GPU loads 16
-# bytes at once. Triton loads vectors from parts of a row only if it knows that rows are a multiple of 16 apart.
+# The output width of a projection in half precision is a multiple of this number. Matrix products need 8, because a GPU
+# loads 16 bytes at once. Triton needs 16: it loads vectors from parts of a row only if the stride of rows is a multiple
+# of 16.
 ALIGNMENT = 16
 
 
 class AlignedLinear(nn.Linear):
     """`nn.Linear` that computes a multiple of 16 outputs on a GPU in half precision; its parameters keep their width.
 
-    The weight is padded in each call. That copy pays off for a sequence, and not for one token. The result is a view of
-    the padded product. With `keep_padding` the result is the padded product: channels without a meaning follow those of
-    the layer.
+    Each call pads the weight. That copy pays off for a sequence, but not for one token. The result is a view of the
+    padded product. With `keep_padding` the result is the padded product: its last channels have no meaning.
     """
 
     def forward(self, x: Tensor, keep_padding: bool = False) -> Tensor:
@@ -42,7 +42,7 @@ def project_padded(layer: nn.Linear, x: Tensor) -> Tensor:
 def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
     """Project the first half of the rows of `x [2 B, T, I]` by one layer and the second by another, in one product.
 
-    The halves may also be apart, [2, B, T, I]: so `expand` gives both layers the same rows.
+    The halves can also be a dimension, [2, B, T, I], so that `expand` can give both layers the same rows.
     """
     halves = x if x.ndim == 4 else x.unflatten(0, (2, -1))
     weight = stack_pair(forward.weight, backward.weight)
@@ -60,7 +60,7 @@ def project_pair(forward: nn.Linear, backward: nn.Linear, x: Tensor) -> Tensor:
 
 def _align(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Pad weights `[..., O, I]` and biases `[..., O]` to a multiple of 16 outputs, by copies of the first output."""
-    # Padding by zeros would launch one more kernel in each pass, and small models wait for launches.
+    # Padding with zeros would launch one more kernel in each pass, which would slow small models down.
     missing = -weight.shape[-2] % ALIGNMENT
     spare = weight.detach()[..., :1, :].expand(*weight.shape[:-2], missing, -1)
     wide = torch.cat((weight, spare), -2)

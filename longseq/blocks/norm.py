@@ -31,15 +31,15 @@ class RMSNorm(nn.RMSNorm):
         return add_norm(x, weight, eps=self.eps, backend=self.backend)[1]
 
 
-# Operations choose their backend by looking at tensors, which a symbolic trace does not have. Called, not put as a
-# decorator: timm declares that it returns nn.Module, and type checkers would not know the class any more.
+# Operations read properties of tensors, which a symbolic trace does not have. The function is not used as a decorator:
+# timm declares that it returns nn.Module, which would hide the class from type checkers.
 register_notrace_module(RMSNorm)
 
 
 class ResidualRMSNorm(RMSNorm):
-    """RMS norm that reads a residual in float32 and answers in the type that the next layer computes in.
+    """RMS norm of a residual in float32, with a result in the type of the next layer's arithmetic.
 
-    That is autocast's, or else that of the weight.
+    That type is autocast's, or else the weight's.
     """
 
     def forward(self, x: Tensor, branch: Tensor | None = None) -> Any:
@@ -53,7 +53,7 @@ register_notrace_module(ResidualRMSNorm)
 
 
 class ResidualLayerNorm(nn.LayerNorm):
-    """Layer norm that reads a residual in float32 and answers in the type that the next layer computes in."""
+    """Layer norm of a residual in float32, with a result in the type of the next layer's arithmetic."""
 
     def __init__(self, width: int, eps: float = 1e-5, *, backend: str = "auto") -> None:
         super().__init__(width, eps=eps)
@@ -78,7 +78,7 @@ register_notrace_module(ResidualLayerNorm)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-    """x + branch and its norm: in one operation where the norm is one of ours."""
+    """x + branch and its norm; one operation if the norm is one of this module."""
     if isinstance(norm, (ResidualRMSNorm, ResidualLayerNorm)):
         total, y = norm(x, branch)
         return total, y

@@ -9,7 +9,7 @@ from longseq.kernels.packing import Packing
 
 
 def unpack_rows(x: Tensor, packing: Packing) -> Tensor:
-    """Give each packed sequence a row of its own: `x [1, T, ...]` becomes `[N, L, ...]`, zeros behind the shorter ones.
+    """Give each packed sequence its own row: `x [1, T, ...]` becomes `[N, L, ...]`, padded with zeros at the ends.
 
     L is the longest length, which the host must know.
     """
@@ -20,12 +20,12 @@ def unpack_rows(x: Tensor, packing: Packing) -> Tensor:
 
 
 def rows_of(packing: Packing) -> Tensor:
-    """Mark the real tokens `[N, L]` of the rows that `unpack_rows` makes."""
+    """A mask `[N, L]`, True at the real tokens of the rows that `unpack_rows` returns."""
     return packing.once("rows", lambda: _find_rows(packing))[0]
 
 
 def pack_rows(rows: Tensor, packing: Packing) -> Tensor:
-    """Put rows `[N, L, ...]` end to end again: `[1, T, ...]`, what undoes `unpack_rows`."""
+    """Put rows `[N, L, ...]` end to end: `[1, T, ...]`, the inverse of `unpack_rows`."""
     return rows[packing.sequence, packing.positions].unsqueeze(0)
 
 
@@ -45,9 +45,9 @@ def last_tokens(x: Tensor, packing: Packing, count: int) -> Tensor:
 
 
 def front_places(real: Tensor, start: Tensor | None = None) -> Tensor:
-    """Where the tokens of `real [B, T]` go when the real ones move to the front in their order, the others behind them.
+    """The new places of tokens `[B, T]` when those with `real [B, T]` True move to the front, in order.
 
-    With `start [B]` the first place of each row is not 0 but that.
+    The other tokens follow them. With `start [B]` the first place of a row is not 0 but `start`.
     """
     count = real.long().cumsum(1)
     others = (~real).long().cumsum(1)
@@ -62,7 +62,7 @@ def scatter_tokens(x: Tensor, place: Tensor, slots: Tensor | None = None) -> Ten
 
 
 def gather_tokens(x: Tensor, place: Tensor) -> Tensor:
-    """Read `x [B, S, ...]` at `place [B, T]`: `[B, T, ...]`, what undoes `scatter_tokens`."""
+    """Read `x [B, S, ...]` at `place [B, T]`: `[B, T, ...]`, the inverse of `scatter_tokens`."""
     return x.gather(1, _expand(place, x))
 
 

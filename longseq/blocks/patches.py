@@ -13,12 +13,13 @@ from longseq.blocks.precision import product_dtype
 class PatchProjection(nn.Conv2d):
     """A convolution over patches, computed as one matrix product where patches do not overlap.
 
-    It does so on a GPU in half precision only. There the gradient of the weight takes cuDNN twenty times as long.
+    The product is used only on a GPU in half precision, where cuDNN takes twenty times as long for the weight's
+    gradient.
     """
 
     @classmethod
     def of(cls, other: nn.Conv2d) -> PatchProjection:
-        """Make one of the parameters of another convolution."""
+        """Make a projection with the parameters of another convolution."""
         (height, width), (down, right) = other.kernel_size, other.stride
         projection = cls(
             other.in_channels, other.out_channels, (height, width), (down, right), bias=False, device="meta"
@@ -41,12 +42,12 @@ class PatchProjection(nn.Conv2d):
         return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-# It looks at types and sizes, which a symbolic trace does not have. (As a decorator it would hide the class's type.)
+# The module reads types and sizes, which a symbolic trace does not have. (A decorator would hide the class's type.)
 layers.register_notrace_module(PatchProjection)
 
 
 class PatchEmbed(layers.PatchEmbed):
-    """timm's patch embedding with a stride of its own; overlapping patches give more tokens at the same image size.
+    """timm's patch embedding with a separate stride; overlapping patches give more tokens at the same image size.
 
     Images `[B, C, H, W]` become a grid of tokens `[B, h, w, D]`, h = (H - patch) // stride + 1.
     """

@@ -1,4 +1,4 @@
-"""Where tokens stand: positions learned on the patch grid, and a class token put in beside the grid at run time."""
+"""Positions of tokens: embeddings learned on the patch grid, and the index of a class token inserted at run time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def split_token(x: Tensor, layout: Layout) -> tuple[Tensor | None, Tensor]:
 
 
 def move_token_first(x: Tensor, layout: Layout) -> Tensor:
-    """Put the class token of `x [B, T, ...]`, wherever it stands, before the patches."""
+    """Move the class token of `x [B, T, ...]` from its index to the front of the patches."""
     token, patches = split_token(x, layout)
     return patches if token is None else torch.cat([token, patches], dim=1)
 

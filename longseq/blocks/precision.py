@@ -1,4 +1,4 @@
-"""Where half precision is too coarse."""
+"""Computations that half precision is too coarse for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a layer reads a sequence: the contract of a reading, and the orders in which tokens are read."""
+"""The reading of a sequence by a layer: its interface, and the orders in which tokens are read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from longseq.state import StateT
 
 DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
 
-# An order takes the tokens as they stand, or the columns of an image instead of its rows; from the start or the end.
+# An order reads the tokens in their given order or the columns of an image instead of its rows; from the start or from
+# the end.
 FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD = "forward", "backward", "columns", "columns_backward"
 # Each backward order, and the order that it reverses.
 REVERSED = {BACKWARD: FORWARD, COLUMNS_BACKWARD: COLUMNS}
 
 
 class Reading(Protocol[StateT]):
-    """What a residual block does along a sequence: a mixer, or several that read in different directions.
+    """The part of a residual block that mixes tokens: a mixer, or several that read in different directions.
 
         y, state = reading(x, state)
 
@@ -47,11 +48,11 @@ class Reading(Protocol[StateT]):
 
         Args:
             x: `[B, T, D]`.
-            state: what an earlier call returned, or None at the start of a sequence.
-            layout: where the patches of an image stand; needed by orders that read columns.
+            state: the state that an earlier call returned, or None at the start of a sequence.
+            layout: the positions of an image's patches; needed by orders that read columns.
             cu_seqlens: `[N + 1]` integers, the borders of N sequences packed into one row (B = 1), or their `Packing`.
             mask: `[B, T]`, True at real tokens, of sequences padded on either side. Outputs of padding are undefined.
-            output_final_state: False where nobody reads the state.
+            output_final_state: False if the state is not needed.
 
         Returns:
             `y [B, T, D]`, and the state after the last real token, or None. A reading of several directions has none.
@@ -90,7 +91,10 @@ def are_pairs(orders: tuple[str, ...]) -> bool:
 
 
 def reorder(x: Tensor, order: str, layout: Layout | None) -> Tensor:
-    """Bring `x [B, T, ...]` from row order into `order`; the class token keeps its index, backward orders flip all."""
+    """Bring `x [B, T, ...]` from row order into `order`.
+
+    In column order the class token keeps its index. Backward orders reverse all tokens, the class token included.
+    """
     if order in (COLUMNS, COLUMNS_BACKWARD):
         assert layout is not None
         x = _transpose(x, layout, layout.height, layout.width)

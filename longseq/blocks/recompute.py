@@ -16,9 +16,9 @@ RECOMPUTE = ("none", "mixer", "block")
 def check_recompute(recompute: str) -> None:
     """Raise ValueError unless it is one of `RECOMPUTE`.
 
-    none keeps all that a gradient needs. mixer keeps the matrix products: what lies between the projections of mixers,
-    and the products of the gated MLPs of language models, is cheap and runs twice. block keeps the inputs of blocks,
-    and runs those twice.
+    none keeps everything that a gradient needs. mixer keeps the matrix products. It recomputes the cheap operations
+    between the projections of mixers, and the products of the gated MLPs of language models. block keeps the inputs of
+    blocks, and recomputes the blocks.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute={recompute!r} is not one of {', '.join(RECOMPUTE)}")
@@ -27,8 +27,8 @@ def check_recompute(recompute: str) -> None:
 def checkpoint_if(enabled: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`, with activation checkpointing if `enabled`: the backward pass calls it again.
 
-    The second call stops once it has computed the last tensor that the gradient needs. It draws the same random numbers
-    as the first: an adapter inside may have dropout.
+    The second call stops once it has computed the last tensor that the gradient needs. It uses the same random numbers
+    as the first, because an adapter inside can have dropout.
     """
     if not enabled or not torch.is_grad_enabled() or is_exporting():
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by an angle in proportion to where they stand."""
+"""Rotary positions: queries and keys rotated by an angle proportional to their positions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def rotary_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., 1, D/2]` by which `apply_rotary` turns; of `x` they need the width and the type."""
+    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; only the width and the type of `x` matter."""
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
         raise ValueError(f"rotary positions turn pairs of channels, not {x.shape[-1]}; choose an even head dimension")
@@ -40,7 +40,7 @@ def rotary_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[
 
 
 def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the pairs of channels of `x` by angles that `rotary_angles` gives."""
+    """Rotate the pairs of channels of `x` by the angles of `rotary_angles`."""
     first, second = at_least_float32(x).chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)

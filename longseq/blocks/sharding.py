@@ -1,4 +1,4 @@
-"""Models sharded by torch's `fully_shard`: methods beside `forward`, and first weights."""
+"""Models sharded by torch's `fully_shard`: methods other than `forward`, and initial weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gathers_parameters(method: Method) -> Method:
             return method(self, *args, **kwargs)
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # torch's wrapper becomes an attribute of this module, which later calls find instead of this function.
+        # torch's wrapper becomes an attribute of this module: later calls use the attribute instead of this function.
         name = method.__name__
         setattr(self, name, MethodType(method, self))
         register_fsdp_forward_method(self, name)
@@ -38,7 +38,7 @@ def gathers_parameters(method: Method) -> Method:
 
 
 def unsharded_class(module: Module) -> type[Module]:
-    """The class that a module was made of, before which `fully_shard` puts one of its own."""
+    """The original class of a module; `fully_shard` replaces it by a subclass."""
     own = type(module)
     return own.__mro__[2] if hasattr(own, "_get_fsdp_state") else own
 
@@ -70,6 +70,11 @@ def full_parameters(module: nn.Module, without: nn.Module | None = None) -> Iter
                 parameter.to_local().copy_(_own_share(whole, parameter))
 
 
+def has_shards(module: nn.Module) -> bool:
+    """True for a module of whose parameters each process holds a shard."""
+    return any(is_sharded(parameter) for parameter in module.parameters())
+
+
 def is_sharded(tensor: Any) -> bool:
     """True for torch's DTensor, of which each process holds a shard."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
@@ -78,7 +83,7 @@ def is_sharded(tensor: Any) -> bool:
 def gather(state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """The whole tensors of a sharded state dict, on the CPU, in the first process; None in the others.
 
-    All processes call it. One tensor at a time is whole in the others, and on the device.
+    All processes call it. On the devices, and in the other processes, only one tensor at a time is whole.
     """
     is_first = torch.distributed.get_rank() == 0
     whole: dict[str, Tensor] = {}
@@ -91,7 +96,7 @@ def gather(state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 
 def own_part(tensor: Any) -> Tensor:
-    """What this process holds of a tensor that may be sharded."""
+    """The part of a tensor on this process; the tensor can be sharded or not."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -99,6 +104,6 @@ def _own_share(whole: Any, parameter: Any) -> Tensor:
     """Return this process's shard of `whole`, in the layout of the sharded `parameter`."""
     from torch.distributed.tensor import distribute_tensor
 
-    # Each process has the whole tensor: without a source rank nothing is sent.
+    # Each process has the whole tensor: without a source rank, nothing is sent between processes.
     shares: Any = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
     return shares.to_local()

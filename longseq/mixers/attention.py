@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class SoftmaxAttention(Mixer[KeyValueState]):
 
     supports_noncausal = True
     recomputable = False
+    arguments_before: ClassVar[Mapping[str, Any]] = {"out_bias": True}
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class SoftmaxAttention(Mixer[KeyValueState]):
         num_kv_heads: int | None,
         causal: bool,
         qkv_bias: bool,
+        out_bias: bool,
         rotary: bool,
         rotary_base: float,
         backend: str,
@@ -74,7 +77,7 @@ class SoftmaxAttention(Mixer[KeyValueState]):
         self.rotary = rotary
         self.rotary_base = rotary_base
         self.in_proj = nn.Linear(d_model, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_model, d_model)
+        self.out_proj = nn.Linear(d_model, d_model, bias=out_bias)
 
     def scan(
         self,
@@ -147,8 +150,11 @@ class Attention(SoftmaxAttention):
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: each token sees itself and the tokens before it. False: every token sees all tokens; `state` and `step`
             are then refused.
-        qkv_bias: biases of the query, key and value projections; the output projection always has them.
+        qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
+
+    With rotary positions and without biases it is the attention of Llama (Touvron et al., 2023), the baseline that the
+    papers on linear attention call Transformer++ (`mixer=transformer_plus_plus`).
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.2; grouped queries: GQA (Ainslie et al., 2023).
     """
@@ -165,6 +171,7 @@ class Attention(SoftmaxAttention):
         num_kv_heads: int | None = None,
         causal: bool = True,
         qkv_bias: bool = True,
+        out_bias: bool = True,
         rotary: bool = False,
         rotary_base: float = 10000.0,
         backend: str = "auto",
@@ -176,6 +183,7 @@ class Attention(SoftmaxAttention):
             num_kv_heads=num_kv_heads,
             causal=causal,
             qkv_bias=qkv_bias,
+            out_bias=out_bias,
             rotary=rotary,
             rotary_base=rotary_base,
             backend=backend,

@@ -28,7 +28,7 @@ class WindowAttention(SoftmaxAttention):
         num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: False lets a token also see the `window` - 1 tokens after it; `state` and `step` are then refused.
-        qkv_bias: biases of the query, key and value projections; the output projection always has them.
+        qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1. Griffin (De et al., 2024), sections 2.3 and 3.1, has the
@@ -47,6 +47,7 @@ class WindowAttention(SoftmaxAttention):
         num_kv_heads: int | None = None,
         causal: bool = True,
         qkv_bias: bool = False,
+        out_bias: bool = True,
         rotary: bool = True,
         rotary_base: float = 10000.0,
         backend: str = "auto",
@@ -58,6 +59,7 @@ class WindowAttention(SoftmaxAttention):
             num_kv_heads=num_kv_heads,
             causal=causal,
             qkv_bias=qkv_bias,
+            out_bias=out_bias,
             rotary=rotary,
             rotary_base=rotary_base,
             backend=backend,

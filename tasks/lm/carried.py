@@ -1,4 +1,4 @@
-"""The state that goes from one batch of a stream to the next."""
+"""The recurrent state that is passed from one batch of a stream to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longseq.tasks.text.batch import TokenInputs
 
 
 class CarriedState:
-    """Keeps what a model remembers of the rows of a batch, for the batch that continues them.
+    """Keeps the recurrent state of each row of a batch, for the batch that continues the rows.
 
     Gradients end where a batch begins (truncated backpropagation through time). ValueError for a model whose state
     grows with every token: its batches would have no fixed shape.
@@ -51,7 +51,7 @@ class CarriedState:
         self.rows = state if carry.last is None else select_state(state, carry.last)
 
     def tensors(self) -> list[Tensor]:
-        """What a checkpoint holds."""
+        """The tensors for a checkpoint."""
         return [] if self.rows is None else [tensor for _, tensor in state_tensors(self.rows)]
 
     def restore(self, tensors: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The keys that language models read of a configuration."""
+"""The configuration keys of language models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longseq.tasks.training.token_model import TokenModelKeys
 
 @dataclass(frozen=True, kw_only=True)
 class LossKeys:
-    """The keys of `recipe.loss`; what they mean stands in `longseq.tasks.lm.module.LanguageModelTask`."""
+    """The keys of `recipe.loss`, explained in `longseq.tasks.lm.module.LanguageModelTask`."""
 
     z_loss: Annotated[float, Range(0)] = 0.0
 

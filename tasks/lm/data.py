@@ -19,14 +19,14 @@ from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
 
-# The splits as the stages of a run call them.
+# The name of each split as a stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
 
 
 class LanguageModelData(TaskData):
     """Windows of `window` tokens for training, validation and test; batches are those of `longseq.tasks.text.batch`.
 
-    `source` says where the tokens come from. `tokens`: the folder of `longseq prepare` at `root`, whose checksums are
+    `source` names the source of the tokens. `tokens`: the folder of `longseq prepare` at `root`, whose checksums are
     compared with `check`. `files`: the text at `root`, which has `column`, `prompt_column`, `tokenizer` and `separator`
     as `longseq prepare` has them. `standard_library`: the bytes of Python's own modules. `python_sources`: those and
     the modules of all installed packages. `validation` and `test` are the parts of the documents that are set apart
@@ -34,8 +34,8 @@ class LanguageModelData(TaskData):
     in `cache`, by default `longseq.tasks.text.corpora.cache_folder`. Several entries of `root` are mixed by `weights`;
     by default each is read once an epoch.
 
-    `packing` says how windows are made: `concatenated` lays documents one behind the other and cuts them; `documents`
-    packs whole documents by best fit and cuts only those that are longer than a window; `streams` carries the state
+    `packing` is the way to make windows: `concatenated` puts documents end to end and cuts them; `documents` packs
+    whole documents by best fit and cuts only those that are longer than a window; `streams` carries the state
     from window to window (truncated backpropagation through time). The state is reset where a document begins; without
     `reset_state` it is not, and windows are rows of their own.
 
@@ -48,7 +48,7 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
-        self._stages: tuple[str, ...] = tuple(STAGES)  # those that are run, whose splits must not be empty
+        self._stages: tuple[str, ...] = tuple(STAGES)  # the stages that are run: their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
         self._info: TextInfo | None = None
@@ -87,7 +87,7 @@ class LanguageModelData(TaskData):
         if changes.get("source", own.get("source")) != own.get("source"):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
         keys = read(TextDataKeys, {**own, **changes}, "data")
-        # As many tokens as the windows of the training held, where no other number is asked for.
+        # By default as many tokens as the windows of the training held.
         rows = max(1, batch_size * trained.window // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
         datamodule._stages = (split,)
@@ -100,13 +100,13 @@ class LanguageModelData(TaskData):
 
     @property
     def info(self) -> TextInfo:
-        """What models and checkpoints need to know; there after `setup`."""
+        """The properties of the text for models and checkpoints; available after `setup`."""
         assert self._info is not None, "call setup() first"
         return self._info
 
     @property
     def batches_per_epoch(self) -> int:
-        """Training batches that one device takes in an epoch."""
+        """The number of training batches of one device in an epoch."""
         return len(self._training_sampler())
 
     @property
@@ -145,7 +145,7 @@ class LanguageModelData(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        sampler = self._training_sampler()  # refuses text that is too short for a batch
+        sampler = self._training_sampler()  # raises for text that is too short for a batch
         return TrainingLoader(
             self._batches("train", self.batch_size),  # type: ignore[arg-type]
             sampler,

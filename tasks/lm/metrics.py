@@ -1,4 +1,4 @@
-"""Metrics of language models: sums of losses, by tokens, by bytes and by places in a document."""
+"""Metrics of language models: sums of losses per token, per byte and by position in a document."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-# Places are told apart by powers of two: 0, 1, 2 to 3, 4 to 7, ...; the last part has all from 2^30 on.
+# Positions are grouped by powers of two: 0, 1, 2 to 3, 4 to 7, ...; the last group has all from 2^30 on.
 _PARTS = 32
 
 
 class _SummedLoss(Metric):
-    """A loss, summed over batches and processes, and what it is divided by; in float64, as there may be many tokens."""
+    """A loss, summed over batches and processes, and its divisor; in float64, because there can be many tokens."""
 
     full_state_update = False
     higher_is_better = False
@@ -33,7 +33,7 @@ class _SummedLoss(Metric):
         self.count += count
 
     def compute(self) -> Tensor:
-        """The loss of a token, NaN of none."""
+        """The mean loss; NaN without tokens."""
         return self.total / self.count
 
 
@@ -49,14 +49,14 @@ class Perplexity(_SummedLoss):
 
 
 class BitsPerByte(_SummedLoss):
-    """The bits that the text needs by the model's probabilities, for each of its bytes."""
+    """The negative log2 probability of the text by the model, per byte of the text."""
 
     def compute(self) -> Tensor:
         return super().compute() / math.log(2)
 
 
 class LossByPosition(_SummedLoss):
-    """The mean loss of tokens by their place in what the model has read: 0, 1, 2 to 3, 4 to 7, ..."""
+    """The mean loss of tokens by position in the sequence that the model has read: 0, 1, 2 to 3, 4 to 7, ..."""
 
     def __init__(self) -> None:
         super().__init__((_PARTS,))
@@ -73,7 +73,7 @@ class LossByPosition(_SummedLoss):
         return torch.stack([self.total / self.count, self.count])
 
     def table(self) -> list[dict[str, Any]]:
-        """Each part with tokens: its first and last place, the perplexity of its tokens and their number.
+        """Each group with tokens: its first and last position, the perplexity of its tokens and their number.
 
         All processes of a run call it together.
         """

@@ -14,11 +14,11 @@ class LanguageModel(TokenModel):
     """Builds the token model that `config.model` describes, for the vocabulary of the text."""
 
     def build(self, config: Mapping[str, Any], info: TextInfo) -> TokenBackbone:
-        """The model of a configuration; options that are null there are left to the model."""
+        """The model of a configuration. Options that are null there take the model's own defaults."""
         return build_token_model(config, vocab_size=info.vocab_size, longest=info.window)
 
     def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
-        """ValueError where a model, trained on the text of `trained`, cannot read that of `found`."""
+        """Raise ValueError if a model that was trained on the text of `trained` cannot read the text of `found`."""
         if found.tokenizer != trained.tokenizer:
             raise ValueError("the data has another tokenizer than the model was trained with: prepare it with that one")
         if model.max_length is not None and found.window > model.max_length:

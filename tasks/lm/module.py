@@ -1,4 +1,4 @@
-"""The task of a language model: predict each next token."""
+"""The task of a language model: predict the next token at each position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LanguageModelTask(TrainedModule):
     Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises the mean over all of
     its targets, whatever batch and process they are in; `train/loss` is this mean. `z_loss` weights the penalty on the
     normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5), which is a part of it. After a validation or a
-    test `by_position` tells the perplexity by the place of a token in its document (see `LossByPosition`).
+    test `by_position` holds the perplexity by the position of a token in its document (see `LossByPosition`).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class LanguageModelTask(TrainedModule):
         return self.mean_of_update(self.backbone.summed_loss(features, targets, z_loss=self.z_loss).objective)  # type: ignore[operator]
 
     def count_targets(self, batch: TokenBatch) -> int:
-        """The tokens that a batch asks for."""
+        """The number of targets of a batch."""
         return batch[0].units
 
     def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
@@ -96,7 +96,7 @@ class LanguageModelTask(TrainedModule):
         self.by_position = self._positions.table()
 
     def observe(self, batch: TokenBatch, examples: int) -> None:
-        """Read the first windows of a batch, for what the mixers report."""
+        """Run the first windows of a batch through the model, for the diagnostics of the mixers."""
         assert isinstance(self.backbone, TokenBackbone)
         tokens = batch[0].tokens
         window = self.info.window if self.info else tokens.shape[1]
@@ -104,9 +104,9 @@ class LanguageModelTask(TrainedModule):
         self.backbone.forward_features(rows[:examples], output_final_state=False)
 
     def count_flops(self, batch: TokenBatch) -> int:
-        """The operations of a training step on a batch: three times those of its documents, each as long as it is.
+        """The operations of a training step on a batch: three times those of a forward pass over its documents.
 
-        Backward passes count twice the forward pass. What `recompute` runs again is not counted.
+        A backward pass counts as two forward passes. Recomputation with `recompute` is not counted.
         """
         inputs = batch[0]
         assert isinstance(self.backbone, TokenBackbone)
@@ -123,7 +123,7 @@ class LanguageModelTask(TrainedModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self._at_update:
-            # Not as it is now: a run that is interrupted may have begun the next update.
+            # The state after the latest update: an interrupted run can be inside the next one.
             checkpoint[_CARRIED] = _gather([tensor.cpu() for tensor in self._at_update])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def _packing(inputs: TokenInputs) -> Packing | None:
 
 
 def _places(inputs: TokenInputs) -> Tensor:
-    """Where each token stands in what the model reads of its sequence, of the shape of the tokens."""
+    """The position of each token in the sequence that the model reads, in the shape of the tokens."""
     packing = _packing(inputs)
     if packing is not None:
         return packing.positions[None]
@@ -187,7 +187,7 @@ def _metrics() -> nn.ModuleDict:
 
 
 def _gather(value: list[Tensor]) -> list[list[Tensor]]:
-    """The value of each process, in all of them."""
+    """The values of all processes, on each of them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
     found: list[Any] = [None] * torch.distributed.get_world_size()

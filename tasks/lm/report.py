@@ -1,4 +1,4 @@
-"""What a run of a language model reports beside its metrics."""
+"""The report of a run of a language model, in addition to its metrics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from longseq.tasks.lm.samples import write_sample
 from longseq.tasks.report import Report
 from longseq.tasks.text.info import TextInfo
 
-_SAMPLE = 400  # tokens of the text that a run prints at its end
+_SAMPLE = 400  # tokens of the sample that a run prints at its end
 
 
 class LanguageModelReport(Report):
-    """Adds the perplexity by position, gzip's figure for the same text, a sample, and the command that generates."""
+    """Adds the perplexity by position, gzip's bits per byte for the same text, a sample, and the generating command."""
 
     headline = ("bits_per_byte", "perplexity", "loss")
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# The target of a token after which nothing is asked; cross-entropies of torch leave it out.
+# The target of a token without a target, which torch's cross-entropies ignore.
 IGNORED = -100
 
 
 class Carry(NamedTuple):
-    """Where the state of an earlier batch goes on, for batches of streams: row b continues row b of the batch before.
+    """The sequences that continue those of the batch before, in batches of streams: row b continues row b.
 
     first: `[B]` int64, the sequence in `cu_seqlens` with which row b begins; None where rows are not packed: row b.
     last: `[B]` int64, the sequence with which row b ends: its final state is what the next batch continues.
@@ -36,7 +36,7 @@ class Carry(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """What a token model reads of a batch of B windows of T tokens, and how much it is asked; see the module.
+    """The inputs of a token model for a batch of B windows of T tokens, and the number of targets; see the module.
 
     All batches of a loader have one shape: windows that are missing at the end of a split, and the rest of a window
     that documents do not fill, hold separators without targets. Lightning moves the tensors to the device; the numbers

@@ -1,4 +1,4 @@
-"""The corpora that the keys of `data` name: prepared tokens, or text that is prepared when it is first asked for."""
+"""The corpora that the keys of `data` name: prepared tokens, or text that is prepared at its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longseq.tasks.text.documents import Document, Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import plan_of, prepare
 from longseq.tasks.text.python_sources import installed_files, standard_library_files
-from longseq.tasks.text.sources import TEXT, Columns, Part, find_parts, group_files, read_part
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
 
@@ -23,7 +23,7 @@ _FRACTION = 0.05
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
-    """One corpus for each entry of `data.root`, or the only one. ValueError for what the user can mend."""
+    """One corpus for each entry of `data.root`, or the only one. Raises ValueError for errors of the user."""
     fractions = {
         "validation": _FRACTION if keys.validation is None else keys.validation,
         "test": _FRACTION if keys.test is None else keys.test,
@@ -40,13 +40,17 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         return [open_store(root, check=keys.check) for root in roots]
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
     return [
-        _prepared(Path(root).resolve().stem, find_parts([os.path.realpath(root)], columns), columns, fractions, keys)
+        _prepared(Path(root).resolve().stem, find_parts([_absolute(root)], columns), columns, fractions, keys)
         for root in roots
     ]
 
 
+def _absolute(root: str) -> str:
+    return root if root.startswith(STREAM) else os.path.realpath(root)
+
+
 def cache_folder() -> Path:
-    """Where text that was prepared for training is kept: longseq/text in the user's cache (XDG_CACHE_HOME)."""
+    """The folder of text that was prepared for training: longseq/text in the user's cache (XDG_CACHE_HOME)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "longseq" / "text"
 
@@ -61,14 +65,18 @@ def _standard_library(fractions: Fractions) -> TokenStore:
 def _prepared(
     name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
 ) -> TokenStore:
-    """The tokens of text, from the cache if they are there; one process prepares them while others wait for it."""
+    """The tokens of text, from the cache if it has them. Otherwise one process prepares them while the others wait."""
     tokenizer = keys.tokenizer or "bytes"
     plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
     known = hashlib.sha256(plan.encode()).hexdigest()[:16]
     base = cache_folder() if keys.cache is None else Path(keys.cache)
     output = base / f"{name}_{known}"
-    base.mkdir(parents=True, exist_ok=True)
-    with (base / f"{output.name}.lock").open("w") as lock:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        opened = (base / f"{output.name}.lock").open("w")
+    except OSError as error:
+        raise ValueError(f"{base} cannot be written ({error.strerror}): give data.cache=FOLDER") from error
+    with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (output / MANIFEST).exists():
             _log.info("preparing %s in %s", name, output)

@@ -1,4 +1,4 @@
-"""Documents become numbers: encoded, without duplicates, split by a hash of their content."""
+"""Documents as tokens: encoded, without duplicates, split by a hash of their content."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import numpy as np
 from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, TokenStore, token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
-# Documents that a tokenizer is given at a time, which bounds the memory.
+# Documents in one call of a tokenizer, which bounds the memory.
 _BATCH = 256
 
 
-# The parts of the documents that are set apart: of "validation" and of "test".
+# The shares of the documents in the splits "validation" and "test".
 Fractions = Mapping[str, float]
 
 
 class Document(NamedTuple):
-    """A text; with a `prompt`, what precedes it and is read but not trained on."""
+    """A text; `prompt` is the text before it, which is read but not trained on."""
 
     text: str
     prompt: str = ""
 
 
 class Encoded(NamedTuple):
-    """Documents of a part of the input; the fields but `hashes` and `gzipped` are those of a store.
+    """Documents of a part of the input; all fields but `hashes` and `gzipped` are those of a store.
 
-    hashes: `[N, 2]` uint64, of each document's content.
-    gzipped: `[N]`, the bytes of the text after gzip -9; 0 of documents that are not in the test split.
+    hashes: `[N, 2]` uint64, of each document's content. gzipped: `[N]`, the bytes of the text after gzip -9; 0 of
+    documents that are not in the test split.
     """
 
     tokens: Tokens
@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
-    """Encode documents; `prompt` and `text` are encoded each by itself."""
+    """Encode documents; `prompt` and `text` are encoded separately."""
     dtype, separator = token_type(tokenizer.vocab_size), [tokenizer.separator]
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
@@ -65,7 +65,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
 
 
 def hashes_of(documents: Sequence[Document]) -> np.ndarray:
-    """`[N, 2]` uint64 that tell the contents of documents, the same on every machine."""
+    """`[N, 2]` uint64, the hashes of the contents of documents, the same on every machine."""
     return np.frombuffer(b"".join(map(_hash, documents)), "<u8").reshape(-1, 2)
 
 
@@ -76,18 +76,19 @@ def _hash(document: Document) -> bytes:
 
 
 def first_of_equal(hashes: np.ndarray) -> np.ndarray:
-    """`[N]` bool, False for each document that an earlier one equals."""
+    """`[N]` bool, False for each document that equals an earlier one."""
     keep = np.zeros(len(hashes), bool)
     keep[np.unique(hashes, axis=0, return_index=True)[1]] = True
     return keep
 
 
 def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
-    """`[N]`, the number of each document's split in SPLITS; `fractions` of validation and test are set apart.
+    """`[N]`, the number of each document's split in SPLITS; `fractions` are the shares of validation and test.
 
-    A document stays in its split when others come and go, and when a fraction grows.
+    Adding or removing other documents does not move a document to another split. Raising a fraction moves documents out
+    of the training split alone.
     """
-    # A hash is a place between 0 and 1: validation takes the places from 0 on, test those up to 1.
+    # A hash is a number between 0 and 1: the lowest numbers are validation, the highest numbers are test.
     place = hashes[:, 0] / 2.0**64
     numbers = np.zeros(len(hashes), np.int8)
     numbers[place < fractions["validation"]] = SPLITS.index("validation")
@@ -96,7 +97,7 @@ def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
 
 
 def corpus_of(encoded: Encoded, chosen: np.ndarray) -> Corpus:
-    """The chosen documents, `[N]` bool, as a split in memory."""
+    """The chosen documents, those where `chosen` `[N]` bool is True, as a split in memory."""
     lengths = encoded.lengths[chosen]
     tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
     prompts = encoded.prompts[chosen]
@@ -105,7 +106,7 @@ def corpus_of(encoded: Encoded, chosen: np.ndarray) -> Corpus:
 
 
 def gzip_bits(gzipped: Integers, byte_counts: Integers) -> float | None:
-    """The bits for a byte of text that gzip -9 needs, which compresses each document by itself; None without any."""
+    """The bits per byte of text after gzip -9 of each document by itself; None without documents."""
     held = int(byte_counts[gzipped > 0].sum())
     return 8 * int(gzipped.sum()) / held if held else None
 

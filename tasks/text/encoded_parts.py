@@ -1,7 +1,7 @@
-"""Parts of the input are encoded into a file each, in this process or in several.
+"""Encoding of the parts of the input into a file each, in this process or in several.
 
-The processes are started anew: they share no threads with this one, and do not run its program. So the module imports
-little.
+The processes are new ones, not forks: they share no threads with this process and do not run its program. Therefore the
+module imports little.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from longseq.tasks.text.documents import Document, Fractions, encode
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import tokenizer_from_dict
 
-NAMED = 3  # lines of a part that could not be read and are shown
+NAMED = 3  # lines of a part that could not be read and are named in messages
 
 
 def encode_part(
     index: int, part: Part, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions, partial: Path
 ) -> None:
-    """Write the tokens of a part, and then its counts: a part with counts is whole."""
+    """Write the tokens of a part, and then its counts: a part that has counts is complete."""
     counts: Counter[str] = Counter(documents=0, empty=0, malformed=0)
-    malformed: list[str] = []
+    malformed: list[Malformed] = []
 
     def documents() -> Iterator[Document]:
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
                 counts["malformed"] += 1
                 if len(malformed) < NAMED:
-                    malformed.append(one.describe())
+                    malformed.append(one)
             elif not one.text:
                 counts["empty"] += 1
             else:
@@ -57,12 +57,12 @@ def encode_part(
 def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial: Path, processes: int) -> Iterator[int]:
     """Encode the parts `waiting` of a job in several processes; yields the number of each part that is done.
 
-    `job` holds the arguments of `encode_part` for all parts. Raises OSError of a process, and ValueError if one is
-    killed.
+    `job` holds the arguments of `encode_part` for all parts. Raises the OSError or ValueError of a process, and
+    ValueError if one is killed.
     """
     path = partial / "job.json"
     path.write_text(json.dumps(job))
-    # The processes are as many as the cores: their libraries take one each.
+    # There are as many processes as cores: each process's libraries use one thread.
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"from {__name__} import work; work({str(path)!r})"]
     started = [
@@ -81,8 +81,10 @@ def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial:
                     if not (line := process.stdout.readline()):
                         raise _ended(process, processes)
                     answer = json.loads(line)
-                    if "errno" in answer:
-                        raise OSError(answer["errno"], answer["reason"])
+                    if "error" in answer:
+                        raise OSError(*answer["error"])
+                    if "mistake" in answer:
+                        raise ValueError(answer["mistake"])
                     if "done" in answer:
                         yield answer["done"]
                     index = next(rest, None)
@@ -103,7 +105,7 @@ def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial:
 
 
 def _ended(process: subprocess.Popen[str], processes: int) -> Exception:
-    """Why a process ended before its work: by a signal, or by an error, whose traceback it has written."""
+    """The reason why a process ended early: a signal, or an error, whose traceback it has written."""
     if process.wait() >= 0:
         return RuntimeError("a process that encodes has failed: its traceback stands above")
     return ValueError(
@@ -113,8 +115,8 @@ def _ended(process: subprocess.Popen[str], processes: int) -> Exception:
 
 
 def work(path: str) -> None:
-    """Encode the parts whose numbers come on standard input, and tell each that is done on standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all of a command; the first process ends it
+    """Encode the parts whose numbers come on standard input; write each number to standard output when done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends this one
     job = json.loads(Path(path).read_text())
     parts, columns = [Part(*part) for part in job["parts"]], Columns(*job["columns"])
     _answer(ready=True)
@@ -123,7 +125,10 @@ def work(path: str) -> None:
         try:
             encode_part(index, parts[index], columns, job["tokenizer"], job["fractions"], Path(path).parent)
         except OSError as error:
-            _answer(errno=error.errno, reason=str(error))
+            _answer(error=[error.errno, error.strerror or str(error), error.filename])
+            return
+        except ValueError as error:
+            _answer(mistake=str(error))
             return
         _answer(done=index)
 

@@ -1,4 +1,4 @@
-"""What a model, a checkpoint and a generation must know of the text that a model was made for."""
+"""The properties of a text that a model, its checkpoints and generation need."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from longseq.tasks.training.options import Length, Range, spell
 Fraction = Annotated[float, Range(0, below=1)]
 
 _PREPARED = ("python_sources", "files")
-# The sources that read a key; keys that are not here are read by all of them.
+# The sources that read a key. All sources read the keys that are not here.
 READ_BY: dict[str, tuple[str, ...]] = {
     "root": ("files", "tokens"),
     "weights": ("files", "tokens"),
@@ -26,7 +26,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataKeys:
-    """The keys of `data`; what they mean stands in `longseq.tasks.lm.data.LanguageModelData`."""
+    """The keys of `data`, explained in `longseq.tasks.lm.data.LanguageModelData`."""
 
     name: str
     source: Literal["standard_library", "python_sources", "files", "tokens"]

@@ -1,7 +1,8 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input side by side, each into a file below OUTPUT/.partial. When all are there, one
-process joins them in the order of the input, without duplicates. The same command goes on where an earlier one stopped.
+Processes encode the parts of the input in parallel, each part into a file below OUTPUT/.partial. When all parts are
+done, one process joins them in the order of the input, without duplicates. After an interruption the same command
+continues.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from longseq.tasks.training.lock import locked
 from longseq.tasks.training.options import Length, Range, Required
 from longseq.tasks.training.processes import usable_cores
 
-# Bytes of text from which a tokenizer is trained: more change it little and take long.
+# Bytes of text from which a tokenizer is trained. More text takes long and changes the tokenizer little.
 TRAINING_TEXT = 1 << 28
 
 Fraction = Annotated[float, Range(0, below=1)]
@@ -70,12 +71,13 @@ Fraction = Annotated[float, Range(0, below=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareKeys(CommandKeys):
-    """The keys of `longseq prepare`; conf/prepare.yaml says what they mean."""
+    """The keys of `longseq prepare`, explained in conf/prepare.yaml."""
 
     input: Annotated[
         str | Annotated[list[str], Length(1)] | None,
         Required("give input=FILE, input=FOLDER or input=[A,B]: the text to prepare"),
     ]
+    whole_files: bool
     output: Annotated[str | None, Required("give output=FOLDER: where the tokens are written")]
     tokenizer: str
     separator: str | None
@@ -90,7 +92,7 @@ class PrepareKeys(CommandKeys):
 
 
 def check_fractions(validation: float, test: float, *keys: str) -> None:
-    """ValueError where nothing is left to train on."""
+    """Raise ValueError if the fractions leave nothing to train on."""
     if validation + test >= 1:
         raise ValueError(
             f"{keys[0]}={validation} and {keys[1]}={test} leave nothing to train on: their sum is to be below 1"
@@ -99,12 +101,13 @@ def check_fractions(validation: float, test: float, *keys: str) -> None:
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> None:
-    """Prepare as configured, and tell what was made."""
+    """Prepare text as configured, and print a summary."""
     keys = read_command(PrepareKeys, cfg)
     assert keys.input is not None
     assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)
-    parts = find_parts([keys.input] if isinstance(keys.input, str) else keys.input, columns)
+    inputs = [keys.input] if isinstance(keys.input, str) else keys.input
+    parts = find_parts(inputs, columns, whole_files=keys.whole_files)
     manifest = prepare(
         parts,
         Path(keys.output),
@@ -150,15 +153,15 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` is how many read and encode side by side, by default one for each core that this process may use.
-    ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, or the
-    disk is full.
+    `processes` is the number of processes that read and encode, by default one for each core that this process can use.
+    ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, a file
+    cannot be read or written, or the disk is full.
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with _full_disk_told(output), locked(partial, "output"):
+    with _told_in_one_line(output), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
@@ -176,7 +179,7 @@ def prepare(
 def plan_of(
     parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
 ) -> str:
-    """What a preparation depends on: the same text is told by the same files, of the same sizes and times."""
+    """Everything that decides the tokens of a preparation; text is identified by the sizes and times of its files."""
     return json.dumps(
         {
             "version": VERSION,
@@ -193,7 +196,7 @@ def _is_named(tokenizer: str) -> bool:
 
 
 def _stamp(path: str) -> list[int]:
-    """What tells that a file is the one that was read before."""
+    """The properties by which a file counts as unchanged."""
     try:
         found = os.stat(path)
     except OSError:
@@ -228,7 +231,7 @@ def _choose_tokenizer(
 def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fractions) -> Iterator[str]:
     """Texts of the training split, from parts all over the input."""
     left = TRAINING_TEXT
-    # Parts far from each other come first: 0, n/2, n/4, 3n/4, ...
+    # Parts at distant places come first: 0, n/2, n/4, 3n/4, ...
     bits = max(1, (len(parts) - 1).bit_length())
     order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     for index in order:
@@ -252,7 +255,7 @@ def _encode_parts(
     processes: int | None,
     show_progress: bool,
 ) -> tuple[Counter[str], list[str]]:
-    """Encode what is not there yet; returns the counts of all parts, and the first lines that could not be read."""
+    """Encode the missing parts; returns the counts of all parts, and the first lines that could not be read."""
     waiting = [index for index in range(len(parts)) if not told_path(partial, index).exists()]
     told = tokenizer.to_dict()
     processes = min(processes or usable_cores(), len(waiting))
@@ -267,12 +270,12 @@ def _encode_parts(
             for _ in encode_side_by_side(waiting, job, partial, processes):
                 progress.advance(task)
     counts: Counter[str] = Counter()
-    malformed: list[str] = []
+    malformed: list[Malformed] = []
     for index in range(len(parts)):
         found = json.loads(told_path(partial, index).read_text())
         counts.update(found["counts"])
-        malformed += found["malformed"]
-    return counts, malformed[:NAMED]
+        malformed += [Malformed(*fields) for fields in found["malformed"]]
+    return counts, [one.describe() for one in malformed[:NAMED]]
 
 
 def _join(
@@ -316,7 +319,7 @@ def _join(
 
 
 class _SplitWriter:
-    """Writes the files of a split, a part after the other, and counts what they hold."""
+    """Writes the files of a split, part by part, and counts their contents."""
 
     def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
         self._types = types
@@ -338,7 +341,7 @@ class _SplitWriter:
         self._bytes += int(encoded.byte_counts[chosen].sum())
 
     def close(self) -> dict[str, Any]:
-        """What the manifest tells of the split."""
+        """The manifest's entry of the split."""
         files = {}
         for ending, file in self._files.items():
             file.flush()
@@ -369,10 +372,11 @@ def _progress(shown: bool) -> Progress:
 
 
 @contextmanager
-def _full_disk_told(output: Path) -> Iterator[None]:
+def _told_in_one_line(output: Path) -> Iterator[None]:
+    """Raise ValueError where a file cannot be read or written, or the disk is full."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error
+        raise ValueError(f"{error.filename or output}: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Python's own source files as text: real text that is on every machine."""
+"""Python's own source files as text: real text that every machine has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-# Folders that hold tests and no other modules, the editor that comes with Python, and installed packages.
+# Folders that are left out: installed packages, tests, and the editor that comes with Python.
 _PACKAGES = frozenset(("site-packages", "dist-packages"))
 _LEFT_OUT = frozenset(("test", "tests", "idle_test", "idlelib", "__pycache__")) | _PACKAGES
 

@@ -1,4 +1,4 @@
-"""Which windows make a batch: pure functions of the seed, the epoch and the place in the epoch."""
+"""The windows of each batch: pure functions of the seed, the epoch and the place in the epoch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WindowIndex(NamedTuple):
 
 
 class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
-    """Maps the windows of a batch to (inputs, targets) and the failures that loaders expect: none."""
+    """Maps the windows of a batch to (inputs, targets, failures) as loaders expect; there are no failures."""
 
     def __init__(self, corpora: Sequence[Windows], assemble: Assembler) -> None:
         self.corpora, self.assemble = corpora, assemble
@@ -41,9 +41,9 @@ class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
 class MixedSampler(UpdateSampler[list[WindowIndex]]):
     """Yields the windows of each batch, of several corpora by weights.
 
-    An epoch has as many windows as all corpora together. Without weights it is a pass over each of them; with weights
-    a corpus gives its share of the windows, and goes on in the next epoch where it stopped. Each pass over a corpus has
-    an order and a shift of its own.
+    An epoch has as many windows as all corpora together. Without weights it is a pass over each of them. With weights a
+    corpus gives its share of the windows, and the next epoch continues where it stopped. Each pass over a corpus has
+    its own order and shift.
     """
 
     repeats = 1
@@ -143,7 +143,7 @@ class StreamSampler(UpdateSampler[list[WindowIndex]]):
 
 
 class EveryWindow(Sampler[list[WindowIndex]]):
-    """Yields batches for measuring: every window of every corpus once over all ranks, as many batches on each rank."""
+    """Yields batches for evaluation: every window of every corpus once over all ranks, as many batches on each rank."""
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.ends = np.cumsum(counts)
@@ -163,7 +163,7 @@ class EveryWindow(Sampler[list[WindowIndex]]):
 
 
 class EveryStream(Sampler[list[WindowIndex | None]]):
-    """Yields batches for measuring streams: the windows are cut into streams that are as long as each other can be."""
+    """Yields batches for evaluation of streams: the windows are cut into streams of nearly equal length."""
 
     def __init__(self, count: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.count, self.batch_size, self.rank = count, batch_size, rank
@@ -180,7 +180,7 @@ class EveryStream(Sampler[list[WindowIndex | None]]):
 
 
 def refuse_few_windows(sampler: UpdateSampler[Any], count: int, length: int) -> None:
-    """ValueError where the training split has no effective batch."""
+    """Raise ValueError if the training split is smaller than an effective batch."""
     needed = sampler.effective_batch_size
     if count < needed:
         raise ValueError(
@@ -191,7 +191,7 @@ def refuse_few_windows(sampler: UpdateSampler[Any], count: int, length: int) -> 
 
 
 def _shares(counts: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """How many windows of an epoch each corpus gives: by weights, to the largest remainders, that all are given."""
+    """The number of windows of each corpus in an epoch: proportional to the weights, rounded by largest remainders."""
     if weights is None:
         return list(counts)
     exact = np.array(weights) / sum(weights) * sum(counts)

@@ -1,15 +1,17 @@
-"""Where text is read from: jsonl, csv, tsv and parquet files, text files, folders of these, saved Hugging Face sets.
+"""The sources of text: jsonl, csv, tsv and parquet files, text files, folders of these, Hugging Face sets.
 
-An input is cut into parts that processes read side by side. A part says everything that its reader needs.
+An input is cut into parts that processes read in parallel. A part holds everything that its reader needs.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import sys
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +21,14 @@ from longseq.tasks.text.documents import Document
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
 PART_SIZE = 1 << 25
 
+# Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
+STREAM = "hfids/"
+
 _INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
 
 
 class Columns(NamedTuple):
-    """The columns that hold a document: its text, and what precedes it and is not trained on, if anything does."""
+    """The columns of a document: its text, and optionally the prompt before it, which is not trained on."""
 
     text: str = "text"
     prompt: str | None = None
@@ -36,9 +41,10 @@ TEXT = Columns()
 
 
 class Part(NamedTuple):
-    """A part of an input: from `start` to `stop` in bytes (jsonl), row groups (parquet) or rows (saved).
+    """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `files` are the files of a part of whole files, one document each; `size` is about how many bytes it reads.
+    `files` are the files of a part that consists of whole files, one document each; `size` is the approximate number of
+    bytes.
     """
 
     format: str
@@ -50,7 +56,7 @@ class Part(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """What could not be read, and why: a line of a file (`offset` in bytes, or `line`), or a whole file."""
+    """An input that could not be read, and why: a line of a file (`offset` in bytes, or `line`), or a whole file."""
 
     path: str
     reason: str
@@ -60,22 +66,32 @@ class Malformed(NamedTuple):
     def describe(self) -> str:
         line = self.line
         if self.offset is not None:
-            with open(self.path, "rb") as file:
-                line = 1 + file.read(self.offset).count(b"\n")
+            line = 1 + _count_lines(self.path, self.offset)
         return f"{self.path}{f', line {line}' if line is not None else ''}: {self.reason}"
 
 
-def find_parts(inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE) -> list[Part]:
-    """The parts of the inputs, in their order.
+def _count_lines(path: str, stop: int, block: int = 1 << 20) -> int:
+    """The ends of lines in the first `stop` bytes of a file."""
+    with open(path, "rb") as file:
+        return sum(file.read(min(block, stop - start)).count(b"\n") for start in range(0, stop, block))
+
+
+def find_parts(
+    inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE, whole_files: bool = False
+) -> list[Part]:
+    """The parts of the inputs, in their order; with `whole_files` each file is a document, whatever its ending.
 
     ValueError, in one line: an input does not exist, is empty, or has no such column.
     """
     parts: list[Part] = []
     for given in inputs:
+        if given.startswith(STREAM):
+            parts += _parts_of_stream(given, columns)
+            continue
         path = Path(given)
         if not path.exists():
             raise ValueError(f"input={given} does not exist")
-        found = list(_parts_of(path, columns, size))
+        found = list(_parts_of_files(path, size) if whole_files else _parts_of(path, columns, size))
         if not found:
             raise ValueError(f"input={given} is empty: it holds no file with text")
         parts += found
@@ -83,7 +99,7 @@ def find_parts(inputs: Sequence[str], columns: Columns, *, size: int = PART_SIZE
 
 
 def read_part(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    """The documents of a part, and what in it could not be read. Blank lines of jsonl are passed over."""
+    """The documents of a part, and its lines or files that could not be read. Blank lines of jsonl are skipped."""
     return _READERS[part.format](part, columns)
 
 
@@ -105,21 +121,29 @@ def _parts_of(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 def _parts_of_folder(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     texts: list[str] = []
-    for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if name.startswith("."):
-                continue
-            file = Path(folder, name)
-            if _format_of(file) == "text":
-                texts.append(str(file))
-            elif file.stat().st_size:
-                yield from _parts_of_file(file, columns, size)
+    for file in _files_below(path):
+        if _format_of(file) == "text":
+            texts.append(str(file))
+        elif file.stat().st_size:
+            yield from _parts_of_file(file, columns, size)
     yield from group_files(texts, size=size)
 
 
+def _parts_of_files(path: Path, size: int) -> Iterator[Part]:
+    yield from group_files([str(path)] if path.is_file() else [str(file) for file in _files_below(path)], size=size)
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    """The files below a folder in the order of their names, without hidden ones."""
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and (file := Path(folder, name)).is_file():
+                yield file
+
+
 def group_files(files: Sequence[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:
-    """Parts of files that are a document each."""
+    """Parts of files that are one document each."""
     held: list[str] = []
     total = 0
     for file in files:
@@ -136,6 +160,8 @@ def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
     if ending in (".jsonl", ".ndjson", ".json"):
         return "jsonl"
+    if ending == ".gz" and _format_of(path.with_suffix("")) == "jsonl":
+        return "jsonl.gz"
     return ending[1:] if ending in (".csv", ".tsv", ".parquet") else "text"
 
 
@@ -152,6 +178,9 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         for start in range(0, total, size):
             stop = min(total, start + size)
             yield Part("jsonl", str(path), stop - start, start, stop)
+    elif format == "jsonl.gz":
+        _check_first_line(path, columns)
+        yield Part(format, str(path), total)
     else:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             header = next(csv.reader(file, delimiter=_DELIMITERS[format]), [])
@@ -184,21 +213,26 @@ def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
             yield Part("saved", str(path), total // count, start, stop)
 
 
+def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
+    stream = _load_stream(given)
+    if stream.column_names is not None:
+        _check_columns(given, columns, stream.column_names)
+    for shard in range(stream.num_shards):
+        yield Part("stream", given, 0, shard, shard + 1)
+
+
 def _check_first_line(path: Path, columns: Columns) -> None:
-    """Refuse a file whose first object has other columns; other mistakes of a line are counted where they are read."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                try:
-                    first = json.loads(line.decode("utf-8-sig"))
-                except ValueError:
-                    return
-                if isinstance(first, dict):
-                    _check_columns(path, columns, list(first))
-                return
+    """Refuse a file whose first object has other columns; other errors in lines are counted when they are read."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            first = json.loads(next(line for line in file if line.strip()).decode("utf-8-sig"))
+        except (StopIteration, ValueError, OSError, EOFError):
+            return
+    if isinstance(first, dict):
+        _check_columns(path, columns, list(first))
 
 
-def _check_columns(path: Path, columns: Columns, found: Sequence[str]) -> None:
+def _check_columns(path: Path | str, columns: Columns, found: Sequence[str]) -> None:
     for key, name in (("column", columns.text), ("prompt_column", columns.prompt)):
         if name is not None and name not in found:
             raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {', '.join(map(str, found))}")
@@ -211,17 +245,33 @@ def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
             file.seek(part.start - 1)
             file.readline()
         while (offset := file.tell()) < part.stop and (line := file.readline()):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
-            except UnicodeDecodeError:
-                yield Malformed(part.path, "bytes that are no UTF-8", offset=offset)
-            except (ValueError, RecursionError) as error:
-                yield Malformed(part.path, f"no JSON ({error})", offset=offset)
-            else:
-                document = _document(row if isinstance(row, dict) else {}, columns)
+            if line.strip():
+                document = _parse(line, columns)
                 yield document if isinstance(document, Document) else Malformed(part.path, document, offset=offset)
+
+
+def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    """All lines of a file that gzip has compressed: none can be found without those before it."""
+    number = 0
+    try:
+        with gzip.open(part.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    document = _parse(line, columns)
+                    yield document if isinstance(document, Document) else Malformed(part.path, document, line=number)
+    except (OSError, EOFError, zlib.error) as error:
+        yield Malformed(part.path, f"the rest cannot be read ({error})", line=number + 1)
+
+
+def _parse(line: bytes, columns: Columns) -> Document | str:
+    """The document of a line of JSON, or why it is none."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return "bytes that are no UTF-8"
+    except (ValueError, RecursionError) as error:
+        return f"no JSON ({error})"
+    return _document(row if isinstance(row, dict) else {}, columns)
 
 
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -229,7 +279,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     csv.field_size_limit(sys.maxsize)
-    # Bytes that are no UTF-8 become lone surrogates, which no text holds: the row with them is told, the others go on.
+    # Bytes that are not UTF-8 become lone surrogates, which no text holds: the row is reported, and reading continues.
     with open(part.path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, delimiter=_DELIMITERS[part.format])
         while True:
@@ -267,6 +317,21 @@ def _read_saved(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
         )
 
 
+def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    stream = _load_stream(part.path)
+    if stream.num_shards > 1:
+        stream = stream.shard(num_shards=stream.num_shards, index=part.start)
+    rows = iter(stream)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # the library raises many kinds, also for a network that fails
+            raise ValueError(f"input={part.path} broke off: {error}; the same command goes on") from error
+        yield from _rows(part.path, [row], columns)
+
+
 def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     for path in part.files:
         try:
@@ -289,10 +354,12 @@ def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]
 
 _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
     "jsonl": _read_jsonl,
+    "jsonl.gz": _read_compressed,
     "csv": _read_csv,
     "tsv": _read_csv,
     "parquet": _read_parquet,
     "saved": _read_saved,
+    "stream": _read_stream,
     "text": _read_texts,
     "python": _read_python,
 }
@@ -305,7 +372,7 @@ def _rows(path: str, rows: Sequence[dict[str, Any]], columns: Columns) -> Iterat
 
 
 def _document(row: dict[str, Any], columns: Columns) -> Document | str:
-    """The document of a row, or why it is none."""
+    """The document of a row, or the reason why there is none."""
     values = []
     for name in columns.names():
         value = row.get(name)
@@ -327,11 +394,27 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
-def _load_saved(path: str) -> Any:
+def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(_INSTALL.format(what="saved Hugging Face data sets", library="datasets")) from error
+        raise ValueError(_INSTALL.format(what="Hugging Face data sets", library="datasets")) from error
+    return datasets
+
+
+def _load_stream(given: str) -> Any:
+    """The stream of a set on the hub, which is fetched while it is read."""
+    name, _, split = given.removeprefix(STREAM).partition("@")
+    name, _, configuration = name.partition(":")
+    load = _datasets().load_dataset
+    try:
+        return load(name, configuration or None, split=split or "train", streaming=True)
+    except Exception as error:  # the library raises many kinds, also for a missing network
+        raise ValueError(f"input={given} cannot be opened: {error}") from error
+
+
+def _load_saved(path: str) -> Any:
+    datasets = _datasets()
     try:
         return datasets.load_from_disk(path)
     except Exception as error:  # the library and pyarrow raise many kinds

@@ -15,6 +15,7 @@ unfinished. Reading needs numpy alone.
 from __future__ import annotations
 
 import json
+import mmap
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ _BLOCK = 1 << 24
 
 
 class Corpus(NamedTuple):
-    """The documents of a split, one behind the other; the fields are the files of a folder (see the module)."""
+    """The documents of a split, end to end; the fields are the files of a folder (see the module)."""
 
     tokens: Tokens
     offsets: Integers
@@ -51,9 +52,9 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Prepared tokens: `splits`, and the tokenizer that made them, as `Tokenizer.to_dict` tells it.
+    """Prepared tokens: `splits`, and the tokenizer that made them, as returned by `Tokenizer.to_dict`.
 
-    `gzip_bits_per_byte` is what gzip -9 needs for the documents of test, None without any.
+    `gzip_bits_per_byte` is the size of the documents of test after gzip -9, in bits per byte; None without any.
     """
 
     name: str
@@ -139,7 +140,16 @@ def _read_manifest(root: Path) -> dict[str, Any]:
 
 def _open_file(path: Path, told: Mapping[str, int], dtype: Any, check: bool) -> Any:
     _check_file(path, told, check)
-    return np.memmap(path, dtype=dtype, mode="r") if told["size"] else np.zeros(0, dtype)
+    return _Mapped(path.resolve(), dtype=dtype, mode="r") if told["size"] else np.zeros(0, dtype)
+
+
+class _Mapped(np.memmap):
+    """A mapped file that goes to another process by its path: numpy would send all of its numbers."""
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.base, mmap.mmap):
+            return _Mapped, (self.filename, self.dtype, "r")
+        return np.asarray(self).__reduce__()  # a part of the file
 
 
 def _check_file(path: Path, told: Mapping[str, int], check: bool) -> None:

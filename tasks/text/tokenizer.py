@@ -13,15 +13,15 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-# The tokens that end a text in the vocabularies of published models, in the order in which they are looked for.
+# The tokens that end a text in the vocabularies of published models, in the order of preference.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[EOS]", "[SEP]")
 _INSTALL = 'tokenizer files need the library tokenizers: pip install "longseq[text]"'
 
 
 class Tokenizer(ABC):
-    """Turns text into numbers below `vocab_size` and back.
+    """Maps text to numbers below `vocab_size` and back.
 
-    `separator` is the token that begins and ends each document. No text is turned into it.
+    `separator` is the token that begins and ends each document. No text maps to it.
     """
 
     vocab_size: int
@@ -33,7 +33,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; separators are left out, bytes that are no UTF-8 become U+FFFD."""
+        """The text of tokens; separators are left out, bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -69,10 +69,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A tokenizer of the library `tokenizers`, told by the JSON text of its file.
+    """A tokenizer of the library `tokenizers`, from the JSON text of its file.
 
     `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. Tokens that a
-    tokenizer adds around a text by itself are left out. ValueError if the text is no tokenizer, if it has no such
+    tokenizer adds around a text by itself are left out. ValueError if the text is not a tokenizer, if it has no such
     token, or if the library is not installed.
     """
 
@@ -102,7 +102,7 @@ class FileTokenizer(Tokenizer):
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         for text in texts:
             text.encode()  # the library replaces lone surrogates or fails, depending on the normaliser
-        # `encode_special_tokens` makes the separator's spelling in a text plain text.
+        # `encode_special_tokens` makes the tokenizer treat the separator's name in a text as ordinary text.
         self._tokenizer.encode_special_tokens = True
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
@@ -152,7 +152,7 @@ def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def trained_size(choice: str) -> int | None:
-    """The size of `train:SIZE`, None for another choice. ValueError for a size that is no number."""
+    """The size in `train:SIZE`; None for another choice. Raises ValueError for a size that is not a number."""
     if not choice.startswith("train:"):
         return None
     size = choice.removeprefix("train:")
@@ -162,7 +162,7 @@ def trained_size(choice: str) -> int | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """Byte-pair encoding of bytes, as GPT-2's, learnt from texts; its separator is <|endoftext|>.
+    """Byte-pair encoding of bytes, as in GPT-2, trained on texts; its separator is <|endoftext|>.
 
     ValueError for a vocabulary that cannot hold all bytes and the separator.
     """
@@ -189,7 +189,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 
 
 def _pieces(texts: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
-    """Texts cut into pieces: the trainer holds what it is given at a time."""
+    """Texts cut into pieces, which bounds the memory of the trainer."""
     for text in texts:
         for start in range(0, len(text), size):
             yield text[start : start + size]

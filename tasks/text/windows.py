@@ -21,7 +21,7 @@ from longseq.tasks.text.store import Corpus, Integers
 
 
 class Span(NamedTuple):
-    """The places from `start` to `stop`, of which only `start` need be below the corpus's size (it is a ring)."""
+    """The places from `start` to `stop`. Only `start` must be below the corpus's size, because the corpus is a ring."""
 
     start: int
     stop: int
@@ -37,18 +37,18 @@ class Windows(ABC):
 
     @abstractmethod
     def spans(self, index: int, shift: int = 0) -> list[Span]:
-        """The spans of window `index`; a `shift` moves all windows of a pass along the ring, where they can move."""
+        """The spans of window `index`; `shift` moves all windows of a pass along the ring, if they can be moved."""
 
     @property
     @abstractmethod
     def sequences(self) -> float:
-        """About how many sequences a window holds: documents and parts of them."""
+        """The approximate number of sequences of a window: documents and parts of documents."""
 
 
 class Concatenated(Windows):
-    """Windows side by side, without regard to documents. For training the last, shorter one is left out.
+    """Windows of equal length, without regard to documents. For training the shorter rest is left out.
 
-    Without `whole` there is a window for what is left at the end.
+    Without `whole` the rest is a window too.
     """
 
     def __init__(self, corpus: Corpus, length: int, *, whole: bool) -> None:
@@ -66,7 +66,7 @@ class Concatenated(Windows):
 
 
 class Documents(Windows):
-    """Whole documents, packed by best fit, longest first; longer ones than a window are cut into windows and a rest."""
+    """Whole documents, packed by best fit, longest first. Longer ones than a window are cut into windows and a rest."""
 
     def __init__(self, corpus: Corpus, length: int) -> None:
         super().__init__(corpus, length)
@@ -84,7 +84,7 @@ class Documents(Windows):
 def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
     """Pieces of documents `[P, 2]` (start, stop) in the order of their windows, and the first piece of each window.
 
-    A piece goes into the window with the least room that takes it. Equal pieces keep their order.
+    A piece goes into the window with the least free room that can hold it. Equal pieces keep their order.
     """
     starts, sizes = offsets[:-1], np.diff(offsets)
     parts = -(-sizes // length)
@@ -93,7 +93,7 @@ def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
     size = np.minimum(length, np.repeat(starts + sizes, parts) - begin)
     order = np.argsort(-size, kind="stable")
     window = np.empty(len(order), np.int64)
-    rooms: list[int] = []  # the sorted amounts of room that there are
+    rooms: list[int] = []  # the sorted amounts of free room of all windows
     open_windows: defaultdict[int, list[int]] = defaultdict(list)
     count = 0
     for piece, needed in zip(order.tolist(), size[order].tolist(), strict=True):
@@ -116,7 +116,7 @@ def _best_fit(offsets: Integers, length: int) -> tuple[np.ndarray, Integers]:
 
 
 class Row(NamedTuple):
-    """A row of a batch: spans of a corpus. `fresh` says that no batch before holds what precedes it."""
+    """A row of a batch: spans of a corpus. `fresh` states that no earlier batch holds the tokens before the row."""
 
     corpus: int
     spans: list[Span]
@@ -148,7 +148,7 @@ class Assembler:
             self._slots *= 2
 
     def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
-        """The batch of at most B rows; None, or a row that is not given, has no targets."""
+        """The batch of at most B rows; rows that are None or missing have no targets."""
         shape = (self.rows, self.length)
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
         fresh = np.ones(self.rows, bool)
@@ -194,7 +194,7 @@ class Assembler:
         starts: list[np.ndarray] = []
         covered = 0
         start, done = span.start, 0
-        while done < length:  # once, and again after the end of the ring
+        while done < length:  # twice, where the span crosses the end of the ring
             stop = min(start + length - done, size)
             begun, bytes_here, ignored = self._documents(number, start, stop)
             starts.append(begun - start + done)
@@ -206,14 +206,14 @@ class Assembler:
         return tokens, targets, np.concatenate(starts), covered
 
     def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
-        """Of the places from `start` to `stop`: where documents begin, the bytes of the targets, targets left out."""
+        """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets left out."""
         corpus = self.corpora[number]
         one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
         other = int(np.searchsorted(corpus.offsets, stop, side="left"))
         offsets = np.asarray(corpus.offsets[one : other + 1])
         first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
         count = np.maximum(1, offsets[1:] - first)
-        before = np.clip(start - first, 0, count)  # targets of each document that lie before the places
+        before = np.clip(start - first, 0, count)  # targets of each document before `start`
         until = np.clip(stop - first, 0, count)
         total = np.asarray(corpus.byte_counts[one:other])
         covered = int((total * until // count - total * before // count).sum())
@@ -225,7 +225,7 @@ class Assembler:
         return begun.astype(np.int64), covered, ignored
 
     def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The borders of all rows in one, filled up to a fixed length, and the first and last sequence of each row."""
+        """The borders of all rows in one tensor, padded to a fixed length; the first and last sequence of each row."""
         counts = np.array([len(row) for row in borders])
         ends = np.cumsum(counts)
         slots = self._slots

@@ -6,11 +6,14 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from timm.optim import create_optimizer_v2, get_optimizer_class
+from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
 
 from longseq.models import CHECKPOINT_CONFIG, check_continues, describe, kind_of
@@ -55,6 +58,9 @@ class TrainedModule(LightningModule, ABC):
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
         self._known_epoch: Epoch | None = None
+        # Of the checkpoint that is continued: its schedules with a constant rate, and its update.
+        self._saved_schedules: list[Mapping[str, Any]] = []
+        self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
     @classmethod
@@ -107,6 +113,24 @@ class TrainedModule(LightningModule, ABC):
             check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         except ValueError as error:
             raise ValueError(f"resume: the checkpoint cannot be continued: {error}") from error
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            saved = checkpoint.get("lr_schedulers") or []
+            self._saved_schedules = [state for state in saved if _is_of_constant_rate(state)]
+            self._saved_update = checkpoint["global_step"]
+            # These schedules are functions of the update alone, and this run may end elsewhere.
+            checkpoint["lr_schedulers"] = [{} if _is_of_constant_rate(state) else state for state in saved]
+            self._check_ends()
+
+    def on_fit_start(self) -> None:
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """Called when the checkpoint is loaded and when the fit starts: schedules are built before one of them."""
+        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        own = [schedule.state_dict() for schedule in schedules if isinstance(schedule, WSDLRScheduler)]
+        for states in zip(self._saved_schedules, own, strict=False):
+            ends = (state["warmup_t"] + state["t_initial"] - state["decay_t"] for state in states)
+            check_end(self._saved_update, *ends)
 
     def observe(self, batch: Any, examples: int) -> None:
         """Run the first examples of a batch through the body of the model: telemetry listens to its mixers."""
@@ -201,7 +225,7 @@ class TrainedModule(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
         assert recipe is not None, "this module only measures"
-        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate)
+        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
         epoch = self._epoch()
         if recipe.length is None:
             epochs: float = self._trainer_updates(epoch) / epoch.updates
@@ -217,6 +241,21 @@ class TrainedModule(LightningModule, ABC):
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _fused(self, optimizer: Any) -> dict[str, bool]:
+        """The option of torch's optimizers with which an update on a GPU is one kernel, where it is open and serves.
+
+        Under a loss scaler (16-mixed) a fused optimizer would scale gradients by itself, after they were clipped.
+        """
+        given = getattr(optimizer, "keywords", {})
+        cls = getattr(optimizer, "func", None)
+        if cls is create_optimizer_v2:
+            cls = get_optimizer_class(given.get("opt", "sgd"), bind_defaults=False)
+        takes = cls is not None and "fused" in signature(cls).parameters
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if self.device.type != "cuda" or scaled or not takes or "fused" in given or given.get("foreach"):
+            return {}
+        return {"fused": True}
 
     @property
     def epochs_trained(self) -> float:
@@ -257,6 +296,23 @@ class TrainedModule(LightningModule, ABC):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step_update(self.global_step)
+
+
+def _is_of_constant_rate(state: Mapping[str, Any]) -> bool:
+    """Whether a schedule's state is that of timm's WSDLRScheduler."""
+    return "decay_t" in state and "stable_fn" in state
+
+
+def check_end(update: int, saved: float, wanted: float) -> None:
+    """ValueError where a run continues to another end after its learning rate has begun to fall.
+
+    `saved` and `wanted` are the updates from which the rate falls: in the run of the checkpoint, and in this one.
+    """
+    if saved != wanted and update > min(saved, wanted):
+        raise ValueError(
+            f"resume: the checkpoint is of update {update}, and the learning rate falls from update "
+            f"{math.ceil(min(saved, wanted))} on: a run takes another length from a checkpoint before that"
+        )
 
 
 def _whole(number: float) -> float:

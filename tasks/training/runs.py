@@ -40,16 +40,34 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names those that its run used, a command those that it declares
 )
 
+# Keys of a run's end, which a schedule with a constant rate does not depend on before its decay.
+LENGTH_KEYS = (
+    "recipe.epochs",
+    "recipe.updates",
+    "recipe.tokens",
+    "recipe.schedule.decay_epochs",
+    "recipe.schedule.decay_fn",
+    "recipe.schedule.min_lr",
+)
+_SCHEDULE = "recipe.schedule.sched"
+
 
 def run_folder(fresh: str, *, _root_: DictConfig) -> str:
-    """Resolver `${run_folder:FRESH}` of hydra.run.dir: FRESH, or with `resume` the folder of the run to continue."""
+    """Resolver `${run_folder:FRESH}` of hydra.run.dir: FRESH, or with `resume` the folder of the run to continue.
+
+    A run that continues a checkpoint to another end has a folder of its own.
+    """
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
         return fresh
-    if resume is not True:
-        return str(_checkpoint_run(Path(resume)) or fresh)
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = resolve(OmegaConf.create({**config, "output": fresh}))
+    if resume is not True:
+        saved = _saved_config(Path(resume))
+        ends_elsewhere = saved is not None and bool(differences(saved, wanted))
+        if ends_elsewhere and not differences(saved or {}, wanted, another_length=True):
+            return fresh
+        return str(_checkpoint_run(Path(resume)) or fresh)
     return str(_newest_run(Path(fresh).parent, wanted) or fresh)
 
 
@@ -78,7 +96,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     saved = _saved_config(path)
     if saved is None:
         raise ValueError(f"{path} is not a checkpoint of `longseq train`; give one below outputs/")
-    changed = differences(saved, config)
+    changed = differences(saved, config, another_length=resume is not True)
     if changed:
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
         shown += f"; and {len(changed) - 5} more keys" if len(changed) > 5 else ""
@@ -89,10 +107,17 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def differences(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The keys, with both values, whose difference prevents a resumed run from repeating the first."""
+def differences(
+    saved: Mapping[str, Any], config: Mapping[str, Any], *, another_length: bool = False
+) -> list[tuple[str, Any, Any]]:
+    """The keys, with both values, whose difference prevents a resumed run from repeating the first.
+
+    `another_length`: a run whose learning rate is constant up to its decay (wsd) may get another end and another decay;
+    the module refuses a checkpoint of the decay.
+    """
     old, new = _inside_the_run(saved), _inside_the_run(config)
-    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key)]
+    free = LENGTH_KEYS if another_length and old.get(_SCHEDULE) == new.get(_SCHEDULE) == "wsd" else ()
+    keys = [key for key in sorted(old.keys() | new.keys()) if not _is_free(key) and key not in free]
     return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 

@@ -1,4 +1,4 @@
-"""The token models that several tasks train: the keys of `model`, and how a model is built from them."""
+"""The token models that several tasks train: the keys of `model`, and the construction of a model from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.training.model import TaskModel, mixer_options, without_weights
 from longseq.tasks.training.options import Range
 
-# The one model of these tasks, as `config.model` names it.
+# The only model of these tasks, as `config.model` names it.
 MODEL = "token"
 
 Probability = Annotated[float, Range(0, below=1)]
@@ -20,7 +20,7 @@ Probability = Annotated[float, Range(0, below=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenModelKeys:
-    """The keys of `model`; what they mean stands in `longseq.backbones.tokens.TokenBackbone`."""
+    """The keys of `model`, explained in `longseq.backbones.tokens.TokenBackbone`."""
 
     name: Literal["token"]
     label: str
@@ -41,7 +41,7 @@ class TokenModelKeys:
 
 
 class TokenModel(TaskModel):
-    """Builds token models; a task's own class says for which vocabulary."""
+    """Builds token models; each task's own class passes the vocabulary."""
 
     def check(self, config: Mapping[str, Any]) -> None:
         with without_weights():
@@ -49,10 +49,10 @@ class TokenModel(TaskModel):
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
-    """The token model of a configuration; options that are null there are left to the model.
+    """The token model of a configuration. Options that are null there take the model's own defaults.
 
     `longest` is the length of learned positions where `model.max_length` is null. ValueError, in one line, for another
-    model and for what it does not take.
+    model and for options that the model does not have.
     """
     if config["model"]["name"] != MODEL:
         task = config["task"]["name"]

@@ -17,6 +17,8 @@ from longseq.tasks.training.callbacks.stop import StopTogether
 from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import device_count
+from longseq.tasks.training.sharded import FullyShardedStrategy
 
 # Arguments of the Trainer that keys of the recipe replace; these count updates, not batches of a device.
 RECIPE_KEYS = {
@@ -25,6 +27,9 @@ RECIPE_KEYS = {
     "check_val_every_n_epoch": "recipe.validate_every_epochs",
     "val_check_interval": "recipe.validate_every_updates",
 }
+
+# The value of trainer.strategy that shards a model with torch's `fully_shard`.
+FSDP = "fsdp"
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
@@ -68,6 +73,13 @@ def refuse_recipe_keys(trainer: Mapping[str, Any]) -> None:
             raise ValueError(f"trainer.{key}={trainer[key]}: the recipe says it; give {remedy}")
 
 
+def refuse_sharded(config: Config) -> None:
+    """ValueError, in one line, for what a run cannot have whose model is sharded over processes."""
+    recipe = config.get("recipe") or {}
+    if recipe.get("ema"):
+        raise ValueError("recipe.ema averages whole weights, and trainer=fsdp shards them: set recipe.ema=null")
+
+
 def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None = None) -> Trainer:
     """The Trainer of `config.trainer` with the configured logger; it writes below `config.output`."""
     config = resolve(config)
@@ -77,14 +89,18 @@ def build_trainer(config: DictConfig | Config, callbacks: list[Callback] | None 
     # time.
     fixed: dict[str, Any] = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "enable_model_summary": False}
     fixed["max_epochs"] = -1  # the module sets it when the fit begins
+    options = dict(config["trainer"])
+    if options.get("strategy") == FSDP:
+        refuse_sharded(config)
+        options["strategy"] = FullyShardedStrategy(device_count(config))
     try:
         return Trainer(
-            **config["trainer"],
+            **options,
             **fixed,
             callbacks=callbacks or [],
             logger=logger,
             plugins=[WholeCheckpoints()],
             default_root_dir=config.get("output"),
         )
-    except (TypeError, MisconfigurationException) as error:
+    except (TypeError, ValueError, MisconfigurationException) as error:
         raise ValueError(f"the trainer cannot be built: {error}; see trainer=..., or trainer=cpu") from error

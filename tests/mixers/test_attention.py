@@ -182,3 +182,14 @@ def test_only_the_distance_of_positions_counts(name: str, options: dict[str, Any
 def test_options_that_make_no_layer_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mixers.create("window_attention", D_MODEL, **options)
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention"])
+def test_the_output_projection_has_a_bias_unless_it_is_left_out(name):
+    assert mixers.create(name, 16).out_proj.bias is not None
+    plain = mixers.create(name, 16, qkv_bias=False, out_bias=False, rotary=True)
+    assert [key for key, _ in plain.named_parameters()] == ["in_proj.weight", "out_proj.weight"]
+    x = torch.randn(2, 5, 16)
+    y, _ = plain(x)
+    assert torch.all(plain(torch.zeros_like(x))[0] == 0)
+    assert y.shape == x.shape

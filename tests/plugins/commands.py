@@ -1,7 +1,8 @@
-"""Commands of `longseq`, one per line of standard input, in one process."""
+"""Commands of `longseq`, one per line of standard input, in one process; one that is told to end does not end them."""
 
 import multiprocessing
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -12,8 +13,12 @@ def main() -> int:
     for line in sys.stdin:
         sys.argv = [str(Path(sys.executable).with_name("longseq")), *shlex.split(line)]  # what further processes run
         print("+", line.strip(), flush=True)
-        if cli.main():
-            return 1
+        try:
+            code = cli.main()
+        except SystemExit as left:
+            code = 0 if left.code == 128 + signal.SIGTERM else int(left.code or 0)
+        if code:
+            return code
     return 0
 
 

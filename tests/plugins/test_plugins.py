@@ -53,6 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     run([sys.executable, "-m", "pip", "install", *options, "--target", site, sources], folder)
     mine = f"plugins=[my_module] mixer.name=mine data=digits data.source=halves {TINY}"
+    stopped = "++callbacks.stop={_target_:StopOnce} recipe.epochs=2"
     commands = (
         f"train mixer=scaled_attention mixer.options.gain=0.25 task=stripes data=stripes {TINY} "
         "++callbacks.note={_target_:NoteEnd,name:note.txt} output=installed",
@@ -61,7 +62,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"describe checkpoint={BEST}",
         "compare task=probe data=parity recipe=probe mixers=[scaled_attention] trainer=cpu recipe.epochs=1 "
         "recipe.batch_size=16 plot=false output=comparison",
-        f"train {mine} output=local",
+        f"train {mine} {stopped} output=local",
+        f"train {mine} {stopped} output=local resume=true",
         "evaluate checkpoint=local/checkpoints/best.ckpt plugins=[my_module] trainer=cpu data.num_workers=1",
         f"train {mine} trainer=ddp_sim ++callbacks.ranks={{_target_:CountRanks}} output=ranks",
     )
@@ -84,6 +86,16 @@ def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(ru
     assert (runs / BEST).with_suffix(".renamed").is_file()
     assert "mixer scaled_attention" in (runs / "output.txt").read_text()
     assert len(list((runs / "comparison").rglob("metrics.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_uses_a_plug_in_resumes(runs: Path) -> None:
+    output = (runs / "output.txt").read_text()
+    assert "continuing from local/checkpoints/last.ckpt" in output
+    last = torch.load(runs / "local" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 2
+    assert last["hyper_parameters"]["config"]["plugins"] == ["my_module"]
+    assert json.loads((runs / "local" / "metrics.json").read_text())["updates"] == 2
 
 
 @pytest.mark.slow

@@ -14,25 +14,11 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
+from tiny_probe import TINY
 
 from longseq.tasks import compare, comparison
 from longseq.tasks.circumstances import COMMIT_VARIABLE
 from longseq.tools import cli
-
-TINY = (
-    "task=probe",
-    "data=mqar",
-    "trainer=cpu",
-    "data.options.vocab_size=16",
-    "data.options.tokens=16",
-    "data.options.pairs=2",
-    "data.train=[{samples: 512}]",
-    "data.validation=[{samples: 64}]",
-    "data.test=[{samples: 64}]",
-    "model.d_model=16",
-    "model.depth=1",
-    "recipe.epochs=2",
-)
 
 
 def comparing(monkeypatch: pytest.MonkeyPatch, folder: Path, script: Path, *overrides: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from longseq.tasks import registry, train
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
+from longseq.tasks.text import corpora
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
@@ -115,14 +117,27 @@ def test_the_override_that_the_page_of_kernels_names_has_second_derivatives(mode
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=str)
 def test_every_experiment_states_its_claim_and_runs(
-    experiment, compose_config, tmp_path, request, image_folder, fashion_mnist
+    experiment, compose_config, tmp_path, monkeypatch, image_folder, fashion_mnist
 ):
     header = (CONF / "experiment" / experiment).read_text().split("defaults:")[0]
     name = experiment.with_suffix("").as_posix()
     assert f"longseq train experiment={name}" in header
     assert "Expected:" in header
     assert "Hardware:" in header
-    if name.startswith("probe/"):
+    batch = 2
+    if name.startswith("lm/"):
+        batch = 4  # tokens: two windows
+        files = [str(path) for path in Path(json.__file__).parent.glob("*.py")]
+        monkeypatch.setattr(corpora, "standard_library_files", lambda: sorted(files))
+        small = [
+            "data.validation=0.3",
+            "data.test=0.3",
+            "data.num_workers=0",
+            "data.pin_memory=false",
+            "model.d_model=16",
+        ]
+        data = ["data.source=standard_library", "data.window=2", "callbacks.text_samples=null", *small]
+    elif name.startswith("probe/"):
         data = [f"data.{split}=[{{samples: 4}}]" for split in ("train", "validation", "test")]
     else:
         data = [f"data.root={fashion_mnist if 'fashion_mnist' in name else image_folder}", "data.num_workers=0"]
@@ -133,7 +148,7 @@ def test_every_experiment_states_its_claim_and_runs(
         "data.eval_batch_size=2",
         "trainer=cpu",
         "trainer.fast_dev_run=true",
-        "recipe.batch_size=2",
+        f"recipe.batch_size={batch}",
         "++model.depth=2",
         "compile=null",
         f"output={tmp_path}",

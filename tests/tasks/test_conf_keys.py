@@ -23,6 +23,7 @@ WHOLE = ("experiment", "comparison")
 VERBS = {
     "evaluate": "longseq.tasks.evaluate:EvaluateKeys",
     "predict": "longseq.tasks.predict:PredictKeys",
+    "generate": "longseq.tasks.generate:GenerateKeys",
     "export": "longseq.tools.export:ExportKeys",
     "describe": "longseq.tools.describe:DescribeKeys",
     "benchmark_kernels": "longseq.tools.benchmark.kernels:KernelsKeys",

@@ -63,6 +63,7 @@ MISTAKES = [
         "model=token belongs to task=probe or task=lm: add task=probe or task=lm; for task=image, give model=timm, ",
     ),
     ("describe data=mqar", "data=mqar belongs to task=probe: add task=probe"),
+    ("train data=image_folder data.root=nowhere trainer.accelerator=xla", "the trainer cannot be built: "),
     ("train modle=vim", "modle is unknown: did you mean model? the keys are "),
     ("train colour=red", "colour is unknown: the keys are "),
     ("train +colour=red", "colour is unknown: the keys are "),

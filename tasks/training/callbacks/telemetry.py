@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from longseq.blocks.sharding import has_shards
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.callbacks.updates import updated
 from longseq.tasks.training.options import Range
@@ -33,18 +34,18 @@ class Telemetry(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         due = updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
-        if not due or not trainer.is_global_zero or trainer.logger is None:
-            return
         module: Any = pl_module
         backbone = module.backbone
-        if not name_mixers(backbone):
+        # A sharded model is whole only while all processes run it.
+        takes_part = trainer.is_global_zero or has_shards(backbone)
+        if not due or not takes_part or trainer.logger is None or not name_mixers(backbone):
             return
         with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
             module.observe(batch, self.examples)
         named = {
             f"telemetry/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()
         }
-        if named:
+        if named and trainer.is_global_zero:
             # one transfer from the device for all numbers
             values = torch.stack(list(named.values())).tolist()
             trainer.logger.log_metrics(dict(zip(named, values, strict=True)), step=trainer.global_step - 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_probe import TINY
 
 import longseq.conf
 from longseq.tasks import evaluate, train
@@ -17,21 +18,6 @@ from longseq.tasks.probe.generators import IGNORED
 from longseq.tasks.probe.module import ProbeTask, is_right
 from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.configuration import resolve
-
-TINY = (
-    "task=probe",
-    "data=mqar",
-    "trainer=cpu",
-    "data.options.vocab_size=16",
-    "data.options.tokens=16",
-    "data.options.pairs=2",
-    "data.train=[{samples: 512}]",
-    "data.validation=[{samples: 64}]",
-    "data.test=[{samples: 64}]",
-    "model.d_model=16",
-    "model.depth=1",
-    "recipe.epochs=2",
-)
 
 
 def make(compose_config: Any, folder: Path, *overrides: str) -> Any:

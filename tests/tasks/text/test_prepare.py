@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,8 +55,14 @@ def write_saved(path: Path, texts: list[str]) -> None:
     pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).save_to_disk(str(path))
 
 
+def write_compressed(path: Path, texts: list[str]) -> None:
+    write_jsonl(path, texts)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
 WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
     "a.jsonl": write_jsonl,
+    "a.jsonl.gz": write_compressed,
     "a.csv": write_csv,
     "a.tsv": write_csv,
     "a.parquet": write_parquet,
@@ -104,6 +112,18 @@ def test_each_format_gives_the_same_documents(tmp_path: Path, name: str) -> None
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         ["manifest.json", *(f"{split}.{ending}" for split in SPLITS for ending in ("tokens", "offsets", "bytes"))]
     )
+
+
+def test_each_file_of_source_code_is_a_document(tmp_path: Path) -> None:
+    files = {"a.json": '{"a": 1}', "b.csv": "1,2\n", "c.py": "import c\n"}
+    (tmp_path / "code").mkdir()
+    for name, text in files.items():
+        (tmp_path / "code" / name).write_text(text)
+    os.symlink(tmp_path / "nowhere", tmp_path / "code" / "broken")
+    with pytest.raises(ValueError, match=r"a.json has no column 'text'"):
+        find_parts([str(tmp_path / "code")], Columns())
+    parts = find_parts([str(tmp_path / "code")], Columns(), whole_files=True)
+    assert [one.text for part in parts for one in read_part(part, Columns())] == list(files.values())  # type: ignore[union-attr]
 
 
 def test_the_size_of_parts_and_the_order_of_files_change_nothing(tmp_path: Path) -> None:
@@ -223,8 +243,17 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_several_processes_write_the_same_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    for processes in (1, 2):
-        run(tmp_path / "a.jsonl", tmp_path / f"out{processes}", processes=processes)
+    run(tmp_path / "a.jsonl", tmp_path / "out1")
+    partial = tmp_path / "out2" / ".partial"
+    partial.mkdir(parents=True)
+    # What a process cannot do, it tells: here a folder is where it writes the tokens of the last part.
+    last = len(find_parts([str(tmp_path / "a.jsonl")], Columns(), size=500)) - 1
+    (partial / f"{last:06}.npz").mkdir()
+    with pytest.raises(ValueError, match=r"\.npz'?: Is a directory"):
+        run(tmp_path / "a.jsonl", tmp_path / "out2", processes=2)
+    assert len(list(partial.glob("*.npz"))) == last + 1
+    (partial / f"{last:06}.npz").rmdir()
+    run(tmp_path / "a.jsonl", tmp_path / "out2")
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / f"out{n}").iterdir()} for n in (1, 2))
     assert one == two
 
@@ -271,6 +300,7 @@ def test_the_command_tells_what_it_made(
             "holds no document, 2 malformed lines or files: bad.jsonl, line 1",
         ),
         (["input=a.parquet", "output=out"], "input=a.parquet is no parquet file, or a truncated one"),
+        (["input=a.jsonl", "output=a.csv/out"], "Not a directory"),
         (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
         (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
         (["input=a.jsonl", "output=out", "tokenizer=train:100"], "a vocabulary needs the 256 bytes and the separator"),
@@ -296,6 +326,20 @@ def test_mistakes_are_one_line(
     assert error.startswith("longseq: error: ")
     assert error.count("\n") == 0
     assert message in error
+
+
+def test_a_store_goes_to_another_process_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")
+    store = open_store("out")
+    monkeypatch.chdir("/")
+    corpus = store.splits["train"]
+    sent = pickle.dumps(corpus)
+    assert len(sent) < 1000 < corpus.tokens.nbytes
+    for one, other in zip(pickle.loads(sent), corpus, strict=True):
+        assert np.array_equal(one, other)
+    assert np.array_equal(pickle.loads(pickle.dumps(corpus.tokens[5:9])), corpus.tokens[5:9])
 
 
 def test_a_changed_store_is_refused(tmp_path: Path) -> None:
@@ -334,6 +378,45 @@ def test_a_saved_set_of_splits_asks_which(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds the splits test, train: name those to read"):
         find_parts([str(tmp_path / "saved")], Columns())
     assert documents(run(tmp_path / "saved" / "train", tmp_path / "out")) == split_texts(TEXTS)
+
+
+def test_a_stream_is_read_shard_by_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    files = [str(tmp_path / f"{number}.jsonl") for number in range(3)]
+    for number, file in enumerate(files):
+        write_jsonl(Path(file), TEXTS[20 * number : 20 * number + 20])
+    load = datasets.load_dataset
+    asked = []
+
+    def local(name: str, configuration: str | None, *, split: str, streaming: bool) -> Any:
+        """The set of the hub, read from files."""
+        asked.append((name, configuration, split))
+        return load("json", data_files=files, split="train", streaming=streaming, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    columns = Columns()
+    parts = find_parts(["hfids/owner/name:small@validation"], columns)
+    assert (len(parts), asked) == (3, [("owner/name", "small", "validation")])
+    prepare(parts, tmp_path / "out", columns=columns, fractions=FRACTIONS, processes=1, show_progress=False)
+    assert documents(open_store(tmp_path / "out")) == split_texts(TEXTS)
+    broken = datasets.IterableDataset.from_generator(lambda: (1 / 0 for _ in range(3)))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *rest, **options: broken)
+    with pytest.raises(ValueError, match=r"input=hfids/a broke off: .*; the same command goes on"):
+        prepare(find_parts(["hfids/a"], columns), tmp_path / "none", fractions=FRACTIONS, processes=1)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *rest, **options: 1 / 0)
+    with pytest.raises(ValueError, match="input=hfids/owner/name cannot be opened: division by zero"):
+        find_parts(["hfids/owner/name"], columns)
+
+
+def test_a_truncated_file_of_gzip_gives_what_it_has(tmp_path: Path) -> None:
+    write_compressed(tmp_path / "a.jsonl.gz", TEXTS)
+    content = (tmp_path / "a.jsonl.gz").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) - 20])
+    run(tmp_path / "a.jsonl.gz", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["counts"]["malformed"] == 1
+    assert manifest["counts"]["documents"] > 30
+    assert "the rest cannot be read" in manifest["malformed"][0]
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:

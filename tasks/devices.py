@@ -1,0 +1,20 @@
+"""The device that a command runs on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; `auto` is the first GPU, or the CPU. ValueError, in one line, for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is unknown: choose auto, cpu, cuda or cuda:INDEX") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name} needs a GPU, and none is usable here: choose device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0")
+    return device

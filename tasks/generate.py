@@ -1,0 +1,359 @@
+"""`longseq generate`: continue prompts with a language model, token by token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from longseq.backbones.sampling import Sampling, choose_tokens
+from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.backbones.tokens import TokenBackbone
+from longseq.models import describe
+from longseq.state import state_tensors
+from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.devices import choose_device
+from longseq.tasks.report import quiet_libraries
+from longseq.tasks.text.info import TextInfo
+from longseq.tasks.text.stream import StopStrings, TextStream
+from longseq.tasks.text.tokenizer import Tokenizer
+from longseq.tasks.training import checkpoint
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.files import write_text
+from longseq.tasks.training.options import Length, Range
+
+# The tasks whose models write text.
+TASKS = ("lm",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateKeys(CommandKeys):
+    """The keys of `longseq generate`; conf/generate.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    weights: Literal["auto", "ema", "model"]
+    prompt: str | None
+    input: str | None
+    output: str | None
+    max_new_tokens: Annotated[int, Range(1)]
+    temperature: Annotated[float, Range(0)]
+    top_k: Annotated[int | None, Range(1)]
+    top_p: Annotated[float | None, Range(above=0, most=1)]
+    repetition_penalty: Annotated[float, Range(above=0)]
+    stop: Annotated[list[str], Length(0)]
+    end: bool
+    seed: Annotated[int, Range(0)]
+    batch_size: Annotated[int, Range(1)]
+    device: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    cuda_graph: bool | None
+    state: str | None
+    save_state: str | None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("prompt", "input", "state") if getattr(self, name) is not None]
+        if len(given) != 1:
+            told = " and ".join(f"{name}=" for name in given) or "none of them"
+            raise ValueError(f"give one of prompt=TEXT, input=FILE and state=FILE; there is {told}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A row of a batch: the tokens that are read first, and the number that seeds what is drawn for it."""
+
+    tokens: list[int]
+    number: int
+
+
+@dataclass
+class Written:
+    """What was written after a prompt, so far; `reason` is length, end or stop, and None while it is written."""
+
+    tokens: list[int]
+    text: str = ""
+    reason: str | None = None
+
+
+@quiet_libraries()
+def run(cfg: DictConfig) -> list[dict[str, Any]]:
+    """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return what is new."""
+    keys = read_command(GenerateKeys, cfg)
+    assert keys.checkpoint is not None
+    device = choose_device(keys.device)
+    prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
+    if empty := [index for index, prompt in enumerate(prompts, 1) if not prompt]:
+        place = "prompt" if keys.input is None else f"{keys.input}: prompt {empty[0]}"
+        raise ValueError(f"{place} is empty: give the text to continue")
+    loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=TASKS)
+    info = TextInfo.from_dict(loaded.data)
+    tokenizer = info.make_tokenizer()
+    model: Any = loaded.backbone.to(getattr(torch, keys.dtype)).eval()
+    writer = Writer(model, tokenizer, keys)
+    if keys.state is not None:
+        results = [writer.resume(Path(keys.state), show=_show)]
+        print()
+    elif len(prompts) == 1:
+        _show(prompts[0])
+        results = writer.write(prompts, show=_show)
+        print()
+    else:
+        results = writer.write(prompts)
+        for prompt, written in zip(prompts, results, strict=True):
+            print(f"{prompt}{written.text}\n")
+    rows = [
+        {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
+        for prompt, written in zip(prompts or [None], results, strict=True)
+    ]
+    if keys.output is not None:
+        Path(keys.output).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(keys.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return rows
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: of .jsonl the `prompt` of each line, else each line that is not empty.
+
+    ValueError, in one line, for a file without a prompt, one that is no UTF-8 and a line that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8: {error.reason} at byte {error.start}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            prompts.append(line)
+            continue
+        try:
+            found = json.loads(line)
+            prompts.append(found if isinstance(found, str) else found["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: no JSON object with the key prompt") from error
+        if not isinstance(prompts[-1], str):
+            raise ValueError(f"{path}, line {number}: prompt is no text")
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts
+
+
+class Writer:
+    """Continues texts with a model, several at once; what is drawn for one depends on its number and the seed alone."""
+
+    def __init__(self, model: TokenBackbone, tokenizer: Tokenizer, keys: GenerateKeys) -> None:
+        self.model, self.tokenizer, self.keys = model, tokenizer, keys
+        self.device = next(model.parameters()).device
+        self.sampling = Sampling(keys.temperature, keys.top_k, keys.top_p, keys.repetition_penalty)
+        growing = any(getattr(part, "growing_state", False) for part in model.modules())
+        wanted = keys.cuda_graph
+        self.uses_graph = (self.device.type == "cuda" and not growing) if wanted is None else wanted
+        if self.uses_graph:
+            check_step_graph(model)
+        StopStrings(keys.stop)
+
+    def write(self, prompts: Sequence[str], show: Callable[[str], None] | None = None) -> list[Written]:
+        """Continue each prompt; `show` gets the text of a single one as it is written."""
+        requests = [Request(self._encode(prompt), number) for number, prompt in enumerate(prompts)]
+        # Rows of similar lengths share a batch: the longest prompt of a batch decides how long it is read.
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))
+        found: dict[int, Written] = {}
+        size = self.keys.batch_size
+        if self.keys.save_state is not None and len(requests) > 1:
+            raise ValueError("save_state keeps the state of one text: give one prompt")
+        for start in range(0, len(order), size):
+            batch = [requests[index] for index in order[start : start + size]]
+            found |= dict(zip(order[start : start + size], self._write(batch, show), strict=True))
+        return [found[index] for index in range(len(requests))]
+
+    def resume(self, path: Path, show: Callable[[str], None] | None = None) -> Written:
+        """Continue the text whose state `save_state` has written, as if it had not been interrupted."""
+        saved = _read_state(path)
+        if saved["model"] != _fingerprint(self.model):
+            raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
+        state = _fill(self.model.initial_state(1), saved["state"], self.device)
+        request = Request(saved["read"], 0)
+        return self._continue([request], state, saved["scores"].to(self.device), [saved["written"]], show)[0]
+
+    @torch.inference_mode()
+    def _write(self, requests: Sequence[Request], show: Callable[[str], None] | None) -> list[Written]:
+        longest = max(len(request.tokens) for request in requests)
+        tokens = torch.full((len(requests), longest), self.tokenizer.separator)
+        for row, request in enumerate(requests):
+            tokens[row, : len(request.tokens)] = torch.tensor(request.tokens)
+        lengths = torch.tensor([len(request.tokens) for request in requests])
+        # Prompts of one length need no mask, which some kernels refuse.
+        mask = None if bool((lengths == longest).all()) else torch.arange(longest) < lengths[:, None]
+        features, state = self.model.forward_features(
+            tokens.to(self.device), mask=None if mask is None else mask.to(self.device)
+        )
+        last = features[torch.arange(len(requests), device=self.device), (lengths - 1).to(self.device)]
+        return self._continue(requests, state, self.model.forward_head(last), [[] for _ in requests], show)
+
+    @torch.inference_mode()
+    def _continue(
+        self,
+        requests: Sequence[Request],
+        state: Any,
+        scores: Tensor,
+        before: Sequence[list[int]],
+        show: Callable[[str], None] | None,
+    ) -> list[Written]:
+        """Write behind `scores [B, V]`; `before` are the tokens that an interrupted writing has drawn."""
+        keys, rows = self.keys, len(requests)
+        written = [Written([]) for _ in requests]
+        texts = [
+            _Text(self.tokenizer, keys.stop, request.tokens + old)
+            for request, old in zip(requests, before, strict=True)
+        ]
+        seen = self._seen(requests, before, scores.shape[-1])
+        graph = None
+        drawn = len(before[0])
+        for step in range(keys.max_new_tokens):
+            places = [derive_seed(keys.seed, request.number, drawn + step) / 2**63 for request in requests]
+            token = choose_tokens(
+                scores, torch.tensor(places, dtype=torch.float64).to(self.device), self.sampling, seen
+            )
+            if seen is not None:
+                seen.scatter_(1, token[:, None], True)
+            for one, text, number in zip(written, texts, token.tolist(), strict=True):
+                self._take(one, text, number, show)
+            if all(one.reason is not None for one in written):
+                break
+            if step + 1 == keys.max_new_tokens and keys.save_state is None:
+                break
+            if self.uses_graph:
+                graph = graph or StepGraph(self.model, state)
+                scores = graph(token)
+            else:
+                scores, state = self.model.step(token, state)
+        for one, text in zip(written, texts, strict=True):
+            if one.reason is None:
+                one.reason = "length"
+            if one.reason != "stop":
+                _add(one, text.finish(), show)
+        if keys.save_state is not None:
+            assert rows == 1
+            if written[0].reason != "length":
+                raise ValueError(
+                    f"save_state: the text has ended by {written[0].reason}, and there is nothing to go on with"
+                )
+            kept = state if graph is None else graph.state
+            _save_state(Path(keys.save_state), self.model, kept, scores, requests[0], before[0] + written[0].tokens)
+        return written
+
+    def _take(self, written: Written, text: _Text, token: int, show: Callable[[str], None] | None) -> None:
+        """Add a token to a row that is not at its end."""
+        if written.reason is not None:
+            return
+        if token == self.tokenizer.separator and self.keys.end:
+            written.reason = "end"
+            return
+        written.tokens.append(token)
+        _add(written, text.push(token), show)
+        if text.stopped:
+            written.reason = "stop"
+
+    def _encode(self, prompt: str) -> list[int]:
+        tokens = [self.tokenizer.separator, *map(int, self.tokenizer.encode(prompt))]
+        most = self.model.max_length
+        if max(tokens) >= self.model.vocab_size:
+            raise ValueError(
+                f"the prompt has the token {max(tokens)}, and the model knows {self.model.vocab_size}: the tokenizer "
+                "is not that of the model"
+            )
+        if most is not None and len(tokens) + self.keys.max_new_tokens > most:
+            raise ValueError(
+                f"the prompt of {len(tokens)} tokens and max_new_tokens={self.keys.max_new_tokens} are more than the "
+                f"{most} positions that the model has learned: give fewer"
+            )
+        return tokens
+
+    def _seen(self, requests: Sequence[Request], before: Sequence[list[int]], vocabulary: int) -> Tensor | None:
+        if self.sampling.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool)
+        for row, (request, old) in enumerate(zip(requests, before, strict=True)):
+            seen[row, request.tokens + old] = True
+        return seen.to(self.device)
+
+
+class _Text:
+    """The text of a row, of which stop strings are no part."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], context: Sequence[int]) -> None:
+        self._stream, self._stops = TextStream(tokenizer, context), StopStrings(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.stopped
+
+    def push(self, token: int) -> str:
+        return self._stops.push(self._stream.push(token))
+
+    def finish(self) -> str:
+        return self._stops.push(self._stream.finish()) + self._stops.finish()
+
+
+def _add(written: Written, text: str, show: Callable[[str], None] | None) -> None:
+    written.text += text
+    if show is not None and text:
+        show(text)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _save_state(
+    path: Path, model: TokenBackbone, state: Any, scores: Tensor, request: Request, written: list[int]
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
+    content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
+    torch.save({**content, "model": _fingerprint(model)}, partial)
+    partial.replace(path)
+
+
+def _fingerprint(model: TokenBackbone) -> str:
+    """Tells models apart: by their arguments, and by their embeddings, which every training changes."""
+    weights = model.embedding.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    arguments = json.dumps(describe(model)["model_args"], sort_keys=True, default=str).encode()
+    return hashlib.blake2b(arguments + weights, digest_size=16).hexdigest()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"state={path}: there is no such file; `longseq generate save_state=FILE` writes one")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"state={path} cannot be read: it is damaged, or none of `longseq generate`") from error
+    if not isinstance(saved, dict) or not {"state", "scores", "read", "written", "model"} <= saved.keys():
+        raise ValueError(f"state={path} is none of `longseq generate save_state=FILE`")
+    return saved
+
+
+def _fill(template: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """A state as `template`, with the tensors of these names, in the order of `state_tensors`."""
+    found = iter(tensors.values())
+
+    def fill(part: Any) -> Any:
+        if part is None:
+            return None
+        if isinstance(part, Tensor):
+            return next(found).to(device)
+        parts = [fill(one) for one in part]
+        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+
+    return fill(template)

@@ -1,0 +1,188 @@
+"""Generated text: what a row depends on, how tokens become text, where it ends, and how it goes on later."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longseq import mixers
+from longseq.backbones.sampling import Sampling, choose_tokens
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks import generate
+from longseq.tasks.generate import GenerateKeys, Writer
+from longseq.tasks.text.stream import StopStrings, TextStream
+from longseq.tasks.text.tokenizer import ByteTokenizer
+
+PROMPTS = ["a", "some text", "état", "a longer prompt than the others"]
+KEYS = {
+    "checkpoint": "x.ckpt", "weights": "auto", "prompt": "x", "input": None, "output": None, "max_new_tokens": 12,
+    "temperature": 1.0, "top_k": None, "top_p": None, "repetition_penalty": 1.0, "stop": [], "end": True, "seed": 0,
+    "batch_size": 64, "device": "cpu", "dtype": "float32", "cuda_graph": None, "state": None, "save_state": None,
+}  # fmt: skip
+
+
+def make_writer(mixer="gated_deltanet", **keys):
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=2, mixer=mixer).double().eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(30)
+    return Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **keys}))
+
+
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
+    writer = make_writer(mixer, temperature=0.0, max_new_tokens=6)
+    together = writer.write(PROMPTS)
+    for prompt, written in zip(PROMPTS, together, strict=True):
+        assert writer.write([prompt])[0].tokens == written.tokens
+        start = torch.tensor([[256, *prompt.encode()]])
+        wanted = writer.model.generate(start, 6, temperature=0)[0, start.shape[1] :].tolist()
+        assert written.tokens == (wanted[: wanted.index(256)] if 256 in wanted else wanted)
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_number_of_the_prompt_alone():
+    whole = make_writer(batch_size=4).write(PROMPTS)
+    assert [one.tokens for one in make_writer(batch_size=1).write(PROMPTS)] == [one.tokens for one in whole]
+    assert [one.tokens for one in make_writer(seed=1).write(PROMPTS)] != [one.tokens for one in whole]
+    first, second = make_writer().write(["same", "same"])
+    assert first.tokens != second.tokens
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "vla"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path):
+    options = {"repetition_penalty": penalty, "end": False}
+    whole = make_writer(mixer, max_new_tokens=30, **options).write(["début"])[0]
+    saved = str(tmp_path / "text.state")
+    first = make_writer(mixer, max_new_tokens=11, save_state=saved, **options).write(["début"])[0]
+    again = str(tmp_path / "again.state")
+    second = make_writer(mixer, max_new_tokens=4, save_state=again, **options).resume(tmp_path / "text.state")
+    third = make_writer(mixer, max_new_tokens=15, **options).resume(tmp_path / "again.state")
+    assert first.tokens + second.tokens + third.tokens == whole.tokens
+
+
+def test_a_state_of_another_model_is_refused(tmp_path):
+    make_writer(save_state=str(tmp_path / "a.state"), end=False).write(["x"])
+    with pytest.raises(ValueError, match="is of another model, or dtype, than checkpoint="):
+        make_writer("mamba2").resume(tmp_path / "a.state")
+    (tmp_path / "b.state").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="cannot be read"):
+        make_writer().resume(tmp_path / "b.state")
+
+
+def test_the_end_token_and_stop_strings_end_a_text():
+    writer = make_writer()
+    for drawn, stop, wanted in (
+        (b"ab\nno", [], ("ab\nno", "length")),
+        (b"ab", [], ("ab", "end")),
+        (b"ab STOP more", ["STOP"], ("ab ", "stop")),
+    ):
+        texts = [*drawn] + [256] * (12 - len(drawn)) if wanted[1] == "end" else [*drawn]
+        script = iter(texts)
+        writer.keys = GenerateKeys(**{**KEYS, "stop": stop, "max_new_tokens": len(texts)})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generate, "choose_tokens", lambda *_, script=script: torch.tensor([next(script)]))
+            (written,) = writer.write(["x"])
+        assert (written.text, written.reason) == wanted
+
+
+def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_back():
+    stops = StopStrings(["END", "ENOUGH"])
+    assert [stops.push(part) for part in ("text E", "N", "O", "R ", "EN", "D more")] == [
+        "text ",
+        "",
+        "",
+        "ENOR ",
+        "",
+        "",
+    ]
+    assert stops.stopped
+    assert stops.push("more") == stops.finish() == ""
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        StopStrings([""])
+    unfinished = StopStrings(["END"])
+    assert unfinished.push("the EN") + unfinished.finish() == "the EN"
+
+
+@pytest.mark.parametrize("text", ["plain", "été", "漢字かな", "a😀b", "e\u0301", "\n\n\t"])
+def test_characters_come_whole_and_in_order(text):
+    stream = TextStream(ByteTokenizer(), context=[1, 2, 195])
+    parts = [stream.push(token) for token in text.encode()]
+    assert "".join(parts) + stream.finish() == text
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts)
+    held = TextStream(ByteTokenizer())
+    assert [held.push(token) for token in "😀".encode()] == ["", "", "", "😀"]
+
+
+def test_bytes_that_are_no_character_are_shown_in_the_end():
+    stream = TextStream(ByteTokenizer())
+    assert [stream.push(token) for token in b"a\xff"] == ["a", ""]
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+    stream = TextStream(ByteTokenizer())
+    assert "".join(stream.push(token) for token in b"\xffab") == "\N{REPLACEMENT CHARACTER}ab"
+
+
+def test_shares_of_drawn_tokens_are_those_of_the_scores():
+    scores = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)).expand(10_000, 4)
+    places = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+
+    def shares(**options):
+        return choose_tokens(scores, places, Sampling(**options)).bincount(minlength=4) / 10_000
+
+    torch.testing.assert_close(shares(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=2e-4, rtol=0)
+    torch.testing.assert_close(shares(top_k=2), torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=2e-4, rtol=0)
+    torch.testing.assert_close(shares(top_p=0.79), torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=2e-4, rtol=0)
+    torch.testing.assert_close(shares(top_p=0.01), torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    squares = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
+    torch.testing.assert_close(shares(temperature=0.5), squares / squares.sum(), atol=2e-4, rtol=0)
+    assert shares(temperature=0.0)[0] == 1
+
+
+def test_the_penalty_makes_seen_tokens_less_probable():
+    scores = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
+    seen = torch.tensor([[True, False, True, False]])
+    places, best = torch.zeros(1), Sampling(temperature=0.0, repetition_penalty=2.0)
+    assert choose_tokens(scores, places, best, seen).tolist() == [1]
+    assert choose_tokens(scores[:, 2:], places, best, seen[:, 2:]).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_prompts_come_from_lines_and_from_json(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo words\n")
+    assert generate.read_prompts(tmp_path / "a.txt") == ["one", "two words"]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "two\nlines"}) + '\n"bare"\n')
+    assert generate.read_prompts(tmp_path / "b.jsonl") == ["two\nlines", "bare"]
+    for content, message in ((b"{}\n", "line 1: no JSON object"), (b"\xff", "is no UTF-8"), (b"\n", "holds no prompt")):
+        (tmp_path / "bad.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            generate.read_prompts(tmp_path / "bad.jsonl")
+
+
+def test_a_prompt_that_the_model_cannot_read_is_one_line():
+    writer = make_writer()
+    writer.tokenizer = SimpleNamespace(separator=256, encode=lambda text: [300])
+    with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
+        writer.write(["x"])
+    model = TokenBackbone(
+        vocab_size=257, d_model=16, depth=1, mixer="linear_attention", positions="learned", max_length=8
+    )
+    with pytest.raises(ValueError, match=r"more than the 8 positions"):
+        Writer(model, ByteTokenizer(), GenerateKeys(**KEYS)).write(["x"])
+    with pytest.raises(ValueError, match="give one of prompt=TEXT, input=FILE and state=FILE; there is none of them"):
+        GenerateKeys(**{**KEYS, "prompt": None})

@@ -1,0 +1,319 @@
+"""Runs of `longseq train task=lm`: what they report, interruptions, another end, Muon, and a sharded model."""
+
+from __future__ import annotations
+
+import copy
+import email
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from timm.optim import param_groups_weight_decay
+
+import longseq
+from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks import evaluate, generate, train
+from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.text import corpora
+from longseq.tasks.training import muon
+from longseq.tasks.training.callbacks import throughput
+from longseq.tasks.training.muon import create_muon
+
+FILES = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
+WORDS = (
+    "task=lm",
+    "trainer=cpu",
+    "mixer=linear_attention",
+    "data.window=16",
+    "data.validation=0.2",
+    "data.test=0.2",
+    "model.d_model=16",
+    "model.depth=1",
+    "recipe.batch_size=64",
+    "recipe.updates=8",
+    "recipe.validate_every_updates=3",
+    "recipe.schedule.warmup_updates=2",
+    "trainer.log_every_n_steps=1",
+    "+trainer.limit_val_batches=3",
+    "+trainer.limit_test_batches=3",
+    "callbacks.checkpoint.every_n_train_steps=1",
+    "callbacks.telemetry=null",
+    "callbacks.text_samples.tokens=5",
+)
+
+
+class Interruption(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def few_files(monkeypatch):
+    """Few files in place of the whole standard library."""
+    monkeypatch.setattr(corpora, "standard_library_files", lambda: FILES)
+
+
+@pytest.fixture
+def run(compose_config, tmp_path, monkeypatch):
+    """run(NAME, *overrides, stop=None): train in tmp_path/NAME, up to the middle of an update; gives the folder."""
+
+    def go(name, *overrides, stop=None):
+        whole = LanguageModelTask.training_step
+
+        def step(self, batch, batch_idx):
+            if self.global_step == stop and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+                raise Interruption
+            return whole(self, batch, batch_idx)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LanguageModelTask, "training_step", step)
+            config = compose_config("train", *WORDS, *overrides, f"output={tmp_path / name}")
+            if stop is None:
+                train.run(config)
+            else:
+                with pytest.raises(Interruption):
+                    train.run(config)
+        return tmp_path / name
+
+    return go
+
+
+def last(folder):
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def assert_same_run(one, other):
+    first, second = last(one), last(other)
+    assert first["global_step"] == second["global_step"]
+    differing = [
+        name for name, value in first["state_dict"].items() if not torch.equal(value, second["state_dict"][name])
+    ]
+    assert not differing
+
+
+def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, capsys, monkeypatch):
+    monkeypatch.setattr(throughput, "peak_flops", lambda device, precision, matmul_precision: 1e12)
+    folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert 1 < metrics["test/bits_per_byte"] < 9
+    assert metrics["test/perplexity"] == pytest.approx(2.718281828 ** metrics["test/loss"], rel=1e-4)
+    assert 1 < metrics["test/gzip_bits_per_byte"] < 4
+    assert [row["from"] for row in metrics["test/perplexity_by_position"]] == [0, 1, 2, 4, 8]
+    assert sum(row["tokens"] for row in metrics["test/perplexity_by_position"]) == 3 * 64
+    assert metrics["higher_is_better"]["val/loss"] is False
+    printed = capsys.readouterr().out
+    assert "bits per byte of gzip -9" in printed
+    assert "The model writes, from the start of a document:" in printed
+    events = EventAccumulator(str(folder)).Reload()
+    assert len(events.Tensors("val/sample/text_summary")) == 3
+    assert {"train/loss", "val/bits_per_byte", "throughput/tokens_per_second"} <= set(events.Tags()["scalars"])
+    rates, used = (events.Scalars(f"throughput/{name}") for name in ("tokens_per_second", "mfu"))
+    model = longseq.from_pretrained(folder / "model")
+    wanted = rates[-1].value * 3 * model.flops(16) / 16 / 1e12
+    assert used[-1].value == pytest.approx(wanted, rel=1e-4)
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    losses = {event.step: event.value for event in events.Scalars("val/loss")}
+    assert losses[best["global_step"] - 1] == min(losses.values())
+
+
+def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp_path, capsys):
+    folder = run("whole")
+    checkpoint = f"checkpoint={folder / 'checkpoints' / 'best.ckpt'}"
+    limits = ("+trainer.limit_test_batches=3", "trainer=cpu", "data.eval_batch_size=4")
+    found = evaluate.run(compose_config("evaluate", checkpoint, *limits))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert found["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import "}\n{"prompt": "é"}\n')
+    files = (f"input={tmp_path / 'prompts.jsonl'}", f"output={tmp_path / 'texts.jsonl'}")
+    capsys.readouterr()
+    generate.run(compose_config("generate", checkpoint, *files, "max_new_tokens=8", "device=cpu", "end=false"))
+    rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["tokens"], row["reason"]) for row in rows] == [
+        ("import ", 8, "length"),
+        ("é", 8, "length"),
+    ]
+    assert f"import {rows[0]['text']}" in capsys.readouterr().out
+    generate.run(
+        compose_config("generate", checkpoint, "prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
+    )
+    assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
+
+
+PACKINGS = {
+    "rows": (),
+    "packed": ("data.reset_state=true", "trainer.accumulate_grad_batches=2"),
+    "documents": ("data.packing=documents", "data.reset_state=true"),
+    "streams": ("data.packing=streams", "data.reset_state=true"),
+    "streams_of_rows": ("data.packing=streams",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_run_that_is_interrupted_anywhere_ends_as_one_that_is_not(packing, run):
+    words = (*PACKINGS[packing], "mixer=gated_deltanet")
+    whole = run("whole", *words)
+    cut = run("cut", *words, stop=random.Random(packing).randrange(1, 8))
+    run("cut", *words, "resume=true")
+    assert_same_run(whole, cut)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_runs_of_every_mixer_resume_bitwise(mixer, run):
+    words = (f"mixer={mixer}", "data.reset_state=true")
+    whole = run("whole", *words)
+    cut = run("cut", *words, stop=random.Random(mixer).randrange(1, 8))
+    run("cut", *words, "resume=true")
+    assert_same_run(whole, cut)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_constant_rate_ends_elsewhere_from_its_checkpoint(run, tmp_path):
+    decay = "recipe.schedule.decay_epochs=0.5"
+    run("long", decay, "recipe.updates=30", stop=4)
+    branch = shutil.copy(tmp_path / "long" / "checkpoints" / "last.ckpt", tmp_path / "branch.ckpt")
+    short = run("short", decay)
+    leg = run("leg", decay, f"resume={branch}")
+    assert_same_run(short, leg)
+    with pytest.raises(
+        ValueError, match=r"the checkpoint is of update 8, and the learning rate falls from update 5 on"
+    ):
+        run("later", decay, "recipe.updates=30", f"resume={short / 'checkpoints' / 'last.ckpt'}")
+    with pytest.raises(ValueError, match=r"was trained with another configuration \(recipe\.learning_rate"):
+        run("other", decay, "recipe.updates=30", "recipe.learning_rate=1", f"resume={branch}")
+
+
+def test_the_part_in_which_a_rate_falls_lies_within_the_run(run):
+    with pytest.raises(ValueError, match=r"recipe\.schedule\.decay_epochs=3: give the part of the run"):
+        run("run", "recipe.schedule.decay_epochs=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("recipe.batch_size=100",), r"recipe\.batch_size=100 counts tokens .* set recipe\.batch_size=96"),
+        (("data.packing=streams", "mixer=attention"), r"the state of Attention grows with every token"),
+        (("+recipe.loss.z_los=1",), r"recipe\.loss\.z_los is unknown: did you mean recipe\.loss\.z_loss"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, message, compose_config, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train.run(compose_config("train", *WORDS, *words, f"output={tmp_path / 'run'}"))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer="gated_deltanet")
+
+
+def descend(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        features, _ = model.forward_features(torch.arange(10)[None])
+        model.summed_loss(features, torch.arange(1, 11)[None]).objective.backward()
+        optimizer.step()
+
+
+def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
+    model, other = make_model(), make_model()
+    optimizer = create_muon(model, lr=0.01, weight_decay=0.1)
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = {named[id(p)] for group in optimizer.param_groups if group["muon"] for p in group["params"]}
+    assert {name.rsplit(".", 2)[-2] for name in chosen} == {"in_proj", "out_proj", "fc1_g", "fc1_x", "fc2"}
+    decayed = {named[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert not decayed & model.no_weight_decay()
+    assert chosen < decayed
+    everything = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(everything) == sorted(named)
+    twins = dict(other.named_parameters())
+    hidden = [twins[name] for name in chosen]
+    taken = set(map(id, hidden))
+    groups = [
+        {**group, "params": [p for p in group["params"] if id(p) not in taken]}
+        for group in param_groups_weight_decay(other, 0.1, no_weight_decay_list=other.no_weight_decay())
+    ]
+    parts = [
+        torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)),
+    ]
+
+    class Both:
+        def zero_grad(self):
+            other.zero_grad()
+
+        def step(self):
+            for part in parts:
+                part.step()
+
+    descend(model, optimizer)
+    descend(other, Both())
+    for name, value in other.named_parameters():
+        torch.testing.assert_close(
+            dict(model.named_parameters())[name], value, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_muon_goes_on_from_its_state():
+    model = make_model()
+    optimizer = create_muon(model, lr=0.01)
+    descend(model, optimizer)
+    again = copy.deepcopy(model)
+    other = create_muon(again, lr=1.0)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    descend(model, optimizer)
+    descend(again, other)
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_muon_refuses_shards_in_one_line(monkeypatch):
+    monkeypatch.setattr(muon, "is_sharded", lambda parameter: True)
+    with pytest.raises(ValueError, match="Muon needs whole matrices, and trainer=fsdp shards them: take trainer=ddp"):
+        create_muon(make_model(), lr=0.01)
+
+
+PLUGIN = """
+import email, json
+from pathlib import Path
+from longseq.tasks.lm import data
+files = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
+data.standard_library_files = lambda: files
+"""
+ADAMW = ("recipe=lm", "recipe.tokens=null", "recipe.schedule.warmup_tokens=null", "recipe.learning_rate=0.01")
+
+
+@pytest.mark.slow
+def test_a_sharded_run_on_two_processes_goes_on_as_one_process_would(run, command, tmp_path):
+    whole = run("whole", *ADAMW)
+    run("cut", *ADAMW, stop=4)
+    (tmp_path / "few_files.py").write_text(PLUGIN)
+    words = [word for word in WORDS if word != "trainer=cpu"]
+    sharded = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.devices=2")
+    telemetry = "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 2}"
+    done = command(
+        tmp_path,
+        "train",
+        "plugins=[few_files]",
+        *words,
+        *ADAMW,
+        *sharded,
+        telemetry,
+        "resume=true",
+        "hydra.run.dir=cut",
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = last(whole), last(tmp_path / "cut")
+    assert second["global_step"] == 8
+    for name, value in first["state_dict"].items():
+        torch.testing.assert_close(second["state_dict"][name], value, rtol=1e-3, atol=1e-5)
+    assert json.loads((tmp_path / "cut" / "metrics.json").read_text())["updates"] == 8
+
+
+def test_an_average_of_a_sharded_model_is_refused(run):
+    average = "recipe.ema={decay: 0.9}"
+    with pytest.raises(ValueError, match=r"recipe\.ema averages whole weights, and trainer=fsdp shards them"):
+        run("run", average, "+trainer.strategy=fsdp")
