@@ -56,7 +56,8 @@ def check_loaded(names: Iterable[str], label: str) -> None:
     `checkpoint=FILE`.
     """
     wanted = list(names)
-    missing = [name for name in wanted if name not in load() and name not in sys.modules] if wanted else []
+    present = load() if wanted else ()  # looks through all installed packages
+    missing = [name for name in wanted if name not in present and name not in sys.modules]
     if missing:
         listed = ", ".join(missing)
         raise ValueError(

@@ -71,8 +71,12 @@ def _prepared(
     known = hashlib.sha256(plan.encode()).hexdigest()[:16]
     base = cache_folder() if keys.cache is None else Path(keys.cache)
     output = base / f"{name}_{known}"
-    base.mkdir(parents=True, exist_ok=True)
-    with (base / f"{output.name}.lock").open("w") as lock:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        opened = (base / f"{output.name}.lock").open("w")
+    except OSError as error:
+        raise ValueError(f"{base} cannot be written ({error.strerror}): give data.cache=FOLDER") from error
+    with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (output / MANIFEST).exists():
             _log.info("preparing %s in %s", name, output)

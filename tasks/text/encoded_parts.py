@@ -31,14 +31,14 @@ def encode_part(
 ) -> None:
     """Write the tokens of a part, and then its counts: a part that has counts is complete."""
     counts: Counter[str] = Counter(documents=0, empty=0, malformed=0)
-    malformed: list[str] = []
+    malformed: list[Malformed] = []
 
     def documents() -> Iterator[Document]:
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
                 counts["malformed"] += 1
                 if len(malformed) < NAMED:
-                    malformed.append(one.describe())
+                    malformed.append(one)
             elif not one.text:
                 counts["empty"] += 1
             else:
@@ -81,8 +81,8 @@ def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial:
                     if not (line := process.stdout.readline()):
                         raise _ended(process, processes)
                     answer = json.loads(line)
-                    if "errno" in answer:
-                        raise OSError(answer["errno"], answer["reason"])
+                    if "error" in answer:
+                        raise OSError(*answer["error"])
                     if "mistake" in answer:
                         raise ValueError(answer["mistake"])
                     if "done" in answer:
@@ -125,7 +125,7 @@ def work(path: str) -> None:
         try:
             encode_part(index, parts[index], columns, job["tokenizer"], job["fractions"], Path(path).parent)
         except OSError as error:
-            _answer(errno=error.errno, reason=str(error))
+            _answer(error=[error.errno, error.strerror or str(error), error.filename])
             return
         except ValueError as error:
             _answer(mistake=str(error))

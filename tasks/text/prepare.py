@@ -154,14 +154,14 @@ def prepare(
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
     `processes` is the number of processes that read and encode, by default one for each core that this process can use.
-    ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, or the
-    disk is full.
+    ValueError, in one line: the folder holds other tokens, another process writes there, nothing could be read, a file
+    cannot be read or written, or the disk is full.
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with _full_disk_told(output), locked(partial, "output"):
+    with _told_in_one_line(output), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
@@ -270,12 +270,12 @@ def _encode_parts(
             for _ in encode_side_by_side(waiting, job, partial, processes):
                 progress.advance(task)
     counts: Counter[str] = Counter()
-    malformed: list[str] = []
+    malformed: list[Malformed] = []
     for index in range(len(parts)):
         found = json.loads(told_path(partial, index).read_text())
         counts.update(found["counts"])
-        malformed += found["malformed"]
-    return counts, malformed[:NAMED]
+        malformed += [Malformed(*fields) for fields in found["malformed"]]
+    return counts, [one.describe() for one in malformed[:NAMED]]
 
 
 def _join(
@@ -372,10 +372,11 @@ def _progress(shown: bool) -> Progress:
 
 
 @contextmanager
-def _full_disk_told(output: Path) -> Iterator[None]:
+def _told_in_one_line(output: Path) -> Iterator[None]:
+    """Raise ValueError where a file cannot be read or written, or the disk is full."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error
+        raise ValueError(f"{error.filename or output}: {error.strerror or error}") from error

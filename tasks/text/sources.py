@@ -66,9 +66,14 @@ class Malformed(NamedTuple):
     def describe(self) -> str:
         line = self.line
         if self.offset is not None:
-            with open(self.path, "rb") as file:
-                line = 1 + file.read(self.offset).count(b"\n")
+            line = 1 + _count_lines(self.path, self.offset)
         return f"{self.path}{f', line {line}' if line is not None else ''}: {self.reason}"
+
+
+def _count_lines(path: str, stop: int, block: int = 1 << 20) -> int:
+    """The ends of lines in the first `stop` bytes of a file."""
+    with open(path, "rb") as file:
+        return sum(file.read(min(block, stop - start)).count(b"\n") for start in range(0, stop, block))
 
 
 def find_parts(

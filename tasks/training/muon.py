@@ -79,7 +79,7 @@ def create_muon(
     chosen = {id(parameter) for parameter in hidden}
     groups = [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) not in chosen]}
-        for group in param_groups_weight_decay(model, weight_decay, kept)
+        for group in param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
     ]
     muon = torch.optim.Muon(
         hidden,

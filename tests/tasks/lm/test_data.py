@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,30 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert as_lists(iter(again.train_dataloader())) == as_lists(iter(data.train_dataloader()))
     jsonl.write_text(json.dumps({"text": "another text " * 40}) + "\n" + jsonl.read_text())
     assert make(**options).info.sizes != data.info.sizes
+
+
+def test_processes_that_start_together_prepare_a_text_once(
+    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, begun = [], threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        prepared.append(1)
+        begun.wait(0.3)  # the other comes here too, unless it waits
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(corpora, "prepare", slow)
+    options = {"source": "files", "root": str(jsonl), "cache": str(tmp_path / "cache"), "test": 0.1}
+    found: list[LanguageModelData] = []
+    threads = [threading.Thread(target=lambda: found.append(make(**options))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(prepared), found[0].info) == (1, found[1].info)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\): give data.cache=FOLDER"):
+        make(**{**options, "cache": str(tmp_path / "file" / "cache")})
 
 
 def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tokens: Path, tmp_path: Path) -> None:

@@ -225,6 +225,9 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen = {named[id(p)] for group in optimizer.param_groups if group["muon"] for p in group["params"]}
     assert {name.rsplit(".", 2)[-2] for name in chosen} == {"in_proj", "out_proj", "fc1_g", "fc1_x", "fc2"}
+    decayed = {named[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert not decayed & model.no_weight_decay()
+    assert chosen < decayed
     everything = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(everything) == sorted(named)
     twins = dict(other.named_parameters())
@@ -232,7 +235,7 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
     taken = set(map(id, hidden))
     groups = [
         {**group, "params": [p for p in group["params"] if id(p) not in taken]}
-        for group in param_groups_weight_decay(other, 0.1, other.no_weight_decay())
+        for group in param_groups_weight_decay(other, 0.1, no_weight_decay_list=other.no_weight_decay())
     ]
     parts = [
         torch.optim.Muon(hidden, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
