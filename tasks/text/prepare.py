@@ -90,7 +90,7 @@ class PrepareKeys(CommandKeys):
     def __post_init__(self) -> None:
         if self.validation + self.test >= 1:
             raise ValueError(
-                f"validation={self.validation} and test={self.test} leave nothing to train on: their sum must be below 1"
+                f"validation={self.validation} and test={self.test} leave nothing to train on: give less than 1"
             )
 
 
