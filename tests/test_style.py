@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,8 @@ def test_lint() -> None:
 
 
 @pytest.mark.slow
-def test_types(tmp_path: Path) -> None:
-    run_tool("mypy", "--cache-dir", tmp_path / "cache", "longseq")
+def test_types() -> None:
+    run_tool("mypy", "--cache-dir", os.devnull, "longseq")
 
 
 @pytest.mark.slow

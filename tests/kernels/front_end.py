@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.language.semantic import TritonSemantic
+from triton.runtime.jit import JITCallable
 
 
 def stop_after_front_end() -> None:
@@ -32,3 +35,7 @@ def stop_after_front_end() -> None:
         return b""
 
     ASTSource.__init__, ASTSource.make_ir, CUDABackend.add_stages = begin_alike, make_nothing, add_empty_stages
+    # A function is parsed once, however many kernels call it and with whatever types.
+    JITCallable.parse = functools.cache(JITCallable.parse)
+    # Whether integers overflow is computed for an assertion that is left out without `debug`.
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None

@@ -15,7 +15,7 @@ from longseq.tools.export.graph import capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["check", "open_file", "write"]
+__all__ = ["check", "open_file", "optimize", "write"]
 
 # A protobuf message ends at 2 GiB; the graph around the weights takes some of it.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
@@ -59,7 +59,7 @@ def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Cou
         verbose=False,
     )
     assert program is not None
-    _optimize(program)
+    optimize(program)
     model = program.model_proto
     _check_model(model, spec)
     _clean(model)
@@ -69,7 +69,7 @@ def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Cou
     return Counter(node.op_type for node in _nodes(model.graph))
 
 
-def _optimize(program: Any) -> None:
+def optimize(program: Any) -> None:
     """Run the exporter's optimizer, after passes that leave less for it to do.
 
     Its time grows with the square of the number of nodes. Most nodes are sizes that can be computed now, results that
