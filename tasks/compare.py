@@ -153,7 +153,7 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
     `own` are the keys of this command, `given` the overrides of every run. If a key is given several times, the last
     value counts: the overrides of a row replace those of every run, and those of the sweep replace both.
     """
-    rates = own.learning_rates or [None]
+    rates: Sequence[float | None] = own.learning_rates or [None]
     swept = own.sweep or {}
     settings = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
     output = Path(own.output).absolute()
