@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -110,7 +111,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
             print(f"{prompt}{written.text}\n")
     rows = [
         {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
-        for prompt, written in zip(prompts or [None], results, strict=True)
+        for prompt, written in zip_longest(prompts, results)
     ]
     if keys.output is not None:
         Path(keys.output).parent.mkdir(parents=True, exist_ok=True)

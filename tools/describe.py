@@ -178,10 +178,10 @@ def _part_of(name: str) -> str:
 
 def _count_decayed(model: nn.Module) -> dict[str, int]:
     """The numbers of parameters with and without weight decay: vectors, and those that the model names, have none."""
-    spared: Any = getattr(model, "no_weight_decay", set)()
-    counts = {"decayed": 0, "undecayed": 0}
-    for group in param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=spared):
-        counts["decayed" if group["weight_decay"] else "undecayed"] += sum(p.numel() for p in group["params"])
+    exempt: Any = getattr(model, "no_weight_decay", set)()
+    counts = {"with": 0, "without": 0}
+    for group in param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=exempt):
+        counts["with" if group["weight_decay"] else "without"] += sum(p.numel() for p in group["params"])
     return counts
 
 
@@ -351,7 +351,7 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     if parameters["trainable"] != parameters["total"]:
         rows.append(("  trainable", f"{parameters['trainable']:,}"))
     rows += [(f"  {name}", f"{count:,}") for name, count in parameters["parts"].items()]
-    rows.append(("without weight decay", f"{decay['undecayed']:,}"))
+    rows.append(("without weight decay", f"{decay['without']:,}"))
     rows.append(("FLOPs of one image", f"{_scaled(flops['forward'])}, forward ({flops['source']})"))
     layers = Counter((state["numbers"], state["readings"], _shapes(state["tensors"])) for state in facts["state"])
     for (numbers, readings, tensors), count in layers.items():

@@ -55,7 +55,7 @@ def check_arguments(verb: str, arguments: Sequence[str]) -> None:
 
 def is_users(error: BaseException) -> bool:
     """True for a mistake in the command or data, which one line explains; False for a bug, which needs a traceback."""
-    if isinstance(error, OSError):  # of a file that the command names, or a full disk
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # of a file of the command, a full disk
         return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, (ValueError, HydraException, OmegaConfBaseException, YAMLError))
 
@@ -68,11 +68,11 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         error = _raised_by_resolver(error) or error
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"no such file or folder: {error.filename}"
-    if isinstance(error, OSError):
-        place = "" if error.filename is None else f"{error.filename}: "
-        return f"{place}{(error.strerror or str(error)).lower()}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         return _unknown_option(error.missing_cfg_file, error.options)
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        place = "" if error.filename is None else f"{error.filename}: "
+        return f"{place}{(error.strerror or str(error)).lower()}"
     if isinstance(error, ConfigCompositionException) and (match := _NOT_THERE.match(str(error))):
         return _unknown_key(match["key"], verb, arguments) or " ".join(str(error).split())
     if isinstance(error, OverrideParseException):

@@ -59,8 +59,8 @@ class TextDataKeys:
             )
         if self.validation is not None and self.test is not None and self.validation + self.test >= 1:
             raise ValueError(
-                f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: their sum is "
-                "to be below 1"
+                f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: give less "
+                "than 1"
             )
         roots = 1 if self.root is None or isinstance(self.root, str) else len(self.root)
         if self.weights is not None and len(self.weights) != roots:

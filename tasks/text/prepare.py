@@ -88,15 +88,10 @@ class PrepareKeys(CommandKeys):
     processes: Annotated[int | None, Range(1)]
 
     def __post_init__(self) -> None:
-        check_fractions(self.validation, self.test, "validation", "test")
-
-
-def check_fractions(validation: float, test: float, *keys: str) -> None:
-    """Raise ValueError if the fractions leave nothing to train on."""
-    if validation + test >= 1:
-        raise ValueError(
-            f"{keys[0]}={validation} and {keys[1]}={test} leave nothing to train on: their sum is to be below 1"
-        )
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"validation={self.validation} and test={self.test} leave nothing to train on: give less than 1"
+            )
 
 
 @quiet_libraries()
@@ -195,9 +190,11 @@ def _is_named(tokenizer: str) -> bool:
     return tokenizer == "bytes" or trained_size(tokenizer) is not None
 
 
-def _stamp(path: str) -> list[int]:
-    """The properties by which a file counts as unchanged."""
+def _stamp(path: str) -> list[Any]:
+    """The size and the time of a file, by which a later one is told from it; of a folder those of its files."""
     try:
+        if os.path.isdir(path):
+            return [[name, *_stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
         found = os.stat(path)
     except OSError:
         return []

@@ -26,6 +26,7 @@ from longseq.tasks.training.update_mean import UpdateMean
 _log = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="TrainedModule")
+Result = TypeVar("Result")
 
 
 class TrainedModule(LightningModule, ABC):
@@ -96,7 +97,7 @@ class TrainedModule(LightningModule, ABC):
             if metric.higher_is_better is not None
         }
 
-    def compiled(self, forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    def compiled(self, forward: Callable[..., Result], **options: Any) -> Callable[..., Result]:
         """`forward` for training steps; compiled with these options of `torch.compile` if the training sets it.
 
         It is a function and not a module, so that the checkpoint holds the weights once.

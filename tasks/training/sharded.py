@@ -72,7 +72,8 @@ def name_parameters(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, 
     others than those of `optimizer`.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups, numbers = [], {}
+    groups: list[dict[str, Any]] = []
+    numbers: dict[Any, str] = {}
     if [len(group["params"]) for group in state["param_groups"]] != [len(g["params"]) for g in optimizer.param_groups]:
         raise ValueError("resume: the optimizer of the checkpoint has other groups of parameters than this one")
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):

@@ -17,6 +17,7 @@ from longseq.tasks.text.batch import IGNORED, TokenBatch
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
+from longseq.tasks.text.tokenizer import train_tokenizer
 from longseq.tasks.training.options import read
 
 TEXTS = [f"document {i}: " + "the cat sat on the mat; " * (i % 9) for i in range(80)]
@@ -98,6 +99,13 @@ def test_text_is_prepared_once(jsonl: Path, tokens: Path, tmp_path: Path, monkey
     assert as_lists(iter(again.train_dataloader())) == as_lists(iter(data.train_dataloader()))
     jsonl.write_text(json.dumps({"text": "another text " * 40}) + "\n" + jsonl.read_text())
     assert make(**options).info.sizes != data.info.sizes
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    sizes = []
+    for size in (270, 300):  # another tokenizer in the same file
+        (tokenizer / "tokenizer.json").write_text(train_tokenizer(TEXTS, size).to_dict()["json"])
+        sizes.append(make(**options, tokenizer=str(tokenizer)).info.vocab_size)
+    assert sizes == [270, 300]
 
 
 def test_processes_that_start_together_prepare_a_text_once(
