@@ -199,7 +199,7 @@ def mix_rows(weights, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def above(largest):
+def exponent_above(largest):
     """The exponent of a power of two that is above a magnitude, and not far."""
     return exponent_of(power_of_two(largest)[0]) + TOP
 
@@ -214,7 +214,7 @@ def bound_product(first, second, length):
 
 
 @triton.jit
-def hold(exponent):
+def clamp_exponent(exponent):
     """The exponent, or the nearest one that a unit may have: float32 holds that unit and its inverse."""
     return tl.minimum(tl.maximum(exponent, -126), 112)
 

@@ -20,18 +20,18 @@ from longseq.kernels.delta_rule.triton_kept import (
     D_OUTPUT,
     INVERSE,
     KEY,
-    OF_WALKS,
+    PACKED_UNITS,
     QUERY,
     SIZE,
     TILE,
     WRITE_KEY,
     WRITTEN,
-    among_exponent,
-    erased_exponent,
-    queries_exponent,
-    writes_exponent,
+    unpack_among,
+    unpack_erased,
+    unpack_queries,
+    unpack_writes,
 )
-from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, look_if_steep, turn_to_tiles
+from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, rescale_if_steep, turn_to_tiles
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     chunk,
@@ -52,8 +52,8 @@ from longseq.kernels.triton_units import (
     LIMIT,
     as_tile,
     bound_product,
+    clamp_exponent,
     exponent_of,
-    hold,
     in_units,
     inverse_of,
     load_largest_unit,
@@ -113,9 +113,9 @@ def weigh_rows(
     beta += row * beta_row + start * beta_token + head * beta_head
     strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     if SCALED:
-        packed = tl.load(units + place * UNITS + OF_WALKS)
-        scale *= two_to(-queries_exponent(packed))
-        strength *= two_to(-writes_exponent(packed))
+        packed = tl.load(units + place * UNITS + PACKED_UNITS)
+        scale *= two_to(-unpack_queries(packed))
+        strength *= two_to(-unpack_writes(packed))
     for e in tl.static_range(0, K, BLOCK):
         query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
         store_block(queries + place * CHUNK * K, 0, e, query, CHUNK, K, CHUNK, BLOCK)
@@ -174,7 +174,7 @@ def retreat(
         earlier = _load_gradients(d_output, do_token, last_chunk, start, end, column, V, REVERSE, CHUNK, BLOCK)
     if SCALED:
         following_units = units + ((slot + tl.maximum(stop - 1, 0)) * H + head) * UNITS
-        later_packed = tl.load(following_units + OF_WALKS)
+        later_packed = tl.load(following_units + PACKED_UNITS)
         later_size = tl.load(following_units + SIZE)
     for back in range(0, stop - begin):
         m = stop - 1 - back
@@ -200,7 +200,7 @@ def retreat(
         if SCALED:
             packed, size = later_packed, later_size
             following_units = units + ((slot + following) * H + head) * UNITS
-            later_packed = tl.load(following_units + OF_WALKS)
+            later_packed = tl.load(following_units + PACKED_UNITS)
             later_size = tl.load(following_units + SIZE)
 
         d_state, state_exponent = turn_to_tiles(d_state, exponent, SCALED)
@@ -213,23 +213,23 @@ def retreat(
             du = tl.dot(after, tl.trans(write), du, input_precision=PRECISION)
         du_exponent, earlier_exponent, first_weight, second_weight = 0, 0, whole, 1.0
         if SCALED:
-            from_state = state_exponent + writes_exponent(packed)
-            sum_exponent = tl.maximum(exponent_of(do_unit) + among_exponent(packed), from_state - LEAD)
+            from_state = state_exponent + unpack_writes(packed)
+            sum_exponent = tl.maximum(exponent_of(do_unit) + unpack_among(packed), from_state - LEAD)
             du *= two_to(from_state - sum_exponent)
         du = tl.dot(tl.trans(do), among, du, input_precision=PRECISION)
         du_unit = 1.0
         if SCALED:
-            of_state = bound_product(state_exponent, writes_exponent(packed), BITS)
-            of_output = bound_product(exponent_of(do_unit), among_exponent(packed), 6)
-            du_exponent = hold(tl.maximum(of_state, of_output) + 1)
+            of_state = bound_product(state_exponent, unpack_writes(packed), BITS)
+            of_output = bound_product(exponent_of(do_unit), unpack_among(packed), 6)
+            du_exponent = clamp_exponent(tl.maximum(of_state, of_output) + 1)
             du *= two_to(sum_exponent - du_exponent)
-            inverse, exponent_of_largest = look_if_steep(du, size)
+            inverse, exponent_of_largest = rescale_if_steep(du, size)
             du *= inverse
             du_exponent += exponent_of_largest
             du_unit = two_to(du_exponent)
-            read_exponent = exponent_of(do_unit) + queries_exponent(packed)
+            read_exponent = exponent_of(do_unit) + unpack_queries(packed)
             read_exponent = tl.maximum(read_exponent, state_exponent - LEAD)
-            earlier_exponent = tl.maximum(du_exponent + erased_exponent(packed), read_exponent - LEAD)
+            earlier_exponent = tl.maximum(du_exponent + unpack_erased(packed), read_exponent - LEAD)
             first_weight = whole * two_to(state_exponent - read_exponent)
             second_weight = two_to(read_exponent - earlier_exponent)
         du = as_tile(du, SCALED)

@@ -23,14 +23,14 @@ import triton.language as tl
 from longseq.kernels.delta_rule.triton_kept import (
     INVERSE,
     KEY,
-    OF_WALKS,
+    PACKED_UNITS,
     QUERY,
     SIZE,
     TILE,
     WRITE_KEY,
     WRITTEN,
-    among_exponent,
     pack_units,
+    unpack_among,
 )
 from longseq.kernels.delta_rule.triton_segments import end_walk, find_segment, load_offered, turn_to_tiles, walk_through
 from longseq.kernels.triton_tiles import (
@@ -55,14 +55,14 @@ from longseq.kernels.triton_tiles import (
 from longseq.kernels.triton_units import (
     LEAD,
     LIMIT,
-    above,
     add_product,
     as_tile,
     bound_product,
+    clamp_exponent,
+    exponent_above,
     exponent_of,
     find_largest,
     find_unit,
-    hold,
     in_units,
     mix_rows,
     power_of_two,
@@ -118,20 +118,20 @@ def _tile_of_scores(scores, exponent, LOOK: tl.constexpr, SCALED: tl.constexpr):
     return as_tile(scores * inverse, SCALED), unit
 
 
-# Of a mild inverse X and of rows that it is multiplied with: sums of magnitudes along the rows of X are below 2^8 in
-# its unit, and the rows below 2^7 in theirs. So their product is below LIMIT, and is a tile as it comes.
-TO_INVERSE = tl.constexpr(2.0**-7)
-TO_ROWS = tl.constexpr(2.0**-8)
+# A mild inverse X, and the rows that it is multiplied by, use these shares of LIMIT. In units, magnitudes in a row of X
+# add up to less than 2^8, and the other numbers are below 2^7. So their product is below LIMIT and is a tile.
+INVERSE_SHARE = tl.constexpr(2.0**-7)
+ROWS_SHARE = tl.constexpr(2.0**-8)
 
 
 @triton.jit
-def _find_mild_unit(largest, factor, SCALED: tl.constexpr):
-    """The unit of numbers up to `largest` that must stay below LIMIT times a factor, and the inverse of the unit."""
+def _find_unit_below(largest, share, SCALED: tl.constexpr):
+    """The unit of numbers up to `largest` that must stay below a share of LIMIT, and the inverse of the unit."""
     unit, inverse = 1.0, 1.0
     if SCALED:
         unit, inverse = power_of_two(largest)
-        unit /= factor
-        inverse *= factor
+        unit /= share
+        inverse *= share
     return unit, inverse
 
 
@@ -216,14 +216,14 @@ def prepare(
         write_unit, write_inverse = read_unit, read_inverse
         if OWN_WRITE_KEY:
             write_unit, write_inverse = power_of_two(tl.max(write_rows, 0))
-        of_queries = exponent_of(query_unit) + above(tl.abs(scale))
+        queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
-            since_exponent = above(tl.max(since, 0))
-            of_queries += since_exponent
-        of_queries = hold(of_queries)
-        of_writes = hold(exponent_of(write_unit) + above(tl.max(tl.abs(until * strength), 0)))
-        queries_inverse = two_to(-of_queries)
-        writes_inverse = two_to(-of_writes)
+            since_exponent = exponent_above(tl.max(since, 0))
+            queries_exponent += since_exponent
+        queries_exponent = clamp_exponent(queries_exponent)
+        writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0)))
+        queries_inverse = two_to(-queries_exponent)
+        writes_inverse = two_to(-writes_exponent)
         tl.store(units + QUERY, query_unit)
         tl.store(units + KEY, read_unit)
         tl.store(units + WRITE_KEY, write_unit)
@@ -250,11 +250,11 @@ def prepare(
         store_block(writes + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
     squares += place * 2 * CHUNK * CHUNK
     among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
-    of_among = 0
+    among_exponent = 0
     if SCALED and not (GATED or AGAIN):
         products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
-        of_among = hold(products + above(tl.max(tl.abs(strength * scale), 0)))
-    among, among_unit = _tile_of_scores(among, of_among, GATED or AGAIN, SCALED)
+        among_exponent = clamp_exponent(products + exponent_above(tl.max(tl.abs(strength * scale), 0)))
+    among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
     store_block(squares + CHUNK * CHUNK, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
 
     # Where measured to be faster, the first values are loaded before the inverse, with registers for only this many.
@@ -269,7 +269,7 @@ def prepare(
         size = inverse_size(steepest, x)
         if not AGAIN:
             tl.store(units + SIZE, size)
-        x_unit, x_inverse = _find_mild_unit(size, TO_INVERSE, SCALED)
+        x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
         tl.store(units + INVERSE, x_unit)
     square = as_tile(x * x_inverse, SCALED)
     if SAVE:
@@ -280,7 +280,7 @@ def prepare(
         if AGAIN:
             tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
         else:
-            unit, inverse = _find_mild_unit(find_largest(value), TO_ROWS, SCALED)
+            unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
             tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED, PRECISION)
             unit *= x_unit
         store_block(offered + place * CHUNK * V, e, 0, tl.trans(tile), V, CHUNK, BLOCK, CHUNK)
@@ -297,16 +297,16 @@ def prepare(
     else:
         row_inverse = 1.0
         if SCALED:
-            row_inverse = read_inverse * TO_ROWS
+            row_inverse = read_inverse * ROWS_SHARE
             x_inverse *= two_to(-since_exponent)
-            unit = x_unit * two_to(since_exponent) * (read_unit / TO_ROWS)
+            unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
     square = as_tile(x * -x_inverse, SCALED)
     for e in tl.static_range(0, K, BLOCK):
         read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK).to(tl.float32) * row_inverse
         tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
         store_block(erased + place * CHUNK * K, 0, e, tile, CHUNK, K, CHUNK, BLOCK)
     if SCALED:
-        tl.store(units + OF_WALKS, pack_units(unit, two_to(of_writes), two_to(of_queries), among_unit))
+        tl.store(units + PACKED_UNITS, pack_units(unit, two_to(writes_exponent), two_to(queries_exponent), among_unit))
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -352,7 +352,7 @@ def advance(
         written, units, first, column, V, UNITS, False, SCALED, CHUNK, BLOCK
     )
     if SCALED:
-        later_packed = tl.load(units + first * UNITS + OF_WALKS)
+        later_packed = tl.load(units + first * UNITS + PACKED_UNITS)
         later_size = tl.load(units + first * UNITS + SIZE)
     for m in range(begin, stop):
         place = (slot + m) * H + head
@@ -368,7 +368,7 @@ def advance(
         packed, size = 1.0, 1.0
         if SCALED:
             packed, size = later_packed, later_size
-            later_packed = tl.load(units + following * UNITS + OF_WALKS)
+            later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
             later_size = tl.load(units + following * UNITS + SIZE)
 
         u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
@@ -385,7 +385,7 @@ def advance(
             among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             output_exponent = 0
             if SCALED:
-                output_exponent = u_exponent + among_exponent(packed)
+                output_exponent = u_exponent + unpack_among(packed)
                 output_exponent = tl.maximum(output_exponent, read_exponent - LEAD)
                 o *= two_to(read_exponent - output_exponent)
             o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
@@ -504,29 +504,31 @@ def read_through(
         if size > MILD:
             x = eliminate(lower, CHUNK)
             size = inverse_size(steepest, x)
-        x_unit, x_inverse = _find_mild_unit(size, TO_INVERSE, SCALED)
+        x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
         square = as_tile(x * x_inverse, SCALED)
-        of_queries, of_writes, of_among, since_exponent = 0, 0, 0, 0
+        queries_exponent, writes_exponent, among_exponent, since_exponent = 0, 0, 0, 0
         if SCALED:
-            of_queries = exponent_of(query_unit) + above(tl.abs(scale))
+            queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
             if GATED:
-                since_exponent = above(tl.max(since, 0))
-                of_queries += since_exponent
-            of_queries = hold(of_queries)
-            of_writes = hold(exponent_of(write_unit) + above(tl.max(tl.abs(until * strength), 0)))
+                since_exponent = exponent_above(tl.max(since, 0))
+                queries_exponent += since_exponent
+            queries_exponent = clamp_exponent(queries_exponent)
+            writes_exponent = clamp_exponent(
+                exponent_of(write_unit) + exponent_above(tl.max(tl.abs(until * strength), 0))
+            )
             if not GATED:
-                of_among = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-                of_among = hold(of_among + above(tl.max(tl.abs(strength * scale), 0)))
+                among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+                among_exponent = clamp_exponent(among_exponent + exponent_above(tl.max(tl.abs(strength * scale), 0)))
         among = _weigh(reading, strength * scale, gate, 0, GATED, CHUNK)
         among_unit, among_inverse = 1.0, 1.0
         if SCALED:
-            among_unit, among_inverse = two_to(of_among), two_to(-of_among)
+            among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
             if GATED or size > MILD:
                 among_unit, among_inverse = find_unit(among, SCALED)
         among = as_tile(among * among_inverse, SCALED)
-        queries_unit, writes_unit = two_to(of_queries), two_to(of_writes)
-        queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-of_queries))[:, None], SCALED)
-        writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-of_writes))[:, None], SCALED)
+        queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
+        queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)
+        writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-writes_exponent))[:, None], SCALED)
 
         before, state_unit = in_units(state, SCALED)
         known = tl.dot(read_tile, before, input_precision=PRECISION) * (read_unit * state_unit)
@@ -534,7 +536,7 @@ def read_through(
         if size > MILD:
             u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
         else:
-            rest_unit, rest_inverse = _find_mild_unit(find_largest(rest), TO_ROWS, SCALED)
+            rest_unit, rest_inverse = _find_unit_below(find_largest(rest), ROWS_SHARE, SCALED)
             u = _multiply_tiles(square, as_tile(rest * rest_inverse, SCALED), SCALED, PRECISION)
             u_unit = x_unit * rest_unit
         o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
@@ -557,14 +559,14 @@ def read_through(
             else:
                 if GATED:
                     square = as_tile(x * (x_inverse * two_to(-since_exponent)), SCALED)
-                rows = as_tile(read.to(tl.float32) * (read_inverse * TO_ROWS), SCALED)
+                rows = as_tile(read.to(tl.float32) * (read_inverse * ROWS_SHARE), SCALED)
                 erase = _multiply_tiles(square, rows, SCALED, PRECISION)
-                erase_unit = x_unit * two_to(since_exponent) * (read_unit / TO_ROWS)
+                erase_unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
             store_block(erased + place * CHUNK * K, 0, 0, -erase, CHUNK, K, CHUNK, BLOCK_K)
             of_chunk = units + place * UNITS
             tl.store(of_chunk + SIZE, size)
             tl.store(of_chunk + INVERSE, x_unit)
-            tl.store(of_chunk + OF_WALKS, pack_units(erase_unit, writes_unit, queries_unit, among_unit))
+            tl.store(of_chunk + PACKED_UNITS, pack_units(erase_unit, writes_unit, queries_unit, among_unit))
             tl.store(of_chunk + QUERY, query_unit)
             tl.store(of_chunk + KEY, read_unit)
             tl.store(of_chunk + WRITE_KEY, write_unit)

@@ -3,7 +3,7 @@
 Tiles of value columns have a unit for each TILE of them. Forward, a row holds the units of
 
     INVERSE X
-    OF_WALKS, in one number: of -X e^b R, e^{b_C - b} W, e^b Q and tril(Q Wᵀ ⊙ D), see `pack_units`
+    PACKED_UNITS, in one number: of -X e^b R, e^{b_C - b} W, e^b Q and tril(Q Wᵀ ⊙ D), see `pack_units`
     QUERY, KEY, WRITE_KEY    of q, k and write_key as they came
     SIZE    of X, which is no unit: see `inverse_size`
     WRITTEN, by tiles: X V, then U    after those, by tiles: the state before the chunk
@@ -18,7 +18,7 @@ import triton.language as tl
 
 TILE = tl.constexpr(64)
 INVERSE = tl.constexpr(0)
-OF_WALKS = tl.constexpr(1)
+PACKED_UNITS = tl.constexpr(1)
 QUERY = tl.constexpr(2)
 KEY = tl.constexpr(3)
 WRITE_KEY = tl.constexpr(4)
@@ -40,22 +40,22 @@ def pack_units(erased, writes, queries, among):
 
 
 @triton.jit
-def erased_exponent(packed):
+def unpack_erased(packed):
     return (packed.to(tl.int32, bitcast=True) & 255) - 127
 
 
 @triton.jit
-def writes_exponent(packed):
+def unpack_writes(packed):
     return ((packed.to(tl.int32, bitcast=True) >> 8) & 255) - 127
 
 
 @triton.jit
-def queries_exponent(packed):
+def unpack_queries(packed):
     return ((packed.to(tl.int32, bitcast=True) >> 16) & 255) - 127
 
 
 @triton.jit
-def among_exponent(packed):
+def unpack_among(packed):
     return ((packed.to(tl.int32, bitcast=True) >> 24) & 255) - 127
 
 

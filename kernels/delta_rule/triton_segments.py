@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 
 from longseq.kernels.delta_rule.triton_kept import (
-    OF_WALKS,
+    PACKED_UNITS,
     SIZE,
     TILE,
     WRITTEN,
-    erased_exponent,
-    queries_exponent,
-    writes_exponent,
+    unpack_erased,
+    unpack_queries,
+    unpack_writes,
 )
 from longseq.kernels.triton_tiles import MILD, SIZES_AND_STRIDES, load_block, sequence, store_block
 from longseq.kernels.triton_units import (
@@ -31,9 +31,9 @@ from longseq.kernels.triton_units import (
     add_product,
     as_tile,
     bound_product,
+    clamp_exponent,
     exponent_of,
     find_largest,
-    hold,
     in_units,
     load_column_units,
     power_of_two,
@@ -108,7 +108,7 @@ def end_walk(piece, exponent, SCALED: tl.constexpr):
 
 
 @triton.jit
-def look_if_steep(x, size):
+def rescale_if_steep(x, size):
     """The factor, and its exponent, that brings a matrix from the unit of a bound into the unit of its largest number.
 
     Finding the largest number delays the walk. It is done only where `size`, of the chunk's inverse, is above MILD:
@@ -148,19 +148,19 @@ def walk_through(
         if SAVE:
             of_states = units + WRITTEN + (V + TILE - 1) // TILE
             store_column_units(of_states, column, two_to(state_exponent), TILE, V, BLOCK, SCALED)
-        known_exponent = state_exponent + erased_exponent(packed)
-        bound = bound_product(state_exponent, erased_exponent(packed), BITS)
-        u_exponent = hold(tl.maximum(bound, offered_exponent) + 1)
+        known_exponent = state_exponent + unpack_erased(packed)
+        bound = bound_product(state_exponent, unpack_erased(packed), BITS)
+        u_exponent = clamp_exponent(tl.maximum(bound, offered_exponent) + 1)
         known *= two_to(known_exponent - u_exponent)
         offered_unit *= two_to(-u_exponent)
     u = known + offered.to(tl.float32) * offered_unit
     if SCALED:
-        inverse, exponent_of_largest = look_if_steep(u, size)
+        inverse, exponent_of_largest = rescale_if_steep(u, size)
         u *= inverse
         u_exponent += exponent_of_largest
         if READ:
-            read_exponent = state_exponent + queries_exponent(packed)
-        after_exponent = tl.maximum(u_exponent + writes_exponent(packed), state_exponent - LEAD)
+            read_exponent = state_exponent + unpack_queries(packed)
+        after_exponent = tl.maximum(u_exponent + unpack_writes(packed), state_exponent - LEAD)
         weight = whole * two_to(state_exponent - after_exponent)
     u = as_tile(u, SCALED)
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
@@ -240,7 +240,7 @@ def summarize(
         written, units, place, column, V, UNITS, True, SCALED, CHUNK, BLOCK
     )
     if SCALED:
-        later_packed = tl.load(units + place * UNITS + OF_WALKS)
+        later_packed = tl.load(units + place * UNITS + PACKED_UNITS)
         later_size = tl.load(units + place * UNITS + SIZE)
     for m in range(first, end):
         place = (slot + m) * H + head
@@ -254,7 +254,7 @@ def summarize(
         packed, size = 1.0, 1.0
         if SCALED:
             packed, size = later_packed, later_size
-            later_packed = tl.load(units + following * UNITS + OF_WALKS)
+            later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
             later_size = tl.load(units + following * UNITS + SIZE)
         walked = walk_through(
             state, exponent, offered, offered_unit, offered_exponent, erased, writes, erased, packed, size,
