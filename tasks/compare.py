@@ -30,6 +30,7 @@ from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import processes, runs
+from longseq.tasks.training.configuration import spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
@@ -41,8 +42,6 @@ TAKEN_KEYS = {
     "seed": "give seeds=[...]",
     "resume": "the same command continues by itself",
 }
-# Text that needs no quotes in an override.
-UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+")
 RUNS = "runs"
 SAMPLES = "samples"  # the folder of samples that the runs share
 RESULTS_FILE = "results.json"
@@ -162,13 +161,13 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
     trials = []
     for (name, words), setting, rate, seed in product(rows.items(), settings, rates, own.seeds):
         overrides = [*(own.overrides or []), *given, *words, f"seed={seed}"]
-        overrides += [f"{key}={_spell(value)}" for key, value in setting.items()]
+        overrides += [f"{key}={spell_value(value)}" for key, value in setting.items()]
         overrides += [] if rate is None else [f"recipe.learning_rate={rate}"]
         overrides = _last_of_each_key(overrides)
         digest = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:10]
         place = output / RUNS / f"{re.sub('[^A-Za-z0-9_]+', '_', name.split()[0])}_{seed}_{digest}"
         if _makes_samples(overrides):
-            overrides.append(f"data.cache={_spell(str(output / SAMPLES))}")
+            overrides.append(f"data.cache={spell_value(str(output / SAMPLES))}")
         trials.append(Trial(name, setting, rate, seed, place, overrides))
     folders = [trial.folder for trial in trials]
     if same := [trial for trial in trials if folders.count(trial.folder) > 1]:
@@ -217,18 +216,6 @@ def _check_overrides(words: Sequence[str]) -> None:
 
 def _key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
-
-
-def _spell(value: Any) -> str:
-    """A value in the grammar of Hydra's overrides, in quotes if it has special characters."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_spell(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_spell, value)) + "]"
-    if not isinstance(value, str):
-        return json.dumps(value)
-    escaped = value.replace("'", "\\'")
-    return value if UNQUOTED.fullmatch(value) else f"'{escaped}'"
 
 
 def _run_all(trials: Sequence[Trial], jobs: int, places: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -301,7 +288,7 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
             *_config_folder(),
             *trial.overrides,
             "resume=true",
-            f"hydra.run.dir={_spell(str(trial.folder))}",
+            f"hydra.run.dir={spell_value(str(trial.folder))}",
         ]
         with log_path.open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

@@ -49,8 +49,11 @@ class Report:
         return None
 
     def next_commands(self, checkpoint: str) -> list[str]:
-        """Commands that the user may want next, printed below the closing table."""
-        return [f"longseq evaluate checkpoint={checkpoint}"]
+        """Commands that the user may want next, printed below the closing table.
+
+        `checkpoint` is the word `checkpoint=FILE`, as a shell takes it.
+        """
+        return [f"longseq evaluate {checkpoint}"]
 
 
 @contextmanager

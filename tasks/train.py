@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
@@ -27,7 +28,7 @@ from longseq.tasks.training import processes, runs
 from longseq.tasks.training.callbacks.clock import RunClock
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
-from longseq.tasks.training.configuration import Config, resolve
+from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
@@ -222,7 +223,7 @@ def _announce(config: dict[str, Any], info: Info, backbone: torch.nn.Module, che
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
         _print(f"nothing to resume: {_what_else_ran(config)}; starting anew")
-    _print(f"writing to {shorten(config['output'])}   (tensorboard --logdir {shorten(Path(config['output']).parent)})")
+    _print(f"writing to {shorten(config['output'])}   ({_tensorboard(Path(config['output']))})")
 
 
 def _what_else_ran(config: dict[str, Any]) -> str:
@@ -264,11 +265,20 @@ def _record(
         if kind_of(module.backbone) is not None:
             rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
         best = shorten(best)
-        rows += [("checkpoint", best), ("TensorBoard", f"tensorboard --logdir {shorten(folder.parent)}")]
-        rows += zip(chain(["next"], repeat("")), report.next_commands(best), strict=False)
+        rows += [("checkpoint", best), ("TensorBoard", _tensorboard(folder))]
+        rows += zip(chain(["next"], repeat("")), report.next_commands(checkpoint_word(best)), strict=False)
     print_rows(rows)
     if (closing := report.closing(module, info)) is not None:
         _print(closing)
+
+
+def checkpoint_word(path: str) -> str:
+    """The word `checkpoint=FILE` of a command, as a shell and then Hydra take it."""
+    return shlex.quote(f"checkpoint={spell_value(path)}")
+
+
+def _tensorboard(folder: Path) -> str:
+    return f"tensorboard --logdir {shlex.quote(shorten(folder.parent))}"
 
 
 def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from hydra.errors import ConfigCompositionException, HydraException, InstantiationException, MissingConfigException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
@@ -69,6 +75,9 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         return f"{place}{(error.strerror or str(error)).lower()}"
     if isinstance(error, ConfigCompositionException) and (match := _NOT_THERE.match(str(error))):
         return _unknown_key(match["key"], verb, arguments) or " ".join(str(error).split())
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return f"""{error.override} cannot be read: put the value in quotes, "{key}='{value}'\""""
     return " ".join(str(error).split())
 
 

@@ -25,7 +25,7 @@ class ImageReport(Report):
         return {} if module.confusion_matrix is None else {f"{split}/images": int(module.confusion_matrix.sum())}
 
     def next_commands(self, checkpoint: str) -> list[str]:
-        return [*super().next_commands(checkpoint), f"longseq export checkpoint={checkpoint} format=onnx"]
+        return [*super().next_commands(checkpoint), f"longseq export {checkpoint} format=onnx"]
 
 
 def per_class_accuracy(confusion_matrix: Tensor, info: DataInfo) -> list[dict[str, Any]]:

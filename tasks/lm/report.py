@@ -32,4 +32,4 @@ class LanguageModelReport(Report):
         return None if text is None else f"\nThe model writes, from the start of a document:\n\n{text}"
 
     def next_commands(self, checkpoint: str) -> list[str]:
-        return [*super().next_commands(checkpoint), f"longseq generate checkpoint={checkpoint} prompt=TEXT"]
+        return [*super().next_commands(checkpoint), f"longseq generate {checkpoint} prompt=TEXT"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.mixers.pattern import spell_pattern
 
 Config = Mapping[str, Any]
+
+# Text that stands for itself in an override.
+_UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+", re.ASCII)
 
 # Keys by which the files of configuration groups state their tasks (see `longseq.tools.groups`).
 MARKS = ("tasks", "like")
@@ -41,3 +46,15 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
 
 def _without_marks(section: Any) -> Any:
     return {key: value for key, value in section.items() if key not in MARKS} if isinstance(section, dict) else section
+
+
+def spell_value(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides, in quotes where a character has a meaning there."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {spell_value(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(spell_value, value)) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    escaped = value.replace("'", "\\'")
+    return value if _UNQUOTED.fullmatch(value) else f"'{escaped}'"

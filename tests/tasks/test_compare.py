@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from tiny_probe import TINY
 
-from longseq.tasks import compare, comparison
+from longseq.tasks import compare, comparison, registry
 from longseq.tasks.circumstances import COMMIT_VARIABLE
+from longseq.tasks.train import checkpoint_word
 from longseq.tools import cli
 
 
@@ -170,6 +173,16 @@ def test_a_comparison_that_is_stopped_ends_its_runs(number, tmp_path, monkeypatc
     thread.join()
     assert len(list(runs.glob("*/told"))) == len(list(runs.glob("*/started"))) == 2
     assert "stopping; the same command continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["outputs/a-1_2.3/best.ckpt", "mein Lauf ä, (b)=c's/best.ckpt"])
+def test_the_commands_that_a_run_prints_can_be_copied(path):
+    for report in (registry.get(name).report for name in registry.names()):
+        for command in report.next_commands(checkpoint_word(path)):
+            program, _, word, *_ = shlex.split(command)
+            override = OverridesParser.create().parse_override(word)
+            assert (program, override.key_or_group, override.value()) == ("longseq", "checkpoint", path)
+    assert checkpoint_word("a/best.ckpt") == "checkpoint=a/best.ckpt"
 
 
 @pytest.mark.parametrize("output", ["compared", "a b, (c)=d's"])

@@ -64,6 +64,7 @@ MISTAKES = [
     ),
     ("describe data=mqar", "data=mqar belongs to task=probe: add task=probe"),
     ("train data=image_folder data.root=nowhere trainer.accelerator=xla", "the trainer cannot be built: "),
+    ("train output=Läufe", "output=Läufe cannot be read: put the value in quotes, \"output='Läufe'\""),
     ("train modle=vim", "modle is unknown: did you mean model? the keys are "),
     ("train colour=red", "colour is unknown: the keys are "),
     ("train +colour=red", "colour is unknown: the keys are "),

@@ -279,9 +279,9 @@ def test_muon_refuses_shards_in_one_line(monkeypatch):
 PLUGIN = """
 import email, json
 from pathlib import Path
-from longseq.tasks.lm import data
+from longseq.tasks.text import corpora
 files = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
-data.standard_library_files = lambda: files
+corpora.standard_library_files = lambda: files
 """
 ADAMW = ("recipe=lm", "recipe.tokens=null", "recipe.schedule.warmup_tokens=null", "recipe.learning_rate=0.01")
 
