@@ -125,7 +125,8 @@ def read_prompts(path: Path) -> list[str]:
     ValueError, in one line, for a file without a prompt, one that is no UTF-8 and a line that cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also splits at characters that JSON texts may hold as they are, such as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8: {error.reason} at byte {error.start}") from error
     prompts = []
