@@ -32,13 +32,11 @@ def built(recipe, name):
     return targets.build(options, allowed, f"recipe.{name}")
 
 
-def image_sources():
-    """The data sets with a source of images; probes have a generator."""
-    folder = resources.files("longseq.conf") / "data"
-    return [name for name in names("data") if "source" in OmegaConf.load(folder / f"{name}.yaml")]
+def tasks_of(group, name):
+    return OmegaConf.load(str(resources.files("longseq.conf") / group / f"{name}.yaml")).tasks
 
 
-@pytest.mark.parametrize("name", image_sources())
+@pytest.mark.parametrize("name", [name for name in names("data") if "image" in tasks_of("data", name)])
 def test_every_data_set_builds_with_its_recipe(name):
     config = load(f"data={name}")
     module = image_data(**config["data"], augment=config["recipe"]["augment"], batch_size=4, seed=0)
@@ -46,9 +44,11 @@ def test_every_data_set_builds_with_its_recipe(name):
     assert name in names("recipe")
 
 
-@pytest.mark.parametrize("name", names("recipe"))
-def test_every_recipe_trains_a_step(name):
-    config = load(f"recipe={name}")
+@pytest.mark.parametrize(
+    ("task", "name"), [(task, name) for name in names("recipe") for task in tasks_of("recipe", name)]
+)
+def test_every_recipe_trains_a_step(task, name):
+    config = load(f"task={task}", f"recipe={name}")
     recipe = config["recipe"]
     if "augment" in recipe:
         module = image_data(**config["data"], augment=recipe["augment"], batch_size=8, seed=0)
@@ -58,11 +58,14 @@ def test_every_recipe_trains_a_step(name):
         mixing = BatchMixing(10, seed=0, label_smoothing=smoothing, **recipe["augment"]["mixing"])
         _, soft_targets = mixing(images, targets, update=0)
         torch.testing.assert_close(soft_targets.sum(1), torch.ones(8))
-    optimizer = built(recipe, "optimizer")(torch.nn.Linear(4, 2), lr=1e-3)
-    assert optimizer.param_groups[-1]["weight_decay"] == recipe["optimizer"]["weight_decay"]
-    scheduler, epochs = built(recipe, "schedule")(optimizer, num_epochs=recipe["epochs"], updates_per_epoch=10)
-    assert epochs == recipe["epochs"]
-    scheduler.step_update(recipe["epochs"] * 5)
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Sequential(torch.nn.Linear(4, 2))})
+    optimizer = built(recipe, "optimizer")(model, lr=1e-3)
+    decays = {group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == {0.0, recipe["optimizer"]["weight_decay"]}
+    length = recipe["epochs"] or 20  # of language models in tokens or updates, which the run makes epochs
+    scheduler, epochs = built(recipe, "schedule")(optimizer, num_epochs=length, updates_per_epoch=10)
+    assert epochs == length
+    scheduler.step_update(length * 5)
     assert 0 < optimizer.param_groups[0]["lr"] <= 1e-3
 
 
