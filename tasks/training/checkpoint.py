@@ -69,8 +69,13 @@ def load(
     config, data = run.get("config") or {}, run.get("data") or {}
     check_loaded(config.get("plugins") or [], label)
     task = (config.get("task") or {}).get("name") or _task_of(saved)
+    taken = " or ".join(f"task={name}" for name in tasks)
+    if task is None:
+        raise ValueError(
+            f"{label} holds a model of the kind {saved.config.get('kind')} without a task; this command takes "
+            f"checkpoints of {taken}: give one of the run that trained it, such as checkpoints/best.ckpt"
+        )
     if task not in tasks:
-        taken = " or ".join(f"task={name}" for name in tasks)
         raise ValueError(f"{label} belongs to task={task}; this command takes checkpoints of {taken}")
     backbone = restore(saved, model_options)
     if any_resolution and not takes_any_resolution(backbone):
@@ -108,6 +113,6 @@ def _numbered_classes(model: nn.Module) -> dict[str, Any]:
     return {} if count is None else {"num_classes": count, "class_names": [str(index) for index in range(count)]}
 
 
-def _task_of(saved: SavedModel) -> str:
-    """The task of a model that no run wrote: models that timm can read classify images."""
-    return "image" if "architecture" in saved.config else f"a model of the kind {saved.config.get('kind')}"
+def _task_of(saved: SavedModel) -> str | None:
+    """The task of a model that is saved without its run: models that timm can read classify images, None for others."""
+    return "image" if "architecture" in saved.config else None

@@ -17,6 +17,7 @@ from PIL import Image
 import longseq
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone
+from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
 from longseq.tasks import evaluate, predict
 from longseq.tasks.training.checkpoint import load, sha256
@@ -160,6 +161,15 @@ def test_a_checkpoint_of_another_task(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"belongs to task=document.*of task=image") as raised:
         load(path, key="init")
     assert str(raised.value).startswith(f"init={path}")
+
+
+def test_a_saved_model_without_a_task_is_one_line(tmp_path: Path) -> None:
+    TokenBackbone(vocab_size=8, d_model=16, depth=1).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"holds a model of the kind token without a task; .*of task=image: give"
+    ) as raised:
+        load(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_no_configuration_is_needed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
