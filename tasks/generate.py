@@ -19,7 +19,7 @@ from longseq.backbones.sampling import Sampling, choose_tokens
 from longseq.backbones.step_graph import StepGraph, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
-from longseq.state import state_tensors
+from longseq.state import fill_state, state_tensors
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
@@ -181,7 +181,8 @@ class Writer:
         saved = _read_state(path)
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
-        state = _fill(self.model.initial_state(1), saved["state"], self.device)
+        tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
+        state = fill_state(self.model.initial_state(1), tensors)
         request = Request(saved["read"], 0)
         return self._continue([request], state, saved["scores"].to(self.device), [saved["written"]], show)[0]
 
@@ -344,18 +345,3 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or not {"state", "scores", "read", "written", "model"} <= saved.keys():
         raise ValueError(f"state={path} is none of `longseq generate save_state=FILE`")
     return saved
-
-
-def _fill(template: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """A state as `template`, with the tensors of these names, in the order of `state_tensors`."""
-    found = iter(tensors.values())
-
-    def fill(part: Any) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, Tensor):
-            return next(found).to(device)
-        parts = [fill(one) for one in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-
-    return fill(template)
