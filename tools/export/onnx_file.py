@@ -34,7 +34,7 @@ def check(module: nn.Module, opset: int) -> None:
         raise ValueError(
             f"opset={opset}: the exporter writes opset {OPSETS[0]} to {OPSETS[-1]}; 20 suits most runtimes"
         )
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    size = sum(4 * tensor.numel() for tensor in (*module.parameters(), *module.buffers()))  # files are in float32
     if size > LARGEST_WEIGHTS:
         raise ValueError(
             f"the weights take {size / 2**30:.2f} GiB and one ONNX file holds 2 GiB: take format=pt2 or torchscript"

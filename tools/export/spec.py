@@ -14,7 +14,7 @@ AXES = {0: "batch", 2: "height", 3: "width"}
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The names of inputs and outputs in order, the open axes of each input by index, the metadata, and ONNX's opset."""
+    """The names of inputs and outputs in order, the inputs' open axes by index, the metadata, and ONNX's opset."""
 
     inputs: Mapping[str, Mapping[int, str]]
     outputs: Sequence[str]
