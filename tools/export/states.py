@@ -79,14 +79,13 @@ def state_spec(model: TokenBackbone) -> list[StateSpec]:
     start = model.initial_state(1, device)
     with torch.no_grad():
         _, after = model(torch.zeros(1, 3, dtype=torch.long, device=device), start)
-    return [
-        StateSpec(
-            name,
-            ("batch", *(size if size == later else "past" for size, later in zip(own.shape[1:], grown.shape[1:]))),
-            own.cpu(),
-        )
-        for (name, own), (_, grown) in zip(state_tensors(start), state_tensors(after), strict=True)
-    ]
+    pairs = zip(state_tensors(start), state_tensors(after), strict=True)
+    return [StateSpec(name, _open_shape(own, grown), own.cpu()) for (name, own), (_, grown) in pairs]
+
+
+def _open_shape(start: Tensor, after: Tensor) -> tuple[int | str, ...]:
+    sizes = zip(start.shape[1:], after.shape[1:], strict=True)
+    return ("batch", *(size if size == later else "past" for size, later in sizes))
 
 
 def _little_endian(values: Tensor) -> bytes:
