@@ -149,8 +149,28 @@ def test_a_step_graph_needs_a_gpu_and_a_state_of_constant_size() -> None:
         make("deltanet").generate(make_tokens(1), 4, cuda_graph=True)
 
 
+@pytest.mark.parametrize("mixer", MODELS)
+def test_a_preallocated_state_takes_steps_as_any_other(mixer: str) -> None:
+    model, tokens = make(mixer, positions="learned", max_length=13), make_tokens(2)
+    whole, _ = model(tokens)
+    with torch.no_grad():
+        features, state = model.forward_features(tokens[:, :5], max_length=13)
+        assert_same(model.forward_head(features), whole[:, :5])
+        assert model.room(state) in (8, None)
+        assert_same(steps(model, tokens[:, 5:9], state), whole[:, 5:9])
+        state = model.forward_features(tokens[:, 5:9], model.preallocate(model(tokens[:, :5])[1], 9))[1]
+        assert model.room(state) in (0, None)
+        assert_same(model(tokens[:, 9:], model.trim(state))[0], whole[:, 9:])
+        assert_same(steps(model, tokens[:, 9:], model.preallocate(state, 13)), whole[:, 9:])
+
+
+STEP_GRAPHS = [
+    name for name in MODELS if name == HYBRID or mixers.get(name).preallocates or not mixers.get(name).growing_state
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if not mixers.get(name).growing_state])
+@pytest.mark.parametrize("mixer", STEP_GRAPHS)
 def test_generation_by_a_step_graph_gives_the_same_text(mixer: str) -> None:
     model = make(mixer).float().cuda()
     prompt = make_tokens(3, 4).cuda()
@@ -174,8 +194,17 @@ def test_a_step_graph_outlives_the_autocast_that_it_was_recorded_in() -> None:
 
 @pytest.mark.gpu
 def test_a_step_graph_refuses_states_that_grow() -> None:
-    with pytest.raises(ValueError, match="Attention grows with every token"):
-        make("attention").float().cuda().generate(make_tokens(1).cuda(), 4, cuda_graph=True)
+    prompt = make_tokens(1).cuda()
+    with pytest.raises(ValueError, match="Hyena grows with every token"):
+        make("hyena").float().cuda().generate(prompt, 4, cuda_graph=True)
+    model = make("attention").float().cuda()
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"Attention grows with every token.*model.preallocate"):
+            StepGraph(model, model(prompt)[1])
+        graph = StepGraph(model, model.forward_features(prompt, max_length=14)[1])
+        graph(prompt[:, 0])
+        with pytest.raises(ValueError, match="no room for another token"):
+            graph(prompt[:, 0])
 
 
 @pytest.mark.gpu
