@@ -9,9 +9,9 @@ text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU fas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from timm.layers import Mlp, trunc_normal_
@@ -27,7 +27,7 @@ from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
-from longseq.blocks.residual import Block
+from longseq.blocks.residual import Block, PostNormBlock
 from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
@@ -42,6 +42,7 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
 }
+BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
 
@@ -85,7 +86,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: sum or mean of the two readings.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
+        mlp_bias: whether the projections of swiglu have biases; those of gelu always do.
         norm, norm_eps: rms or layer, and the number added to the variance.
+        norm_order: pre norms what a mixer or an MLP reads, post what it adds to the residual (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         tie_embeddings: the head scores a token by its embedding.
@@ -101,6 +104,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
+    arguments_before: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "norm_order": "pre"}
 
     def __init__(
         self,
@@ -115,8 +119,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: str = "sum",
         mlp: str | None = "swiglu",
         mlp_ratio: float | None = None,
+        mlp_bias: bool = False,
         norm: str = "rms",
         norm_eps: float = 1e-5,
+        norm_order: str = "pre",
         positions: str = "none",
         max_length: int | None = None,
         tie_embeddings: bool = True,
@@ -131,6 +137,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for name, value, known in (
             ("direction", direction, DIRECTIONS),
             ("norm", norm, NORMS),
+            ("norm_order", norm_order, BLOCKS),
             ("positions", positions, POSITIONS),
         ):
             if value not in known:
@@ -155,9 +162,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
         width = mlp_width(d_model, mlp_ratio)
-        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, **switches)
+        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, bias=mlp_bias, **switches)
         blocks = build_blocks(
-            Block,
+            BLOCKS[norm_order],
             depth,
             d_model,
             mixer=mixer,

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import gather_tokens, unpack_rows
-from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary_scaling, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Mixer, required
+from longseq.mixers.base import Mixer
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
+
+QK_NORMS = ("none", "head", "all")
 
 
 class KeyValueState(NamedTuple):
@@ -62,7 +65,12 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     supports_noncausal = True
     recomputable = False
     preallocates = True
-    arguments_before: ClassVar[Mapping[str, Any]] = {"out_bias": True}
+    arguments_before: ClassVar[Mapping[str, Any]] = {
+        "out_bias": True,
+        "rotary_scaling": None,
+        "qk_norm": "none",
+        "norm_eps": 1e-5,
+    }
 
     def __init__(
         self,
@@ -76,6 +84,9 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         out_bias: bool,
         rotary: bool,
         rotary_base: float,
+        rotary_scaling: Mapping[str, Any] | None,
+        qk_norm: str,
+        norm_eps: float,
         backend: str,
     ) -> None:
         if backend not in ("auto", "torch", "varlen"):
@@ -84,7 +95,9 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
                 "torch, or varlen for torch's varlen_attn over packed sequences"
             )
         super().__init__(d_model, backend=backend)
-        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
+        # Both together choose another width than d_model, as in Qwen3.
+        width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
+        self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=64)
         self.num_kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -92,11 +105,22 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             )
         if rotary and self.head_dim % 2:
             raise ValueError(f"rotary=True turns pairs of channels, not head_dim={self.head_dim}; choose an even one")
+        if qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm={qk_norm!r} is not one of {', '.join(QK_NORMS)}")
+        check_rotary_scaling(rotary_scaling)
         self.causal = causal
         self.rotary = rotary
         self.rotary_base = rotary_base
+        self.rotary_scaling = dict(rotary_scaling or {})
+        self.qk_norm = qk_norm
         self.in_proj = nn.Linear(d_model, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=out_bias)
+        self.out_proj = nn.Linear(width, d_model, bias=out_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm != "none":
+            heads = (1, 1) if qk_norm == "head" else (self.num_heads, self.num_kv_heads)
+            options: dict[str, Any] = {"eps": norm_eps, "backend": "torch" if backend == "torch" else "auto"}
+            self.q_norm, self.k_norm = (RMSNorm(count * self.head_dim, **options) for count in heads)
 
     def scan(
         self,
@@ -139,8 +163,9 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             raise ValueError("non-causal attention cannot run token by token; build it with causal=True")
         if isinstance(state, KeyValueCache):
             return self._step_in_cache(projected, state)
-        y, following = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), required(following)
+        y, last = self.scan(projected.unsqueeze(1), state)
+        assert last is not None
+        return y.squeeze(1), last
 
     def _step_in_cache(self, projected: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
         """Write one token's key and value, and attend to all that are there: of fixed shapes, without a wait."""
@@ -187,14 +212,18 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
+        if self.qk_norm == "head":
+            q, k = required(self.q_norm)(q), required(self.k_norm)(k)
+        elif self.qk_norm == "all":
+            q = required(self.q_norm)(q.flatten(-2)).unflatten(-1, (self.num_heads, -1))
+            k = required(self.k_norm)(k.flatten(-2)).unflatten(-1, (self.num_kv_heads, -1))
         if self.rotary:
-            places, base = positions, self.rotary_base
-            assert places is not None
+            places, base, scaling = required(positions), self.rotary_base, self.rotary_scaling
             if packing is None:
-                angles = rotary_angles(q, places, base)
+                angles = rotary_angles(q, places, base, scaling)
             else:  # positions in each sequence, the same in all layers
-                key = ("rotary", self.head_dim, base, q.dtype)
-                angles = packing.once(key, lambda: rotary_angles(q, places, base))
+                key = ("rotary", self.head_dim, base, *scaling.items(), q.dtype)
+                angles = packing.once(key, lambda: rotary_angles(q, places, base, scaling))
             q, k = (rotate_pairs(x, *angles) for x in (q, k))
         return q, k, v
 
@@ -209,12 +238,17 @@ class Attention(SoftmaxAttention):
     where a check would wait for the device, its own check of the index).
 
     Args:
-        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: by default heads of 64 channels (32, ... where 64 does not divide). One of them decides the
+            other; both together may make the heads wider or narrower than d_model.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: each token sees itself and the tokens before it. False: every token sees all tokens; `state` and `step`
             are then refused.
         qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
+        rotary_scaling: how the angles are stretched to longer contexts (see
+            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+        qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
+            (over all heads, as in OLMo 2), with `norm_eps`.
 
     With rotary positions and without biases it is the attention of Llama (Touvron et al., 2023), the baseline that the
     papers on linear attention call Transformer++ (`mixer=transformer_plus_plus`).
@@ -237,6 +271,9 @@ class Attention(SoftmaxAttention):
         out_bias: bool = True,
         rotary: bool = False,
         rotary_base: float = 10000.0,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        qk_norm: str = "none",
+        norm_eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -249,6 +286,9 @@ class Attention(SoftmaxAttention):
             out_bias=out_bias,
             rotary=rotary,
             rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
             backend=backend,
         )
 
@@ -342,7 +382,7 @@ class Attention(SoftmaxAttention):
 
     def scan_flops(self, tokens: int) -> int:
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
-        return 4 * pairs * self.d_model
+        return 4 * pairs * self.num_heads * self.head_dim
 
 
 def _own(mask: Tensor) -> Tensor:

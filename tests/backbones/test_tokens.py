@@ -48,6 +48,24 @@ def steps(model: TokenBackbone, tokens: Tensor, state: Any) -> Tensor:
     return torch.stack(logits, dim=1)
 
 
+@pytest.mark.parametrize(
+    "options", [{"norm_order": "post", "mlp_bias": True}, {"norm_order": "post", "mlp": None}], ids=str
+)
+def test_post_norms_have_the_same_contract(options: dict[str, Any]) -> None:
+    model, tokens = make("attention", depth=2, **options), make_tokens(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    whole, _ = model(tokens)
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = x + block.norm1(block.mixer(x)[0])
+        x = x if block.mlp is None else x + block.norm2(block.mlp(x))
+    assert_same(whole, model.forward_head(model.norm(x)))
+    assert_same(steps(model, tokens, model.initial_state(2, dtype=torch.float64)), whole)
+    assert model.bfloat16()(tokens)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("mixer", MODELS)
 def test_splits_steps_and_packed_rows_are_the_whole(mixer: str) -> None:
     model = make(mixer, positions="learned", max_length=13)

@@ -14,10 +14,13 @@ from longseq.mixers.attention import KeyValueCache, KeyValueState
 from longseq.state import map_state, select_state, state_tensors
 
 D_MODEL, TOKENS = 32, 37
+LINEAR = {"rope_type": "linear", "factor": 3.0}
 OPTIONS: list[dict[str, Any]] = [
     {"rotary": True},
     {"num_heads": 4, "num_kv_heads": 2},
     {"num_heads": 4, "num_kv_heads": 1, "rotary": True, "rotary_base": 100.0, "qkv_bias": False},
+    {"num_heads": 3, "head_dim": 6, "num_kv_heads": 1, "rotary": True, "qk_norm": "head", "rotary_scaling": LINEAR},
+    {"num_heads": 2, "head_dim": 4, "qk_norm": "all", "norm_eps": 0.1},
 ]
 BOTH = [
     *(("attention", options) for options in OPTIONS),
@@ -33,6 +36,9 @@ def make(name: str, **options: Any) -> Any:
     mixer = mixers.create(name, D_MODEL, **options).double().eval()
     with torch.no_grad():
         mixer.in_proj.weight.mul_(2)
+        for norm in (mixer.q_norm, mixer.k_norm):
+            if norm is not None:
+                norm.weight.uniform_(0.5, 2)
     return mixer
 
 
@@ -50,8 +56,15 @@ def naive(mixer: Any, x: Tensor) -> Tensor:
     heads, groups, width = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     q, k, v = mixer.in_proj(x).split([heads * width, groups * width, groups * width], dim=-1)
     q, k, v = (part.unflatten(-1, (-1, width)) for part in (q, k, v))
+    if mixer.qk_norm != "none":
+        span = -1 if mixer.qk_norm == "head" else (-2, -1)
+        norms = (mixer.q_norm, mixer.k_norm)
+        q, k = (
+            part / (part.square().mean(span, keepdim=True) + norm.eps).sqrt() * norm.weight.view(-1, width)
+            for part, norm in zip((q, k), norms, strict=True)
+        )
     if mixer.rotary:
-        positions = torch.arange(x.shape[1])
+        positions = torch.arange(x.shape[1]).double() / mixer.rotary_scaling.get("factor", 1.0)
         q, k = (apply_rotary(part, positions, mixer.rotary_base) for part in (q, k))
     k, v = (part.repeat_interleave(heads // groups, dim=2) for part in (k, v))
     window = getattr(mixer, "window", x.shape[1])
