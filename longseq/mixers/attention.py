@@ -17,7 +17,7 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Mixer
+from longseq.mixers.base import Mixer, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
 
