@@ -104,8 +104,8 @@ def _score_block(
         owners += [index] * len(own)
         lengths.append(len(text) + 1)
     sums = [0.0] * len(documents)
-    for index, one in zip(owners, score_rows(model, rows, batch_size), strict=True):
-        sums[index] += one.log_probability
+    for index, scored_row in zip(owners, score_rows(model, rows, batch_size), strict=True):
+        sums[index] += scored_row.log_probability
     scored = iter(zip(documents, lengths, sums, strict=True))
     for one in block:
         number = totals.documents + totals.malformed + totals.empty
