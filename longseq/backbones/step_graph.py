@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from longseq.mixers import Mixer
+from longseq.mixers.attention import KeyValueCache
 from longseq.state import map_state, state_tensors
 
 if TYPE_CHECKING:
@@ -21,16 +22,25 @@ class StepGraph:
     one launch.
 
     Args:
-        model: a `TokenBackbone` in evaluation on a CUDA device, none of whose states grows.
-        state: the state to start from; it is copied.
+        model: a `TokenBackbone` in evaluation on a CUDA device.
+        state: the state to start from. Preallocated keys and values become the graph's own; all else is copied.
+
+    Attributes:
+        room: the number of tokens that the state has room for; None: any.
 
     Raises:
-        ValueError: the model is on another device, or the state of one of its mixers grows with every token.
+        ValueError: the model is on another device, or the state of one of its mixers grows with every token. That of
+            attention does not after `TokenBackbone.preallocate`. A call: there is no room for another token.
     """
 
     def __init__(self, model: TokenBackbone, state: TokenState) -> None:
         check_step_graph(model)
-        self.state = map_state(torch.clone, state)
+        _check_preallocated(model, state)
+        self.state = state._replace(
+            layers=tuple(_own(layer) for layer in state.layers), position=map_state(torch.clone, state.position)
+        )
+        self.room = model.room(self.state)
+        self._check_room()
         rows = next(tensor.shape[0] for _, tensor in state_tensors(self.state))
         device = next(model.parameters()).device
         self.token = torch.zeros(rows, dtype=torch.long, device=device)
@@ -40,31 +50,59 @@ class StepGraph:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                # The first calls compile kernels and choose those of libraries, which cannot be recorded.
+                # The first calls compile kernels and choose those of libraries, which cannot be recorded. What they
+                # write into preallocated keys and values is at the place of the next token.
                 for _ in range(3):
                     model.step(self.token, self.state)
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, stream=side):
                     self.logits, following = model.step(self.token, self.state)
                     for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
-                        kept.copy_(new)
+                        if kept is not new:  # written in place
+                            kept.copy_(new)
             torch.cuda.current_stream().wait_stream(side)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Read one more token `[B]`; returns logits `[B, vocab_size]`, which the next call overwrites."""
+        self._check_room()
+        if self.room is not None:
+            self.room -= 1
         self.token.copy_(token)
         self.graph.replay()
         return self.logits
 
+    def _check_room(self) -> None:
+        if self.room is not None and self.room < 1:
+            raise ValueError("the state has no room for another token: preallocate more")
+
+
+def _own(layer: Any) -> Any:
+    if isinstance(layer, KeyValueCache):
+        return layer._replace(length=layer.length.clone())
+    return map_state(torch.clone, layer)
+
+
+def _check_preallocated(model: TokenBackbone, state: TokenState) -> None:
+    for block, layer in zip(model.blocks, state.layers, strict=True):
+        if block.mixer.growing_state and not isinstance(layer, KeyValueCache):
+            raise ValueError(
+                f"the state of {type(block.mixer).__name__} grows with every token, and a CUDA graph has fixed shapes; "
+                "give it room: model.preallocate(state, max_length)"
+            )
+
 
 def check_step_graph(model: nn.Module) -> None:
-    """Raise ValueError for a model whose steps a CUDA graph cannot record."""
+    """Raise ValueError for a model whose steps a CUDA graph cannot record, whatever its state."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise ValueError(f"a CUDA graph records a model on a CUDA device, and this one is on {device.type}")
-    growing = {type(m).__name__ for m in model.modules() if isinstance(m, Mixer) and m.growing_state}
+    growing = {type(m).__name__ for m in model.modules() if isinstance(m, Mixer) and _only_grows(m)}
     if growing:
         raise ValueError(
             f"the state of {', '.join(sorted(growing))} grows with every token, and a CUDA graph has fixed shapes; "
             "leave cuda_graph out"
         )
+
+
+def _only_grows(mixer: Mixer) -> bool:
+    return mixer.growing_state and not mixer.preallocates

@@ -9,9 +9,9 @@ text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU fas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from timm.layers import Mlp, trunc_normal_
@@ -27,7 +27,7 @@ from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
-from longseq.blocks.residual import Block
+from longseq.blocks.residual import Block, PostNormBlock
 from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
@@ -42,8 +42,12 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
 }
+BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
+
+# The name of these language models among those of transformers (see `longseq.tools.hugging_face`).
+MODEL_TYPE = "longseq"
 
 
 def mlp_width(d_model: int, ratio: float | None = None) -> int:
@@ -85,7 +89,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: sum or mean of the two readings.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
+        mlp_bias: whether the projections of swiglu have biases; those of gelu always do.
         norm, norm_eps: rms or layer, and the number added to the variance.
+        norm_order: pre norms what a mixer or an MLP reads, post what it adds to the residual (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         tie_embeddings: the head scores a token by its embedding.
@@ -101,6 +107,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
+    arguments_before: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "norm_order": "pre"}
 
     def __init__(
         self,
@@ -115,8 +122,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: str = "sum",
         mlp: str | None = "swiglu",
         mlp_ratio: float | None = None,
+        mlp_bias: bool = False,
         norm: str = "rms",
         norm_eps: float = 1e-5,
+        norm_order: str = "pre",
         positions: str = "none",
         max_length: int | None = None,
         tie_embeddings: bool = True,
@@ -131,6 +140,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for name, value, known in (
             ("direction", direction, DIRECTIONS),
             ("norm", norm, NORMS),
+            ("norm_order", norm_order, BLOCKS),
             ("positions", positions, POSITIONS),
         ):
             if value not in known:
@@ -155,9 +165,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
         width = mlp_width(d_model, mlp_ratio)
-        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, **switches)
+        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, bias=mlp_bias, **switches)
         blocks = build_blocks(
-            Block,
+            BLOCKS[norm_order],
             depth,
             d_model,
             mixer=mixer,
@@ -183,6 +193,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
         )
         restore_rng_state()
         self.init_weights()
+
+    def describe_use(self) -> dict[str, Any]:
+        use = super().describe_use()
+        if self.direction != "forward":
+            return use
+        return {"architectures": ["LongseqForCausalLM"], "model_type": MODEL_TYPE, **use}
 
     def init_weights(self) -> None:
         """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
@@ -251,9 +267,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def forward_features(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None, output_final_state: bool = True,
+        mask: Tensor | None = None, output_final_state: bool = True, max_length: int | None = None,
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
-        """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`."""
+        """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`.
+
+        With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
+        """
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the max_length={self.max_length} of the "
@@ -272,6 +291,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for index, block in enumerate(self.blocks):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
             x, layer = run(x, None if layers is None else layers[index], **options)
+            if layer is not None and max_length is not None:
+                layer = block.mixer.preallocate(layer, max_length)
             states.append(layer)
         return self.norm(x), TokenState(tuple(states), position) if output_final_state else None
 
@@ -326,6 +347,33 @@ class TokenBackbone(PretrainedModel, nn.Module):
         counted = self.positions is not None
         return TokenState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
 
+    def preallocate(self, state: TokenState, max_length: int) -> TokenState:
+        """Return a state with room for `max_length` tokens in all, which steps fill in place.
+
+        The layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a
+        step copies no earlier keys and values; layers with a state of constant size keep it, and those without such a
+        cache (Hyena) go on growing.
+
+        A caller who does not know the number of tokens can double the room whenever `room` is 0, at the price of a
+        copy. A state without room takes any number of tokens, and each step copies the keys and values of all tokens.
+
+        Raises:
+            ValueError: the state has more than `max_length` tokens.
+        """
+        return state._replace(layers=self._by_layer(state, lambda mixer, layer: mixer.preallocate(layer, max_length)))
+
+    def trim(self, state: TokenState) -> TokenState:
+        """Return a state in the form that `forward` returns, without the room that `preallocate` has given it."""
+        return state._replace(layers=self._by_layer(state, lambda mixer, layer: mixer.trim(layer)))
+
+    def room(self, state: TokenState) -> int | None:
+        """Count the tokens for which a preallocated state has room; None: any number."""
+        found = self._by_layer(state, lambda mixer, layer: mixer.room(layer))
+        return min((tokens for tokens in found if tokens is not None), default=None)
+
+    def _by_layer(self, state: TokenState, call: Callable[[Any, Any], Any]) -> tuple[Any, ...]:
+        return tuple(call(block.mixer, layer) for block, layer in zip(self.blocks, state.layers, strict=True))
+
     @torch.no_grad()
     def generate(
         self,
@@ -340,9 +388,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> Tensor:
         """Continue `prompt [B, T]` by sampled tokens: `[B, T + max_new_tokens]`.
 
-        After the prompt, memory does not grow for mixers whose state does not. `temperature` divides the logits, 0
-        takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest whose probabilities reach p.
-        `cuda_graph` records the step as a `StepGraph` and replays it.
+        After the prompt, memory does not grow: attention reserves room for all tokens (only the state of Hyena grows).
+        `temperature` divides the logits, 0 takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest
+        whose probabilities reach p. `cuda_graph` records the step as a `StepGraph` and replays it.
 
         Raises:
             ValueError: the model does not read forward; the prompt is empty; an option has an invalid value.
@@ -360,7 +408,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         if max_new_tokens < 1:
             return prompt.clone()
         tokens = [prompt]
-        features, last = self.forward_features(prompt)
+        features, last = self.forward_features(prompt, max_length=prompt.shape[1] + max_new_tokens)
         assert last is not None
         state, logits = last, self.forward_head(features[:, -1])
         graph = StepGraph(self, state) if cuda_graph and max_new_tokens > 1 else None
