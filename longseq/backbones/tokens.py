@@ -48,6 +48,9 @@ BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
 
+# The name of these language models among those of transformers (see `longseq.tools.hugging_face`).
+MODEL_TYPE = "longseq"
+
 
 def mlp_width(d_model: int, ratio: float | None = None) -> int:
     """Width of an MLP: `ratio` times `d_model`, or the least multiple of 64 that is at least 8/3 of it.
@@ -192,6 +195,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
         )
         restore_rng_state()
         self.init_weights()
+
+    def describe_use(self) -> dict[str, Any]:
+        use = super().describe_use()
+        if self.direction != "forward":
+            return use
+        return {"architectures": ["LongseqForCausalLM"], "model_type": MODEL_TYPE, **use}
 
     def init_weights(self) -> None:
         """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.

@@ -18,6 +18,7 @@ from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, S
 from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
+from longseq.tokenizer_files import same_tokenizer
 
 # The name of each split as a stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
@@ -92,7 +93,7 @@ class LanguageModelData(TaskData):
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
         datamodule._stages = (split,)
         datamodule.setup()
-        if datamodule.info.tokenizer != trained.tokenizer:
+        if not same_tokenizer(datamodule.info.tokenizer, trained.tokenizer):
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
             )
@@ -121,7 +122,7 @@ class LanguageModelData(TaskData):
         self._stores = open_corpora(self.keys)
         first = self._stores[0]
         for other in self._stores[1:]:
-            if other.tokenizer != first.tokenizer:
+            if not same_tokenizer(other.tokenizer, first.tokenizer):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
