@@ -17,6 +17,7 @@ KEYS = {
     "train": "longseq.tasks.experiment.TrainKeys",
     "evaluate": "longseq.tasks.evaluate.EvaluateKeys",
     "predict": "longseq.tasks.predict.PredictKeys",
+    "generate": "longseq.tasks.generate.GenerateKeys",
 }
 
 _LINE = re.compile(r"(?P<indent>(?:  )?)(?P<key>\w+):(?P<value>(?: [^#]*)?)(?:# *(?P<words>.*))?")
