@@ -39,11 +39,11 @@ class LanguageModelFile(nn.Module):
     the logits `[batch, vocabulary]`, else `[batch, length]` and `[batch, length, vocabulary]`.
     """
 
-    def __init__(self, model: TokenBackbone, *, one_token: bool) -> None:
+    def __init__(self, model: TokenBackbone, *, one_token: bool, max_length: int) -> None:
         super().__init__()
         self.model = model
         self.one_token = one_token
-        self.template = model.initial_state(1)
+        self.template = model.preallocate(model.initial_state(1), max_length)
 
     def forward(self, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         state = fill_state(self.template, states)
@@ -69,6 +69,7 @@ def export_language_model(
     format: str = "onnx",
     data: Mapping[str, Any] = MappingProxyType({}),
     dynamic_length: bool = False,
+    max_length: int = 2048,
     opset: int = 20,
     batch_sizes: Sequence[int] = (1, 3, 8),
     tolerance: float = 1e-4,
@@ -78,16 +79,20 @@ def export_language_model(
     """Write `model` as one file, and compare the file with the model's parallel form, which reads whole sequences.
 
     The file takes one token int64 [batch] and the states before it, and gives logits [batch, vocabulary] and the states
-    after it. With `dynamic_length` it takes tokens [batch, length] and gives logits [batch, length, vocabulary]. Any
-    batch size fits. `state_spec` tells the states and their values before the first token, and so does the file's
-    metadata. The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a
-    checkpoint knows of its text (see `longseq.tasks.text.info.TextInfo`).
+    after it. With `dynamic_length` it takes tokens [batch, length] and gives logits [batch, length, vocabulary]; the
+    states of both files are alike. Any batch size fits. Attention has room for `max_length` tokens, or as many as the
+    model has learned positions, and the file refuses more; other layers read any number. `state_spec` tells the states
+    and their values before the first token, and so does the file's metadata.
+
+    The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
+    of its text (see `longseq.tasks.text.info.TextInfo`).
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the model
     does not read forward, the format cannot represent it, or the file differs too much; an existing file of that name
     then remains as it is.
     """
     target = find_target(output, format)
+    max_length = min(max_length, model.max_length or max_length)
     if model.direction != "forward":
         raise ValueError(f"direction={model.direction!r}: a language model reads forward, and this one has no state")
     if data.get("vocab_size", 0) > model.vocab_size:
@@ -96,21 +101,25 @@ def export_language_model(
     if format == "onnx":
         onnx_file.check(model, opset)
     copied: Any = float_copy(model)
-    states = state_spec(copied)
-    module = LanguageModelFile(copied, one_token=not dynamic_length).eval()
+    start = copied.preallocate(copied.initial_state(TRACED_BATCH), max_length)
+    limit = max_length if copied.room(start) is not None else model.max_length
+    states = state_spec(copied, max_length)
+    module = LanguageModelFile(copied, one_token=not dynamic_length, max_length=max_length).eval()
 
-    probed = PROBED_TOKENS if model.max_length is None else min(PROBED_TOKENS, model.max_length)
+    probed = min(PROBED_TOKENS, limit or PROBED_TOKENS)
     expected = expect(_ParallelForm(copied), [_probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
     if not all(batch.output.isfinite().all() for batch in expected):
         raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
     tokens = _probe_tokens(TRACED_BATCH, probed, model.vocab_size)
     with torch.no_grad():
-        _, earlier = copied(tokens[:, :EARLIER_TOKENS], copied.initial_state(TRACED_BATCH))
+        _, earlier = copied(tokens[:, :EARLIER_TOKENS], start)
     input_name, axes = ("tokens", {0: "batch", 1: "length"}) if dynamic_length else ("token", {0: "batch"})
     spec = FileSpec(
         inputs={input_name: axes, **{state.input_name: state.axes for state in states}},
         outputs=["logits", *(state.output_name for state in states)],
-        metadata=language_metadata(model, data, states, dynamic_length=dynamic_length, extra=extra_metadata),
+        metadata=language_metadata(
+            model, data, states, limit=limit, dynamic_length=dynamic_length, extra=extra_metadata
+        ),
         opset=opset,
     )
     read: Reader = _read_pieces if dynamic_length else _read_one_by_one
