@@ -321,7 +321,11 @@ class Attention(SoftmaxAttention):
         if state.key.shape[1] > slots or state.key.is_cpu:
             _check_room(state.length, slots, wait=True)
         key, value = (_resize(x, slots, dtype) for x in (state.key, state.value))
-        return KeyValueCache(key, value, state.length)
+        length = state.length
+        if is_exporting():
+            # The check above is no part of a graph. Reading at the length fails in a graph if it is above the slots.
+            length = length + torch.zeros(slots + 1, dtype=length.dtype, device=length.device)[length]
+        return KeyValueCache(key, value, length)
 
     def _attend(
         self,

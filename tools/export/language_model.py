@@ -26,8 +26,12 @@ from longseq.tools.export.states import StateSpec, state_spec
 
 __all__ = ["LanguageModelFile", "export_language_model"]
 
-# Tokens of a traced or compared sequence. Recurrences are computed in chunks of 64 tokens: it is more than one.
-PROBED_TOKENS = 70
+# Tokens of a compared sequence: more than one of the chunks of 64 tokens in which recurrences are computed. A file of
+# open length reads them in pieces: the second is longer than what was traced, and that is longer than a chunk.
+STEPPED_TOKENS = 75
+READ_TOKENS = 150
+PIECE_ENDS = (1, 130)
+TRACED_TOKENS = 70
 # Tokens before the traced ones, so that a state which grows is not empty.
 EARLIER_TOKENS = 7
 
@@ -106,13 +110,17 @@ def export_language_model(
     states = state_spec(copied, max_length)
     module = LanguageModelFile(copied, one_token=not dynamic_length, max_length=max_length).eval()
 
-    probed = min(PROBED_TOKENS, limit or PROBED_TOKENS)
+    probed = READ_TOKENS if dynamic_length else STEPPED_TOKENS
+    probed = probed if limit is None else min(probed, limit)
     expected = expect(_ParallelForm(copied), [_probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
     if not all(batch.output.isfinite().all() for batch in expected):
         raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
     tokens = _probe_tokens(TRACED_BATCH, probed, model.vocab_size)
-    with torch.no_grad():
-        _, earlier = copied(tokens[:, :EARLIER_TOKENS], start)
+    # Where there is little room, half of it for the traced tokens, and half of the rest for those before them.
+    earlier, tokens = tokens[:, : min(EARLIER_TOKENS, probed // 4)], tokens[:, -min(TRACED_TOKENS, (probed + 1) // 2) :]
+    if earlier.shape[1]:
+        with torch.no_grad():
+            _, start = copied(earlier, start)
     input_name, axes = ("tokens", {0: "batch", 1: "length"}) if dynamic_length else ("token", {0: "batch"})
     spec = FileSpec(
         inputs={input_name: axes, **{state.input_name: state.axes for state in states}},
@@ -126,7 +134,7 @@ def export_language_model(
     one = tokens[:1, :1] if dynamic_length else tokens[:1, 0]
     return write_checked(
         module,
-        (tokens if dynamic_length else tokens[:, 0], [tensor for _, tensor in state_tensors(earlier)]),
+        (tokens if dynamic_length else tokens[:, 0], [tensor for _, tensor in state_tensors(start)]),
         target,
         spec,
         format=format,
@@ -192,9 +200,9 @@ def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tens
 
 
 def _read_pieces(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:
-    """One token, a whole chunk, and the rest."""
+    """One token, two chunks and a token, and the rest."""
     logits = []
-    for piece in tokens.tensor_split((1, 65), dim=1):
+    for piece in tokens.tensor_split(PIECE_ENDS, dim=1):
         if piece.shape[1]:
             scores, states = call(piece.contiguous(), states)
             logits.append(scores)
