@@ -23,11 +23,13 @@ KEYS = {
 }  # fmt: skip
 
 
-def make_writer(mixer="gated_deltanet", **keys):
+def make_writer(mixer="gated_deltanet", device="cpu", **keys):
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=257, d_model=16, depth=2, mixer=mixer).double().eval()
     with torch.no_grad():
         model.embedding.weight.mul_(30)
+    if device != "cpu":
+        model = model.float().to(device)  # the Triton kernels take no float64
     return Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **keys}))
 
 
@@ -63,6 +65,45 @@ def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path)
     second = make_writer(mixer, max_new_tokens=4, save_state=again, **options).resume(tmp_path / "text.state")
     third = make_writer(mixer, max_new_tokens=15, **options).resume(tmp_path / "again.state")
     assert first.tokens + second.tokens + third.tokens == whole.tokens
+
+
+def check_that_graphs_change_nothing(mixer, device, folder):
+    options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device}
+    plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
+    whole = plain.write(PROMPTS)
+    assert [one.tokens for one in graph.write(PROMPTS)] == [one.tokens for one in whole]
+    assert len({token for one in whole for token in one.tokens}) > 20
+    options |= {"end": False, "cuda_graph": True}
+    whole = make_writer(mixer, **options).write(["début"])[0].tokens
+    first = make_writer(mixer, max_new_tokens=5, save_state=f"{folder}/text.state", **options).write(["début"])[0]
+    rest = make_writer(mixer, max_new_tokens=7, **options).resume(folder / "text.state")
+    assert first.tokens + rest.tokens == whole
+    single = make_writer(mixer, max_new_tokens=1, save_state=f"{folder}/one.state", **options).write(["début"])[0]
+    assert single.tokens == whole[:1]
+    without = make_writer(mixer, max_new_tokens=11, **{**options, "cuda_graph": False}).resume(folder / "one.state")
+    assert single.tokens + without.tokens == whole
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
+def test_what_a_graph_records_writes_the_same_text(mixer, graphs_on_cpu, tmp_path):
+    check_that_graphs_change_nothing(mixer, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
+def test_a_graph_writes_the_same_text(mixer, tmp_path):
+    check_that_graphs_change_nothing(mixer, "cuda", tmp_path)
+
+
+def test_a_state_keeps_the_keys_of_real_tokens_alone(tmp_path):
+    sizes = []
+    for most in (5, 500):
+        writer = make_writer("attention", max_new_tokens=most, save_state=str(tmp_path / "text.state"), end=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generate, "_draw", lambda writing, count: [writing.draw().tolist() for _ in range(5)])
+            writer.write(["some text"])
+        sizes.append((tmp_path / "text.state").stat().st_size)
+    assert sizes[0] == sizes[1]
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
