@@ -222,7 +222,7 @@ class Writer:
         sampler = TokenSampler(self.sampling, seeds.to(self.device), drawn=len(before[0]), seen=seen)
         writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
         del state, scores
-        for drawn in _draw(writing, keys.max_new_tokens):
+        for drawn in draw_tokens(writing, keys.max_new_tokens):
             for one, text, token in zip(written, texts, drawn, strict=True):
                 self._take(one, text, token, show)
             if all(one.reason is not None for one in written):
@@ -281,7 +281,7 @@ class Writer:
         return seen.to(self.device)
 
 
-def _draw(writing: Continuation, count: int) -> Iterator[list[int]]:
+def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
     """Yield the next tokens of all rows, so many times.
 
     A GPU draws the next ones while the host handles these. So one more may have been drawn when a caller stops.

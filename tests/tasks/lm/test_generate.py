@@ -100,7 +100,7 @@ def test_a_state_keeps_the_keys_of_real_tokens_alone(tmp_path):
     for most in (5, 500):
         writer = make_writer("attention", max_new_tokens=most, save_state=str(tmp_path / "text.state"), end=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(generate, "_draw", lambda writing, count: [writing.draw().tolist() for _ in range(5)])
+            patch.setattr(generate, "draw_tokens", lambda writing, count: [writing.draw().tolist() for _ in range(5)])
             writer.write(["some text"])
         sizes.append((tmp_path / "text.state").stat().st_size)
     assert sizes[0] == sizes[1]
