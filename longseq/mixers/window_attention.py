@@ -14,8 +14,8 @@ from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.mixers.attention import KeyValueState, SoftmaxAttention
-from longseq.mixers.base import memory_dtype
+from longseq.mixers.attention import KeyValueCache, KeyValueState, SoftmaxAttention
+from longseq.mixers.base import activation_dtype, memory_dtype, required
 from longseq.mixers.registry import register
 
 
@@ -24,7 +24,8 @@ class WindowAttention(SoftmaxAttention):
     """Multi-head softmax attention in which a token sees itself and the `window` - 1 tokens before it.
 
     The state keeps the last `window` - 1 keys and values, the latest one last, with zeros in front if there are fewer.
-    Time and memory of a pass grow with the number of tokens times the window.
+    Time and memory of a pass grow with the number of tokens times the window. `preallocate` turns the state into a ring
+    of `window` keys and values in the type of the weights, in which a step overwrites the oldest one.
 
     Args:
         window: tokens that a token sees, itself included.
@@ -88,6 +89,32 @@ class WindowAttention(SoftmaxAttention):
         shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
         empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def preallocate(self, state: KeyValueState | KeyValueCache, max_length: int) -> KeyValueCache:
+        if isinstance(state, KeyValueCache):
+            return state
+        return self._cached(state, self.window, activation_dtype(required(self.out_proj)))
+
+    def _place(self, cache: KeyValueCache) -> Tensor:
+        return cache.length % self.window
+
+    def _listed(self, cache: KeyValueCache) -> KeyValueState:
+        position = cache.length[:, None] + torch.arange(1 - self.window, 0, device=cache.length.device)
+        real = (position >= 0)[:, :, None, None]
+        key, value = (
+            gather_tokens(x, position % self.window).to(memory_dtype(x.dtype)).masked_fill(~real, 0)
+            for x in (cache.key, cache.value)
+        )
+        return KeyValueState(key, value, cache.length)
+
+    def _cached(self, state: KeyValueState, slots: int, dtype: torch.dtype) -> KeyValueCache:
+        # The slot that the next token will take is behind the latest one; where tokens are missing, it holds a zero.
+        position = state.length[:, None] + torch.arange(-slots, 0, device=state.length.device)
+        key, value = (
+            scatter_tokens(functional.pad(x, (0, 0, 0, 0, 1, 0)).to(dtype), position % slots)
+            for x in (state.key, state.value)
+        )
+        return KeyValueCache(key, value, state.length)
 
     def _attend(
         self,
