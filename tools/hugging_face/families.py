@@ -20,6 +20,12 @@ Values = Mapping[str, Any]
 Names = Mapping[str, str | Mapping[str, int]]
 
 
+ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+MLP = {"mlp.fc1_g": "mlp.gate_proj", "mlp.fc1_x": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
+SILU = ("silu", "swish")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of model as another library saves it.
@@ -74,12 +80,6 @@ class Family:
                 parts = theirs + other if isinstance(other, str) else {theirs + k: rows for k, rows in other.items()}
                 found[ours + name] = parts
         return found
-
-
-ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-MLP = {"mlp.fc1_g": "mlp.gate_proj", "mlp.fc1_x": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"}
-SILU = ("silu", "swish")
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def common_arguments(values: Values, *, eps: str) -> dict[str, Any]:
