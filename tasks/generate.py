@@ -21,7 +21,7 @@ from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
 from longseq.models import describe
-from longseq.state import state_tensors
+from longseq.state import fill_state, state_tensors
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
@@ -183,7 +183,8 @@ class Writer:
             raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
         read, written = saved["read"], saved["written"]
         with torch.inference_mode():
-            state = _fill(self.model.initial_state(1), saved["state"], self.device)
+            tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
+            state = fill_state(self.model.initial_state(1), tensors)
             state = self.model.preallocate(state, len(read) + len(written) + self.keys.max_new_tokens)
         return self._continue([Request(read, 0)], state, saved["scores"].to(self.device), [written], show)[0]
 
@@ -358,18 +359,3 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or not {"state", "scores", "read", "written", "model"} <= saved.keys():
         raise ValueError(f"state={path} is none of `longseq generate save_state=FILE`")
     return saved
-
-
-def _fill(template: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """A state as `template`, with the tensors of these names, in the order of `state_tensors`."""
-    found = iter(tensors.values())
-
-    def fill(part: Any) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, Tensor):
-            return next(found).to(device)
-        parts = [fill(one) for one in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-
-    return fill(template)

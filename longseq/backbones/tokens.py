@@ -217,9 +217,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
                 with full_parameters(part):  # one after the other: together they may not fit on a device
-                    self._init_part(part)
+                    self.init_part(part)
 
-    def _init_part(self, part: nn.Module) -> None:
+    def init_part(self, part: nn.Module) -> None:
+        """Initialise a part as `init_weights` does: the embedding, a block, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
                 trunc_normal_(module.weight, std=0.02)
