@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -178,6 +179,52 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
         (tmp_path / "bad.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             generate.read_prompts(tmp_path / "bad.jsonl")
+
+
+def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
+    trained, command_here, tmp_path, monkeypatch
+):
+    words = ("generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
+    closed = []
+    for stop, code in ((BrokenPipeError(32, "Broken pipe"), 1), (KeyboardInterrupt(), 130)):
+
+        def write(*_, stop=stop, **__):
+            raise stop
+
+        monkeypatch.setattr(Writer, "write", write)
+        monkeypatch.setattr("os.dup2", lambda _, descriptor: closed.append(descriptor))
+        result = command_here(tmp_path, *words)
+        assert (result.returncode, result.stderr) == (code, "")
+        monkeypatch.undo()
+    assert closed == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("prompt=abc", "output=."), "output=. is a folder: name a file"),
+        (("prompt=abc", "save_state=."), "save_state=. is a folder: name a file"),
+        (("prompt=''",), "prompt is empty: give the text to continue"),
+        (("prompt='ab\udcff'",), "prompt is no UTF-8: surrogates not allowed at character 3"),
+        (("input=bad.jsonl",), "bad.jsonl: prompt 2 is no UTF-8"),
+        (("prompt=abc", "max_new_tokens=0"), "max_new_tokens=0 must be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_the_model_is_read(words, message, command_here, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('"fine"\n"half \\ud800"\n')
+    result = command_here(tmp_path, "generate", "checkpoint=none.ckpt", *words)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"longseq: error: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    generate._show("été\n")
+    assert written.getvalue() == b"?t?\n"
+    monkeypatch.setattr("sys.stdout", None)  # closed by the shell: >&-
+    generate._show("text")
 
 
 def test_a_prompt_that_the_model_cannot_read_is_one_line():
