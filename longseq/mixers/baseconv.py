@@ -75,7 +75,9 @@ class BaseConv(Mixer[BaseConvState]):
         backend: str = "auto",
     ) -> None:
         if backend not in ("auto", "torch"):
-            raise ValueError(f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch")
+            raise ValueError(
+                f"baseconv runs on torch's Fourier transforms, not on backend={backend!r}; use auto or torch"
+            )
         super().__init__(d_model, backend=backend)
         if filter not in FILTERS:
             raise ValueError(f"filter={filter!r} is not one of {', '.join(FILTERS)}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longseq.kernels import short_convolution
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
+from longseq.kernels.short_convolution import short_convolution
 
 
 def previous_tokens(
