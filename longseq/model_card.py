@@ -24,6 +24,8 @@ def _front_matter(config: Mapping[str, Any]) -> Iterator[str]:
     yield from ("---", "library_name: longseq", "tags:", *(f"- {tag}" for tag in tags))
     if config.get("num_classes"):
         yield "pipeline_tag: image-classification"
+    elif "model_type" in config:
+        yield "pipeline_tag: text-generation"
     yield from ("---", "")
 
 
@@ -41,6 +43,19 @@ def _facts(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _usage(config: Mapping[str, Any]) -> Iterator[str]:
     yield from ("```python", "import longseq", "", 'model = longseq.from_pretrained("FOLDER or OWNER/NAME")', "```", "")
+    if "model_type" in config:
+        yield from (
+            'transformers loads it, too (`pip install "longseq[text]"`):',
+            "",
+            "```python",
+            "import longseq.tools.hugging_face",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER or OWNER/NAME")',
+            "```",
+            "",
+        )
     if "architecture" not in config:
         return
     yield from (

@@ -1,5 +1,8 @@
 """Models as files: `config.json`, from which a model is built again, and `model.safetensors`, its weights.
 
+Weights above a size are spread over files, which model.safetensors.index.json lists. A model that reads text also has
+the files of its tokenizer (see `longseq.tokenizer_files`).
+
     model.save_pretrained("folder")                 # also a README.md, the model card
     model = longseq.from_pretrained("folder")       # or a checkpoint of `longseq train`, or a repository of the hub
     model.push_to_hub("owner/name")
@@ -17,6 +20,9 @@ config.json:
         above and the next two as `saved_by`, because timm keeps nothing else.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
+    architectures, model_type: of language models, so that transformers loads the folder (see
+        `longseq.tools.hugging_face`).
+    window: of models that were trained on text: the tokens of a training window.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
@@ -38,6 +44,7 @@ from typing import Any, ClassVar, TypeVar
 from zipfile import BadZipFile, ZipFile
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, nn
@@ -51,11 +58,13 @@ from longseq.mixers.pattern import options_by_name
 from longseq.model_card import model_card
 from longseq.plugins import check_loaded, plugin_of
 from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm_model
+from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE, read_folder, tokenizer_files
 
 CONFIG_VERSION = 1
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 CARD_FILE = "README.md"
 
 # Arguments that decide how a machine runs a model and not what the model computes: each run chooses its own.
@@ -70,9 +79,11 @@ WEIGHTS = ("auto", "ema", "model")
 CHECKPOINT_CONFIG = "model_config"
 CHECKPOINT_WEIGHTS = "state_dict"
 CHECKPOINT_RAW_WEIGHTS = "current_model_state"
+CHECKPOINT_RUN = "hyper_parameters"
 CHECKPOINT_PREFIX = "backbone."
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _KINDS: dict[str, type[PretrainedModel]] = {}
 
 ModelClass = TypeVar("ModelClass", bound="type[PretrainedModel]")
@@ -86,9 +97,15 @@ class PretrainedModel(KeepsArguments):
 
     Class attributes:
         decided_options: options of mixers that the model decides itself; they are not saved.
+
+    Attributes:
+        text: of a model that reads text: its `tokenizer`, as in `longseq.tokenizer_files`, and the `window` of its
+            training in tokens, None where it is not known. Files keep it beside the weights.
     """
 
     decided_options: ClassVar[tuple[str, ...]] = ()
+
+    text: Mapping[str, Any] | None = None
 
     def saved_arguments(self) -> dict[str, Any]:
         """The constructor's arguments as JSON types, without those of the run."""
@@ -110,16 +127,21 @@ class PretrainedModel(KeepsArguments):
         """The keys of config.json that only this kind has, and `model_args`."""
         return {"model_args": self.saved_arguments()}
 
+    def describe_use(self) -> dict[str, Any]:
+        """The keys of config.json for programs that use the model; a model within another one does not have them."""
+        window = (self.text or {}).get("window")
+        return {} if window is None else {"window": window}
+
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
         """Build the model of a config.json, with other values of some arguments; its weights are initialised anew."""
         arguments = cls.complete_arguments(config["model_args"])
         return cls(**{name: _from_plain(value) for name, value in arguments.items()} | dict(changes))
 
-    def save_pretrained(self, folder: str | Path, *, metrics: Mapping[str, Any] | None = None) -> Path:
+    def save_pretrained(self, folder: str | Path, **options: Any) -> Path:
         """Save the model; see `longseq.save_pretrained`."""
         assert isinstance(self, nn.Module)
-        return save_pretrained(self, folder, metrics=metrics)
+        return save_pretrained(self, folder, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload the model; see `longseq.push_to_hub`."""
@@ -151,7 +173,7 @@ class SavedModel:
     """The contents of a folder or a checkpoint: `config`, those of config.json, and `state`, the weights by name.
 
     `label` names the file in messages; `weights`, "ema" or "model", is the kind of weights in `state`; `run` is the
-    training checkpoint that holds the model, empty for a folder.
+    training checkpoint that holds the model, empty for a folder; `text` is `PretrainedModel.text`.
     """
 
     label: str
@@ -159,14 +181,23 @@ class SavedModel:
     state: Mapping[str, Tensor]
     weights: str = "model"
     run: Mapping[str, Any] = field(default_factory=dict)
+    text: Mapping[str, Any] | None = None
 
 
-def save_pretrained(model: nn.Module, folder: str | Path, *, metrics: Mapping[str, Any] | None = None) -> Path:
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Path:
     """Write config.json, model.safetensors and, where the folder has none, README.md; returns the folder.
 
     Of a model that `fully_shard` has spread over processes all of them call this, and the first one writes.
 
-    `metrics`, such as the contents of a run's metrics.json, are listed in README.md, the model card.
+    Args:
+        metrics: such as the contents of a run's metrics.json, listed in README.md, the model card.
+        max_shard_size: the most bytes of a file of weights; larger models have several, and an index.
 
     Raises:
         ValueError: the model is of no registered kind, or was changed so that its constructor's arguments do not
@@ -176,25 +207,43 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metrics: Mapping[st
     state = model.state_dict()
     _check_description(config, state)
     folder = Path(folder)
+    texts = {CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
+    if isinstance(model, PretrainedModel) and model.text is not None:
+        texts |= tokenizer_files(model.text["tokenizer"])
+    card = model_card(model, config, metrics or {})
     if not any(map(is_sharded, state.values())):
-        _write(folder, config, _separate(state), model_card(model, config, metrics or {}))
+        _write(folder, texts, _separate(state), card, max_shard_size)
         return folder
     whole = gather(state)
     try:
         if whole is not None:
-            _write(folder, config, whole, model_card(model, config, metrics or {}))
+            _write(folder, texts, whole, card, max_shard_size)
     finally:
         distributed.barrier()  # if the first process cannot write, the others must not wait for it
     return folder
 
 
-def _write(folder: Path, config: Mapping[str, Any], state: dict[str, Tensor], card: str) -> None:
+def _write(
+    folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], card: str, max_shard_size: int | str
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": "pt", CHECKSUM: checksum(state)}
-    save_file(state, _partial(folder / WEIGHTS_FILE), metadata=metadata)
-    _partial(folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
+    split = split_torch_state_dict_into_shards(
+        dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for name, keys in split.filename_to_tensors.items():
+        shard = {key: state[key] for key in keys}
+        save_file(shard, _partial(folder / name), metadata={"format": "pt", CHECKSUM: checksum(shard)})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}
+    for name, text in texts.items():
+        _partial(folder / name).write_text(text, encoding="utf-8")
+    written = {*split.filename_to_tensors, *texts}
+    for name in written:
         os.replace(_partial(folder / name), folder / name)
+    for path in folder.iterdir():  # the weights of another model that was here
+        if path.name not in written and (path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)):
+            path.unlink()
     if not (folder / CARD_FILE).exists():
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
@@ -282,6 +331,8 @@ def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None) -> nn.M
     except ValueError as error:
         raise ValueError(f"{saved.label}: {error}") from error
     _fill(model, saved)
+    if isinstance(model, PretrainedModel):
+        model.text = saved.text
     return model.eval()
 
 
@@ -298,8 +349,9 @@ def describe(model: nn.Module) -> dict[str, Any]:
             f"a {name} cannot be saved: derive it from longseq.models.PretrainedModel and enter it by "
             f'@longseq.register_kind("{name.lower()}")'
         )
-    own = model.describe() if isinstance(model, PretrainedModel) else describe_timm_model(model)
-    return {**describe_origin(model), **own}
+    if isinstance(model, PretrainedModel):
+        return {**describe_origin(model), **model.describe_use(), **model.describe()}
+    return {**describe_origin(model), **describe_timm_model(model)}
 
 
 def describe_origin(model: nn.Module) -> dict[str, Any]:
@@ -383,18 +435,50 @@ def _read_folder(folder: Path, weights: str, label: str) -> SavedModel:
     if weights == "ema":
         raise ValueError(f"{label} holds one set of weights: leave weights=ema out")
     config = _read_config(folder / CONFIG_FILE, label)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        raise ValueError(f"{label} has no {WEIGHTS_FILE}: timm writes it with safe_serialization=True")
+    state: dict[str, Tensor] = {}
+    for name in weight_files(folder, label):
+        state |= _read_weights(folder / name, label)
+    tokenizer = read_folder(folder)
+    text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
+    return SavedModel(label, config, state, text=text)
+
+
+def weight_files(folder: Path, label: str) -> list[str]:
+    """The names of the files of weights: model.safetensors, or those of the index."""
+    index = folder / INDEX_FILE
+    if (folder / WEIGHTS_FILE).is_file():
+        return [WEIGHTS_FILE]
+    if not index.is_file():
+        raise ValueError(f"{label} has no {WEIGHTS_FILE}: timm and transformers write it with safe_serialization=True")
+    names = _shards(index, label)
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(
+            f"{label}: {len(missing)} of the {len(names)} files that {INDEX_FILE} lists are missing, such as "
+            f"{missing[0]}: copy or download the folder again"
+        )
+    return names
+
+
+def _shards(index: Path, label: str) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{label}: {INDEX_FILE} is damaged: it has no weight_map of names to files") from error
+    if strange := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{label}: {INDEX_FILE} names {strange[0]}, which is not in the folder")
+    return names
+
+
+def _read_weights(path: Path, label: str) -> dict[str, Tensor]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
         state = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{label}: {WEIGHTS_FILE} is damaged or cut short: {error}") from error
+        raise ValueError(f"{label}: {path.name} is damaged or cut short: {error}") from error
     if metadata.get(CHECKSUM, "") not in ("", checksum(state)):
-        raise ValueError(f"{label}: {WEIGHTS_FILE} is damaged: its weights do not have the checksum that it states")
-    return SavedModel(label, config, state)
+        raise ValueError(f"{label}: {path.name} is damaged: its weights do not have the checksum that it states")
+    return state
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
@@ -441,7 +525,9 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     taken = "ema" if averaged and weights != "model" else "model"
     state = checkpoint[CHECKPOINT_RAW_WEIGHTS if averaged and taken == "model" else CHECKPOINT_WEIGHTS]
     own = {name.removeprefix(CHECKPOINT_PREFIX): value for name, value in state.items() if _is_backbone(name)}
-    return SavedModel(label, config, own, taken, checkpoint)
+    data = (checkpoint.get(CHECKPOINT_RUN) or {}).get("data") or {}
+    text = {"tokenizer": data["tokenizer"], "window": data.get("window")} if data.get("tokenizer") else None
+    return SavedModel(label, config, own, taken, checkpoint, text)
 
 
 def _is_backbone(name: str) -> bool:
@@ -458,17 +544,32 @@ def _is_whole(file: Path) -> bool:
 
 
 def _download(repo_id: str, revision: str | None, token: str | None, cache_dir: str | Path | None) -> Path:
-    """The folder of a repository's config.json and model.safetensors in the cache of huggingface_hub."""
+    """The folder of a repository's files of a model in the cache of huggingface_hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-    where: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+    def fetch(name: str) -> Path:
+        return Path(hf_hub_download(repo_id, name, revision=revision, token=token, cache_dir=cache_dir))
+
+    def has(name: str) -> bool:
+        try:
+            return bool(fetch(name))
+        except (EntryNotFoundError, FileNotFoundError):
+            return False
+
     try:
-        files = [Path(hf_hub_download(repo_id, name, **where)) for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        folder = fetch(CONFIG_FILE).parent
+        if has(INDEX_FILE):
+            for name in _shards(folder / INDEX_FILE, repo_id):
+                fetch(name)
+        else:
+            fetch(WEIGHTS_FILE)
+        for name in (TOKENIZER_FILE, SETTINGS_FILE, GENERATION_FILE):
+            has(name)
     except (EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{repo_id} is no folder or file here, and not on the hub either: {reason}") from error
-    return files[0].parent
+    return folder
 
 
 def _fill(model: nn.Module, saved: SavedModel) -> None:

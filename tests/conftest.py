@@ -60,12 +60,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
     """Mark as fast one case of each test, and one for each operation or mixer, unless the test is slow."""
+    from longseq import mixers
+    from longseq.kernels import dispatch, list_ops
+
+    subjects = {*mixers.mixer_names(), *list_ops(), *dispatch.list_local_ops()}
     fast: set[tuple[str, ...]] = set()
     for item in items:
         if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, APART)):
             values = item.callspec.params if hasattr(item, "callspec") else {}
             file = item.path.relative_to(item.config.rootpath).as_posix()
-            case = (file, item.originalname, *(str(values[name]) for name in SUBJECTS if name in values))
+            case = (file, item.originalname, *(values[name] for name in SUBJECTS if str(values.get(name)) in subjects))
             if case not in fast:
                 fast.add(case)
                 item.add_marker("fast")

@@ -76,6 +76,63 @@ def test_a_saved_model_comes_back(name: str, tmp_path: Path) -> None:
     assert models.describe(loaded) == models.describe(model)
 
 
+def token_model(**options: Any) -> TokenBackbone:
+    return TokenBackbone(vocab_size=257, d_model=16, depth=1, **options).eval()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_model_that_reads_text_brings_its_tokenizer(tmp_path: Path) -> None:
+    model = token_model()
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": 64}
+    model.save_pretrained(tmp_path / "one")
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} < names_in(tmp_path / "one")
+    loaded = longseq.from_pretrained(tmp_path / "one")
+    assert loaded.text == model.text
+    loaded.save_pretrained(tmp_path / "two")
+    for name in names_in(tmp_path / "one") - {"model.safetensors"}:
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    (tmp_path / "two" / "tokenizer.json").write_text("[")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer file .* it is no JSON"):
+        longseq.from_pretrained(tmp_path / "two")
+
+
+def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
+    token_model().save_pretrained(tmp_path / "lm")
+    token_model(direction="bidirectional").save_pretrained(tmp_path / "encoder")
+    named = [json.loads((tmp_path / name / "config.json").read_text()).get("model_type") for name in ("lm", "encoder")]
+    assert named == ["longseq", None]
+
+
+def test_large_models_have_several_files(tmp_path: Path) -> None:
+    model = token_model()
+    model.save_pretrained(tmp_path, max_shard_size=8000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 2
+    assert "model.safetensors" not in names_in(tmp_path)
+    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
+
+    other = token_model(mixer="gla")
+    other.save_pretrained(tmp_path, max_shard_size="1GB")  # leaves nothing of the first
+    assert names_in(tmp_path) == {"config.json", "model.safetensors", "README.md"}
+    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(other))
+    model.save_pretrained(tmp_path, max_shard_size=8000)
+    assert "model.safetensors" not in names_in(tmp_path)
+    assert torch.equal(logits(longseq.from_pretrained(tmp_path)), logits(model))
+
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(ValueError, match=rf"1 of the {len(shards)} files that .* are missing, such as {shards[1]}"):
+        longseq.from_pretrained(tmp_path)
+    for wrong, message in (("{}", "has no weight_map"), ('{"weight_map": {"x": "../y"}}', "not in the folder")):
+        (tmp_path / "model.safetensors.index.json").write_text(wrong)
+        with pytest.raises(ValueError, match=message) as raised:
+            longseq.from_pretrained(tmp_path)
+        assert "\n" not in str(raised.value)
+
+
 def change_defaults(monkeypatch: pytest.MonkeyPatch, constructor: Any, **values: Any) -> None:
     for name, value in values.items():
         monkeypatch.setitem(constructor.__init__.__wrapped__.__kwdefaults__, name, value)
@@ -106,7 +163,9 @@ def test_a_changed_default_changes_no_saved_model(tmp_path: Path, monkeypatch: p
 
 def test_config_holds_every_argument(tmp_path: Path) -> None:
     """None is left where the constructor computes a value, so that computing it otherwise changes nothing."""
-    free = {"vla": {"refresh_period"}, "gated_deltanet": {"head_dim"}, "retnet": {"head_dim"}}  # follows num_heads
+    follows = {"gated_deltanet": {"head_dim"}, "retnet": {"head_dim", "rotary_scaling"}}
+    free = {"vla": {"refresh_period"}, **follows}  # head_dim follows num_heads
+    free |= {name: {"rotary_scaling"} for name in ("attention", "window_attention")}
     for name in mixers.mixer_names():
         model = TokenBackbone(vocab_size=12, d_model=16, depth=1, mixer=name)
         options = models.describe(model)["model_args"]["mixer_options"]
@@ -350,6 +409,15 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(logits(longseq.from_pretrained(name)), logits(model))
         assert torch.equal(logits(timm.create_model(f"hf-hub:{name}", pretrained=True).eval()), logits(model))
         assert timm.models.load_model_config_from_hf(name)[1] == "longseq_tiny_patch16_224"
+    spread = token_model()
+    spread.text = {"tokenizer": {"kind": "bytes"}, "window": None}
+    spread.save_pretrained(tmp_path / "user" / "spread", max_shard_size=8000)
+    found = longseq.from_pretrained("user/spread")
+    assert torch.equal(logits(found), logits(spread))
+    assert found.text == spread.text
+    next((tmp_path / "user" / "spread").glob("model-00002*")).unlink()
+    with pytest.raises(ValueError, match="model-00002"):
+        longseq.from_pretrained("user/spread")
     with pytest.raises(
         ValueError, match=r"user/none is no folder or file here, and not on the hub either: config\.json"
     ):

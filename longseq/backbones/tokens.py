@@ -9,17 +9,19 @@ text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU fas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from longseq.backbones.continuation import Continuation
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks
-from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.backbones.step_graph import check_step_graph
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
 from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.initialisation import save_rng_state
@@ -27,7 +29,7 @@ from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import check_recompute
-from longseq.blocks.residual import Block
+from longseq.blocks.residual import Block, PostNormBlock
 from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
@@ -42,8 +44,12 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
 }
+BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
+
+# The name of these language models among those of transformers (see `longseq.tools.hugging_face`).
+MODEL_TYPE = "longseq"
 
 
 def mlp_width(d_model: int, ratio: float | None = None) -> int:
@@ -85,7 +91,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: sum or mean of the two readings.
         mlp: swiglu, gelu, or None for blocks of a mixer alone.
         mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, rounded up to a multiple of 64.
+        mlp_bias: whether the projections of swiglu have biases; those of gelu always do.
         norm, norm_eps: rms or layer, and the number added to the variance.
+        norm_order: pre norms what a mixer or an MLP reads, post what it adds to the residual (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         tie_embeddings: the head scores a token by its embedding.
@@ -101,6 +109,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
     """
 
     decided_options = ("causal",)
+    arguments_before: ClassVar[Mapping[str, Any]] = {"mlp_bias": False, "norm_order": "pre"}
 
     def __init__(
         self,
@@ -115,8 +124,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         merge: str = "sum",
         mlp: str | None = "swiglu",
         mlp_ratio: float | None = None,
+        mlp_bias: bool = False,
         norm: str = "rms",
         norm_eps: float = 1e-5,
+        norm_order: str = "pre",
         positions: str = "none",
         max_length: int | None = None,
         tie_embeddings: bool = True,
@@ -131,6 +142,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for name, value, known in (
             ("direction", direction, DIRECTIONS),
             ("norm", norm, NORMS),
+            ("norm_order", norm_order, BLOCKS),
             ("positions", positions, POSITIONS),
         ):
             if value not in known:
@@ -155,9 +167,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
         switches = {"recompute": recompute == "mixer", "backend": backend}
         width = mlp_width(d_model, mlp_ratio)
-        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, **switches)
+        make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, bias=mlp_bias, **switches)
         blocks = build_blocks(
-            Block,
+            BLOCKS[norm_order],
             depth,
             d_model,
             mixer=mixer,
@@ -184,6 +196,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
         restore_rng_state()
         self.init_weights()
 
+    def describe_use(self) -> dict[str, Any]:
+        use = super().describe_use()
+        if self.direction != "forward":
+            return use
+        return {"architectures": ["LongseqForCausalLM"], "model_type": MODEL_TYPE, **use}
+
     def init_weights(self) -> None:
         """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.
 
@@ -199,9 +217,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
                 with full_parameters(part):  # one after the other: together they may not fit on a device
-                    self._init_part(part)
+                    self.init_part(part)
 
-    def _init_part(self, part: nn.Module) -> None:
+    def init_part(self, part: nn.Module) -> None:
+        """Initialise a part as `init_weights` does: the embedding, a block, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
                 trunc_normal_(module.weight, std=0.02)
@@ -251,9 +270,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def forward_features(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None, output_final_state: bool = True,
+        mask: Tensor | None = None, output_final_state: bool = True, max_length: int | None = None,
     ) -> tuple[Tensor, TokenState | None]:  # fmt: skip
-        """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`."""
+        """Return normalised features `[B, T, d_model]` and the state; the arguments are those of `forward`.
+
+        With `max_length` the state is preallocated (see `preallocate`), layer by layer, which needs less memory.
+        """
         if self.max_length is not None and tokens.shape[1] > self.max_length and cu_seqlens is None:
             raise ValueError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than the max_length={self.max_length} of the "
@@ -272,6 +294,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for index, block in enumerate(self.blocks):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
             x, layer = run(x, None if layers is None else layers[index], **options)
+            if layer is not None and max_length is not None:
+                layer = block.mixer.preallocate(layer, max_length)
             states.append(layer)
         return self.norm(x), TokenState(tuple(states), position) if output_final_state else None
 
@@ -326,6 +350,33 @@ class TokenBackbone(PretrainedModel, nn.Module):
         counted = self.positions is not None
         return TokenState(layers, torch.zeros(batch, dtype=torch.long, device=device) if counted else None)
 
+    def preallocate(self, state: TokenState, max_length: int) -> TokenState:
+        """Return a state with room for `max_length` tokens in all, which steps fill in place.
+
+        The layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a
+        step copies no earlier keys and values; layers with a state of constant size keep it, and those without such a
+        cache (Hyena) go on growing.
+
+        A caller who does not know the number of tokens can double the room whenever `room` is 0, at the price of a
+        copy. A state without room takes any number of tokens, and each step copies the keys and values of all tokens.
+
+        Raises:
+            ValueError: the state has more than `max_length` tokens.
+        """
+        return state._replace(layers=self._by_layer(state, lambda mixer, layer: mixer.preallocate(layer, max_length)))
+
+    def trim(self, state: TokenState) -> TokenState:
+        """Return a state in the form that `forward` returns, without the room that `preallocate` has given it."""
+        return state._replace(layers=self._by_layer(state, lambda mixer, layer: mixer.trim(layer)))
+
+    def room(self, state: TokenState) -> int | None:
+        """Count the tokens for which a preallocated state has room; None: any number."""
+        found = self._by_layer(state, lambda mixer, layer: mixer.room(layer))
+        return min((tokens for tokens in found if tokens is not None), default=None)
+
+    def _by_layer(self, state: TokenState, call: Callable[[Any, Any], Any]) -> tuple[Any, ...]:
+        return tuple(call(block.mixer, layer) for block, layer in zip(self.blocks, state.layers, strict=True))
+
     @torch.no_grad()
     def generate(
         self,
@@ -340,40 +391,39 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> Tensor:
         """Continue `prompt [B, T]` by sampled tokens: `[B, T + max_new_tokens]`.
 
-        After the prompt, memory does not grow for mixers whose state does not. `temperature` divides the logits, 0
-        takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest whose probabilities reach p.
-        `cuda_graph` records the step as a `StepGraph` and replays it.
+        After the prompt, memory does not grow: attention reserves room for all tokens (only the state of Hyena grows).
+        `temperature` divides the logits, 0 takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest
+        whose probabilities reach p. `generator` gives the seed of each row. `cuda_graph` records the step and the
+        choice of the token as a `StepGraph` and replays it; the tokens are those of the same seed without it.
 
         Raises:
-            ValueError: the model does not read forward; the prompt is empty; an option has an invalid value.
+            ValueError: the model does not read forward; the prompt is empty or has tokens that do not exist; an
+                option has an invalid value; the scores of the model are not finite.
         """
         self._check_forward("generate")
         if cuda_graph:
             check_step_graph(self)
         if prompt.ndim != 2 or prompt.shape[1] == 0:
             raise ValueError(f"prompt has the shape {list(prompt.shape)}; give [batch, tokens] with at least one token")
-        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
             raise ValueError(
-                f"temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature is at least 0, top_k at least "
-                "1, and top_p in (0, 1]"
+                f"prompt has tokens from {prompt.min()} to {prompt.max()}; the model knows {self.vocab_size}"
             )
+        sampling = Sampling(temperature, top_k, top_p)
         if max_new_tokens < 1:
             return prompt.clone()
-        tokens = [prompt]
-        features, last = self.forward_features(prompt)
-        assert last is not None
-        state, logits = last, self.forward_head(features[:, -1])
-        graph = StepGraph(self, state) if cuda_graph and max_new_tokens > 1 else None
-        for index in range(max_new_tokens):
-            token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-            tokens.append(token[:, None])
-            if index + 1 == max_new_tokens:
-                break
-            if graph is not None:
-                logits = graph(token)
-            else:
-                logits, state = self.step(token, state)
-        return torch.cat(tokens, dim=1)
+        features, state = self.forward_features(prompt, max_length=prompt.shape[1] + max_new_tokens)
+        assert state is not None
+        device = "cpu" if generator is None else generator.device
+        seeds = torch.randint(2**63 - 1, prompt.shape[:1], generator=generator, device=device).to(prompt.device)
+        sampler = TokenSampler(sampling, seeds)
+        writing = Continuation(self, state, self.forward_head(features[:, -1]), sampler, cuda_graph=cuda_graph)
+        del features, state  # they would take memory for as long as tokens are drawn
+        tokens = nn.functional.pad(prompt, (0, max_new_tokens))
+        for new in tokens[:, prompt.shape[1] :].unbind(1):
+            new.copy_(writing.draw())
+        sampler.check()
+        return tokens
 
     def _score(self, features: Tensor) -> Tensor:
         return nn.functional.linear(features, self.embedding.weight) if self.head is None else self.head(features)
@@ -409,26 +459,3 @@ class TokenBackbone(PretrainedModel, nn.Module):
         not.
         """
         return sum(block.flops(tokens) for block in self.blocks) + 2 * tokens * self.d_model * self.vocab_size
-
-
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Sample one token per row from `logits [B, V]`: `[B]`. The options are those of `TokenBackbone.generate`."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    ordered, tokens = (logits.float() / temperature).sort(dim=-1, descending=True)
-    if top_k is not None:
-        ordered, tokens = ordered[:, :top_k], tokens[:, :top_k]
-    probabilities = ordered.softmax(dim=-1)
-    if top_p is not None:
-        # A token is kept if the more probable ones do not reach p together. So the most probable one is always kept.
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    drawn = torch.multinomial(probabilities, 1, generator=generator)
-    return tokens.gather(1, drawn).squeeze(1)

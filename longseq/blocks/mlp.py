@@ -11,7 +11,7 @@ from longseq.kernels.silu_product import silu_product
 
 
 class SwiGLU(layers.SwiGLU):
-    """timm's SwiGLU without biases and norm, whose gated product is one operation.
+    """timm's SwiGLU without norm, and by default without biases, whose gated product is one operation.
 
         y = fc2(fc1_x(x) ⊙ SiLU(fc1_g(x)))
 
@@ -19,9 +19,15 @@ class SwiGLU(layers.SwiGLU):
     """
 
     def __init__(
-        self, in_features: int, hidden_features: int, *, recompute: bool = False, backend: str = "auto"
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        bias: bool = False,
+        recompute: bool = False,
+        backend: str = "auto",
     ) -> None:
-        super().__init__(in_features, hidden_features, bias=False)
+        super().__init__(in_features, hidden_features, bias=bias)
         self.recompute = recompute
         self.backend = backend_of_local(backend)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Generic
+from typing import Any, Generic
 
 from timm.layers import DropPath
 from torch import Tensor, nn
 
 from longseq.blocks.norm import add_and_norm
 from longseq.blocks.positions import Layout
+from longseq.blocks.precision import product_dtype
 from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing
@@ -60,7 +61,7 @@ class Block(nn.Module, Generic[StateT]):
     ) -> tuple[Tensor, StateT | None]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
         y, following = self.mixer(
-            self.norm1(x),
+            self._enter(x),
             state,
             layout=layout,
             cu_seqlens=cu_seqlens,
@@ -72,8 +73,12 @@ class Block(nn.Module, Generic[StateT]):
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
-        y, following = self.mixer.step(self.norm1(x), state)
+        y, following = self.mixer.step(self._enter(x), state)
         return self._add_branches(x, y), following
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """What the mixer reads of the residual."""
+        return self.norm1(x)
 
     def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
         branch = self.drop_path(branch)
@@ -86,3 +91,22 @@ class Block(nn.Module, Generic[StateT]):
         """Count the floating-point operations over one sequence, without norms and additions."""
         layers = [] if self.mlp is None else [part for part in self.mlp.modules() if isinstance(part, nn.Linear)]
         return self.mixer.flops(tokens) + 2 * tokens * sum(layer.weight.numel() for layer in layers)
+
+
+class PostNormBlock(Block[StateT]):
+    """A residual block that norms what is added, and not what is read.
+
+        x = x + norm1(mixer(x));   x = x + norm2(mlp(x))
+
+    Source: 2 OLMo 2 Furious (OLMo team, 2024), section 3.3, the reordered norm.
+    """
+
+    def _enter(self, x: Tensor) -> Tensor:
+        norm: Any = self.norm1
+        return x.to(product_dtype(norm.weight))
+
+    def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+        x = x + self.drop_path(self.norm1(branch))
+        if self.mlp is None or self.norm2 is None:
+            return x
+        return x + self.drop_path(self.norm2(self.mlp(self._enter(x))))

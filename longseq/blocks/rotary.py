@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,15 +32,97 @@ def apply_rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return rotate_pairs(x, *rotary_angles(x, positions, base))
 
 
-def rotary_angles(x: Tensor, positions: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; only the width and the type of `x` matter."""
+def rotary_angles(
+    x: Tensor, positions: Tensor, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[..., 1, D/2]` of the angles of `apply_rotary`; only the width and the type of `x` matter.
+
+    `scaling` stretches the angles to contexts longer than those of the training (see `check_rotary_scaling`).
+    """
     half = x.shape[-1] // 2
     if 2 * half != x.shape[-1]:
         raise ValueError(f"rotary positions turn pairs of channels, not {x.shape[-1]}; choose an even head dimension")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     channel = torch.arange(half, device=x.device, dtype=dtype)
-    angle = (positions.to(dtype).unsqueeze(-1) * base ** (-channel / half)).unsqueeze(-2)
-    return angle.cos(), angle.sin()
+    frequencies, magnitude = base ** (-channel / half), 1.0
+    if scaling:
+        frequencies, magnitude = _SCALINGS[scaling["rope_type"]](frequencies, base, scaling)
+    angle = (positions.to(dtype).unsqueeze(-1) * frequencies).unsqueeze(-2)
+    cosine, sine = angle.cos(), angle.sin()
+    return (cosine, sine) if magnitude == 1 else (cosine * magnitude, sine * magnitude)
+
+
+def check_rotary_scaling(scaling: Mapping[str, Any] | None) -> None:
+    """Raise ValueError unless `rotary_angles` can scale its angles so. The keys are those of transformers' config.json.
+
+    rope_type: linear (all angles divided by `factor`; Chen et al., 2023), llama3 (slow pairs alone; Llama 3.1), or yarn
+        (YaRN; Peng et al., 2023, section 3, with the factor of the scores on both queries and keys).
+    factor: how much longer the context becomes.
+    original_max_position_embeddings: of llama3 and yarn: the context of the training.
+    low_freq_factor, high_freq_factor: of llama3: a pair that turns less often in that context is slow, one that turns
+        more often is fast.
+    beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: of yarn; all may be left out.
+    """
+    if not scaling:
+        return
+    kind = scaling.get("rope_type")
+    if kind not in _SCALING_KEYS:
+        raise ValueError(f"rotary_scaling with rope_type={kind!r}: the types are {', '.join(_SCALING_KEYS)}")
+    needed, optional = _SCALING_KEYS[kind]
+    missing = [key for key in needed if scaling.get(key) is None]
+    unknown = [key for key in scaling if key not in (*needed, *optional, "rope_type")]
+    if missing or unknown:
+        what = f"needs {', '.join(missing)}" if missing else f"does not know {', '.join(unknown)}"
+        raise ValueError(f"rotary_scaling with rope_type={kind} {what}")
+
+
+def _scale_linearly(frequencies: Tensor, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return frequencies / scaling["factor"], 1.0
+
+
+def _scale_as_llama(frequencies: Tensor, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    fast = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - fast) * frequencies / scaling["factor"] + fast * frequencies, 1.0
+
+
+def _scale_as_yarn(frequencies: Tensor, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+    half, factor = len(frequencies), scaling["factor"]
+    context = scaling["original_max_position_embeddings"]
+
+    def channel_of(turns: float) -> float:
+        return half * math.log(context / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = channel_of(scaling.get("beta_fast") or 32), channel_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    channel = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
+    slow = ((channel - first) / (last - first or 0.001)).clamp(0, 1)
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        scores, all_scores = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        both = scores and all_scores
+        magnitude = _magnitude(factor, scores) / _magnitude(factor, all_scores) if both else _magnitude(factor, 1.0)
+    return slow * frequencies / factor + (1 - slow) * frequencies, magnitude
+
+
+def _magnitude(factor: float, weight: float | None) -> float:
+    return 1.0 if factor <= 1 else 0.1 * (weight or 1.0) * math.log(factor) + 1.0
+
+
+_Scaling = Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]
+_SCALINGS: dict[str, _Scaling] = {"linear": _scale_linearly, "llama3": _scale_as_llama, "yarn": _scale_as_yarn}
+# The keys that each type needs, and those that it may have.
+_SCALING_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
 
 
 def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import gather_tokens, unpack_rows
-from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary_scaling, count_positions, rotary_angles, rotate_pairs
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import Mixer, required
-from longseq.mixers.heads import choose_heads
+from longseq.mixers.heads import check_groups, choose_heads
 from longseq.mixers.registry import register
+
+QK_NORMS = ("none", "head", "all")
 
 
 class KeyValueState(NamedTuple):
@@ -31,7 +35,24 @@ class KeyValueState(NamedTuple):
     length: Tensor
 
 
-class SoftmaxAttention(Mixer[KeyValueState]):
+class KeyValueCache(NamedTuple):
+    """Keys and values in `[B, S, G, D]` with room for S tokens, of which a step writes one and reads all that are real.
+
+    `Mixer.preallocate` makes it from a `KeyValueState`, and `Mixer.trim` turns it back. `length [B]` counts the real
+    tokens so far. Attention has token p of a row at slot p, and S is the most tokens that the row can have; window
+    attention has it at slot p mod S, and S is the window.
+
+    A step writes into the key and the value that it is given, and the state that it returns shares them. So a state can
+    be continued in one way only: copy it (`map_state(torch.clone, state)`) to continue it in two. Where gradients are
+    recorded and in exported graphs, a step writes into copies.
+    """
+
+    key: Tensor
+    value: Tensor
+    length: Tensor
+
+
+class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
     """Base of the mixers with softmax attention; a subclass decides which tokens a token sees.
 
     There are H query heads, and G = num_kv_heads heads of keys and values, each for H/G query heads. `in_proj` computes
@@ -43,7 +64,13 @@ class SoftmaxAttention(Mixer[KeyValueState]):
 
     supports_noncausal = True
     recomputable = False
-    arguments_before: ClassVar[Mapping[str, Any]] = {"out_bias": True}
+    preallocates = True
+    arguments_before: ClassVar[Mapping[str, Any]] = {
+        "out_bias": True,
+        "rotary_scaling": None,
+        "qk_norm": "none",
+        "norm_eps": 1e-5,
+    }
 
     def __init__(
         self,
@@ -57,6 +84,9 @@ class SoftmaxAttention(Mixer[KeyValueState]):
         out_bias: bool,
         rotary: bool,
         rotary_base: float,
+        rotary_scaling: Mapping[str, Any] | None,
+        qk_norm: str,
+        norm_eps: float,
         backend: str,
     ) -> None:
         if backend not in ("auto", "torch", "varlen"):
@@ -65,31 +95,51 @@ class SoftmaxAttention(Mixer[KeyValueState]):
                 "torch, or varlen for torch's varlen_attn over packed sequences"
             )
         super().__init__(d_model, backend=backend)
-        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=64)
-        self.num_kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={num_kv_heads} does not divide the {self.num_heads} query heads; choose a divisor"
-            )
+        # Both together choose another width than d_model, as in Qwen3.
+        width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
+        self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=64)
+        self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         if rotary and self.head_dim % 2:
             raise ValueError(f"rotary=True turns pairs of channels, not head_dim={self.head_dim}; choose an even one")
+        if qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm={qk_norm!r} is not one of {', '.join(QK_NORMS)}")
+        check_rotary_scaling(rotary_scaling)
         self.causal = causal
         self.rotary = rotary
         self.rotary_base = rotary_base
+        self.rotary_scaling = dict(rotary_scaling or {})
+        self.qk_norm = qk_norm
         self.in_proj = nn.Linear(d_model, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_model, d_model, bias=out_bias)
+        self.out_proj = nn.Linear(width, d_model, bias=out_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm != "none":
+            heads = (1, 1) if qk_norm == "head" else (self.num_heads, self.num_kv_heads)
+            options: dict[str, Any] = {"eps": norm_eps, "backend": "torch" if backend == "torch" else "auto"}
+            self.q_norm, self.k_norm = (RMSNorm(count * self.head_dim, **options) for count in heads)
 
     def scan(
         self,
         projected: Tensor,
-        state: KeyValueState | None = None,
+        state: KeyValueState | KeyValueCache | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, KeyValueState | None]:
+    ) -> tuple[Tensor, KeyValueState | KeyValueCache | None]:
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
+        if isinstance(state, KeyValueCache):
+            y, last = self.scan(
+                projected,
+                self._listed(state),
+                cu_seqlens=cu_seqlens,
+                mask=mask,
+                output_final_state=output_final_state,
+            )
+            if last is None:
+                return y, None
+            return y, self._cached(KeyValueState(*last), state.key.shape[1], state.key.dtype)
         packing = pack_like(cu_seqlens, projected)
         positions, length = None, None
         if self.causal or self.rotary:  # nothing else reads positions
@@ -102,11 +152,43 @@ class SoftmaxAttention(Mixer[KeyValueState]):
         assert length is not None
         return o.flatten(-2), KeyValueState(*kept, length)
 
-    def scan_step(self, projected: Tensor, state: KeyValueState) -> tuple[Tensor, KeyValueState]:
+    def scan_step(
+        self, projected: Tensor, state: KeyValueState | KeyValueCache
+    ) -> tuple[Tensor, KeyValueState | KeyValueCache]:
         if not self.causal:
             raise ValueError("non-causal attention cannot run token by token; build it with causal=True")
-        y, following = self.scan(projected.unsqueeze(1), state)
-        return y.squeeze(1), required(following)
+        if isinstance(state, KeyValueCache):
+            return self._step_in_cache(projected, state)
+        y, last = self.scan(projected.unsqueeze(1), state)
+        assert last is not None
+        return y.squeeze(1), last
+
+    def _step_in_cache(self, projected: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
+        """Write one token's key and value, and attend to all that are there: of fixed shapes, without a wait."""
+        place = self._place(cache)
+        q, k, v = self._heads(projected.unsqueeze(1), cache.length[:, None], None)
+        key, value = _write(cache.key, place, k), _write(cache.value, place, v)
+        # Slots are filled in order. So those that hold a token are the first ones, and in a full window all.
+        real = torch.arange(key.shape[1], device=key.device) <= cache.length[:, None]
+        # The queries that read one head of keys count as its tokens, so that no head is copied for each of them.
+        q = q.unflatten(2, (self.num_kv_heads, -1)).squeeze(1).transpose(1, 2)  # [B, H / G, G, D]
+        o = attend(q, key.to(q.dtype), value.to(q.dtype), real.unsqueeze(1))
+        return o.transpose(1, 2).flatten(1), KeyValueCache(key, value, cache.length + 1)
+
+    def trim(self, state: KeyValueState | KeyValueCache) -> KeyValueState:
+        return self._listed(state) if isinstance(state, KeyValueCache) else state
+
+    def _place(self, cache: KeyValueCache) -> Tensor:
+        """The slots `[B]` of the next token."""
+        raise NotImplementedError
+
+    def _listed(self, cache: KeyValueCache) -> KeyValueState:
+        """A cache as the state that `scan` reads; it may share the cache's tensors."""
+        raise NotImplementedError
+
+    def _cached(self, state: KeyValueState, slots: int, dtype: torch.dtype) -> KeyValueCache:
+        """A new cache of so many slots with the tokens of a state; ValueError if they do not fit."""
+        raise NotImplementedError
 
     def _attend(
         self,
@@ -126,14 +208,18 @@ class SoftmaxAttention(Mixer[KeyValueState]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = projected.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=-2)
+        if self.qk_norm == "head":
+            q, k = required(self.q_norm)(q), required(self.k_norm)(k)
+        elif self.qk_norm == "all":
+            q = required(self.q_norm)(q.flatten(-2)).unflatten(-1, (self.num_heads, -1))
+            k = required(self.k_norm)(k.flatten(-2)).unflatten(-1, (self.num_kv_heads, -1))
         if self.rotary:
-            places, base = positions, self.rotary_base
-            assert places is not None
+            places, base, scaling = required(positions), self.rotary_base, self.rotary_scaling
             if packing is None:
-                angles = rotary_angles(q, places, base)
+                angles = rotary_angles(q, places, base, scaling)
             else:  # positions in each sequence, the same in all layers
-                key = ("rotary", self.head_dim, base, q.dtype)
-                angles = packing.once(key, lambda: rotary_angles(q, places, base))
+                key = ("rotary", self.head_dim, base, *scaling.items(), q.dtype)
+                angles = packing.once(key, lambda: rotary_angles(q, places, base, scaling))
             q, k = (rotate_pairs(x, *angles) for x in (q, k))
         return q, k, v
 
@@ -143,15 +229,22 @@ class Attention(SoftmaxAttention):
     """Multi-head softmax attention; by default as in the Vision Transformer: biases, scale 1/√head_dim, no positions.
 
     The state keeps the keys and values of all tokens. If a batch has sequences of different lengths, each row of the
-    state begins with the real entries; the unused ones follow.
+    state begins with the real entries; the unused ones follow. It grows with each call. `preallocate` gives it room for
+    a known number of tokens, which steps fill in place; a token beyond it is an error (ValueError on a CPU; on a GPU,
+    where a check would wait for the device, its own check of the index).
 
     Args:
-        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: by default heads of 64 channels (32, ... where 64 does not divide). One of them decides the
+            other; both together may make the heads wider or narrower than d_model.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: each token sees itself and the tokens before it. False: every token sees all tokens; `state` and `step`
             are then refused.
         qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
+        rotary_scaling: how the angles are stretched to longer contexts (see
+            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+        qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
+            (over all heads, as in OLMo 2), with `norm_eps`.
 
     With rotary positions and without biases it is the attention of Llama (Touvron et al., 2023), the baseline that the
     papers on linear attention call Transformer++ (`mixer=transformer_plus_plus`).
@@ -174,6 +267,9 @@ class Attention(SoftmaxAttention):
         out_bias: bool = True,
         rotary: bool = False,
         rotary_base: float = 10000.0,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        qk_norm: str = "none",
+        norm_eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -186,6 +282,9 @@ class Attention(SoftmaxAttention):
             out_bias=out_bias,
             rotary=rotary,
             rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
             backend=backend,
         )
 
@@ -194,6 +293,31 @@ class Attention(SoftmaxAttention):
     ) -> KeyValueState:
         empty = torch.zeros(batch, 0, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def preallocate(self, state: KeyValueState | KeyValueCache, max_length: int) -> KeyValueCache:
+        if isinstance(state, KeyValueCache) and state.key.shape[1] >= max_length:
+            return state
+        return self._cached(KeyValueState(*state), max_length, state.key.dtype)
+
+    def trim(self, state: KeyValueState | KeyValueCache) -> KeyValueState:
+        longest = int(state.length.max())
+        return KeyValueState(state.key[:, :longest].clone(), state.value[:, :longest].clone(), state.length)
+
+    def room(self, state: KeyValueState | KeyValueCache) -> int | None:
+        return state.key.shape[1] - int(state.length.max()) if isinstance(state, KeyValueCache) else None
+
+    def _place(self, cache: KeyValueCache) -> Tensor:
+        _check_room(cache.length + 1, cache.key.shape[1])
+        return cache.length
+
+    def _listed(self, cache: KeyValueCache) -> KeyValueState:
+        return KeyValueState(*cache)
+
+    def _cached(self, state: KeyValueState, slots: int, dtype: torch.dtype) -> KeyValueCache:
+        if state.key.shape[1] > slots or state.key.is_cpu:
+            _check_room(state.length, slots, wait=True)
+        key, value = (_resize(x, slots, dtype) for x in (state.key, state.value))
+        return KeyValueCache(key, value, state.length)
 
     def _attend(
         self,
@@ -254,9 +378,37 @@ class Attention(SoftmaxAttention):
 
     def scan_flops(self, tokens: int) -> int:
         pairs = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
-        return 4 * pairs * self.d_model
+        return 4 * pairs * self.num_heads * self.head_dim
 
 
 def _own(mask: Tensor) -> Tensor:
     """Mark the pairs of a token with itself: `[T, T]`."""
     return torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+
+
+def _write(slots: Tensor, place: Tensor, x: Tensor) -> Tensor:
+    """Write one token `x [B, 1, G, D]` at `place [B]` of `slots [B, S, G, D]`."""
+    x = x.to(slots.dtype)
+    index = place.view(-1, 1, 1, 1).expand_as(x)
+    if torch.is_grad_enabled() or is_exporting():
+        return slots.scatter(1, index, x)
+    return slots.scatter_(1, index, x)
+
+
+def _resize(x: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
+    """Copy `x [B, S, G, D]` to so many slots; those that are new are zero, and those beyond are left out."""
+    kept = x[:, :slots].to(dtype)
+    if kept.shape[1] == slots:
+        return kept.clone()
+    return functional.pad(kept, (0, 0, 0, 0, 0, slots - kept.shape[1]))
+
+
+def _check_room(needed: Tensor, slots: int, wait: bool = False) -> None:
+    """Raise ValueError if a row needs more tokens than slots; on a GPU only if the caller can wait for it."""
+    if is_exporting() or torch.compiler.is_compiling() or not (needed.is_cpu or wait):
+        return
+    if needed.numel() and int(needed.max()) > slots:
+        raise ValueError(
+            f"a sequence of {int(needed.max())} tokens does not fit into a cache that was preallocated for {slots}: "
+            "preallocate more"
+        )

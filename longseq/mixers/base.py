@@ -50,6 +50,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         reads_pairs: the class defines `scan_pair`, which reads the same tokens in both directions.
         growing_state: the state keeps all tokens, in their own type. False: its size does not depend on the number of
             tokens, and its floating-point tensors are float32 (float64 for float64 inputs).
+        preallocates: `preallocate` gives the state fixed buffers, a growing one room for a known number of tokens.
         recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
 
     Attributes:
@@ -69,6 +70,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
     growing_state: ClassVar[bool] = False
+    preallocates: ClassVar[bool] = False
     recomputable: ClassVar[bool] = True
 
     revision: int = 1
@@ -245,6 +247,23 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """
         raise NotImplementedError
 
+    def preallocate(self, state: StateT, max_length: int) -> StateT:
+        """Return the state with room for sequences of `max_length` tokens in all, which steps fill in place.
+
+        It returns other states as they are: those of constant size, which need none, and those of mixers without
+        `preallocates`, which go on growing. Room for more tokens can be given later, by copying. ValueError if the
+        state has more than `max_length` tokens.
+        """
+        return state
+
+    def trim(self, state: StateT) -> StateT:
+        """Return the state in the form that `forward` returns, without the room that `preallocate` has given it."""
+        return state
+
+    def room(self, state: StateT) -> int | None:
+        """Count the tokens for which there is room in a state that `preallocate` has returned; None: any number."""
+        return None
+
     def scan_flops(self, tokens: int) -> int:
         """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form."""
         raise NotImplementedError
@@ -293,6 +312,14 @@ def required(state: Found | None) -> Found:
     """Return a state that cannot be None here: operations return None only if no final state was requested."""
     assert state is not None
     return state
+
+
+def activation_dtype(layer: nn.Linear) -> torch.dtype:
+    """Dtype of what a layer computes: that of autocast, or else that of its weights."""
+    device = layer.weight.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return layer.weight.dtype if layer.weight.is_floating_point() else torch.float32
 
 
 def memory_dtype(dtype: torch.dtype | None) -> torch.dtype:

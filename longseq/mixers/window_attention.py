@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -11,8 +14,8 @@ from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.mixers.attention import KeyValueState, SoftmaxAttention
-from longseq.mixers.base import memory_dtype
+from longseq.mixers.attention import KeyValueCache, KeyValueState, SoftmaxAttention
+from longseq.mixers.base import activation_dtype, memory_dtype, required
 from longseq.mixers.registry import register
 
 
@@ -21,15 +24,21 @@ class WindowAttention(SoftmaxAttention):
     """Multi-head softmax attention in which a token sees itself and the `window` - 1 tokens before it.
 
     The state keeps the last `window` - 1 keys and values, the latest one last, with zeros in front if there are fewer.
-    Time and memory of a pass grow with the number of tokens times the window.
+    Time and memory of a pass grow with the number of tokens times the window. `preallocate` turns the state into a ring
+    of `window` keys and values in the type of the weights, in which a step overwrites the oldest one.
 
     Args:
         window: tokens that a token sees, itself included.
-        num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
+        num_heads, head_dim: by default heads of 64 channels (32, ... where 64 does not divide). One of them decides the
+            other; both together may make the heads wider or narrower than d_model.
         num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
         causal: False lets a token also see the `window` - 1 tokens after it; `state` and `step` are then refused.
         qkv_bias, out_bias: biases of the query, key and value projections, and of the output projection.
         rotary, rotary_base: whether queries and keys are rotated by their positions, and the base of the angles.
+        rotary_scaling: how the angles are stretched to longer contexts (see
+            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+        qk_norm: RMS norm of queries and keys, before they are rotated: none, head (over each head, as in Qwen3) or all
+            (over all heads, as in OLMo 2), with `norm_eps`.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1. Griffin (De et al., 2024), sections 2.3 and 3.1, has the
     causal form with window=1024 and num_kv_heads=1 between recurrent layers; the hybrids of DeltaNet follow it.
@@ -50,6 +59,9 @@ class WindowAttention(SoftmaxAttention):
         out_bias: bool = True,
         rotary: bool = True,
         rotary_base: float = 10000.0,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        qk_norm: str = "none",
+        norm_eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
         super().__init__(
@@ -62,6 +74,9 @@ class WindowAttention(SoftmaxAttention):
             out_bias=out_bias,
             rotary=rotary,
             rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
             backend=backend,
         )
         if window < 1:
@@ -74,6 +89,32 @@ class WindowAttention(SoftmaxAttention):
         shape = (batch, self.window - 1, self.num_kv_heads, self.head_dim)
         empty = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def preallocate(self, state: KeyValueState | KeyValueCache, max_length: int) -> KeyValueCache:
+        if isinstance(state, KeyValueCache):
+            return state
+        return self._cached(state, self.window, activation_dtype(required(self.out_proj)))
+
+    def _place(self, cache: KeyValueCache) -> Tensor:
+        return cache.length % self.window
+
+    def _listed(self, cache: KeyValueCache) -> KeyValueState:
+        position = cache.length[:, None] + torch.arange(1 - self.window, 0, device=cache.length.device)
+        real = (position >= 0)[:, :, None, None]
+        key, value = (
+            gather_tokens(x, position % self.window).to(memory_dtype(x.dtype)).masked_fill(~real, 0)
+            for x in (cache.key, cache.value)
+        )
+        return KeyValueState(key, value, cache.length)
+
+    def _cached(self, state: KeyValueState, slots: int, dtype: torch.dtype) -> KeyValueCache:
+        # The slot that the next token will take is behind the latest one; where tokens are missing, it holds a zero.
+        position = state.length[:, None] + torch.arange(-slots, 0, device=state.length.device)
+        key, value = (
+            scatter_tokens(functional.pad(x, (0, 0, 0, 0, 1, 0)).to(dtype), position % slots)
+            for x in (state.key, state.value)
+        )
+        return KeyValueCache(key, value, state.length)
 
     def _attend(
         self,
@@ -141,7 +182,7 @@ class WindowAttention(SoftmaxAttention):
         pairs = tokens * (tokens + 1) // 2 - beyond * (beyond + 1) // 2
         if not self.causal:
             pairs = 2 * pairs - tokens
-        return 4 * pairs * self.d_model
+        return 4 * pairs * self.num_heads * self.head_dim
 
 
 def _known(tokens: int) -> bool:

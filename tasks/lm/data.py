@@ -18,6 +18,7 @@ from longseq.tasks.text.sampler import EveryStream, EveryWindow, MixedSampler, S
 from longseq.tasks.text.store import Corpus, TokenStore
 from longseq.tasks.text.windows import Assembler, Concatenated, Documents, Windows
 from longseq.tasks.training.options import read
+from longseq.tokenizer_files import same_tokenizer
 
 # The name of each split as a stage of a run.
 STAGES = {"train": "train", "val": "validation", "test": "test"}
@@ -42,6 +43,8 @@ class LanguageModelData(TaskData):
     Which windows make a batch is a function of (`seed`, epoch, place in the epoch). ValueError for what the user can
     mend.
     """
+
+    info_class = TextInfo
 
     def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
         super().__init__()
@@ -70,10 +73,6 @@ class LanguageModelData(TaskData):
         return datamodule
 
     @classmethod
-    def read_info(cls, values: Mapping[str, Any]) -> TextInfo:
-        return TextInfo.from_dict(values)
-
-    @classmethod
     def for_evaluation(
         cls,
         config: Mapping[str, Any],
@@ -92,7 +91,7 @@ class LanguageModelData(TaskData):
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
         datamodule._stages = (split,)
         datamodule.setup()
-        if datamodule.info.tokenizer != trained.tokenizer:
+        if not same_tokenizer(datamodule.info.tokenizer, trained.tokenizer):
             raise ValueError(
                 "the data was prepared with another tokenizer than the model was trained with: prepare it with that one"
             )
@@ -121,7 +120,7 @@ class LanguageModelData(TaskData):
         self._stores = open_corpora(self.keys)
         first = self._stores[0]
         for other in self._stores[1:]:
-            if other.tokenizer != first.tokenizer:
+            if not same_tokenizer(other.tokenizer, first.tokenizer):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
         for stage, split in STAGES.items():
             corpora = [store.splits[split] for store in self._stores]
@@ -151,7 +150,6 @@ class LanguageModelData(TaskData):
             sampler,
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            report=_nothing_failed,
             **follow(self.trainer),
         )
 
@@ -194,7 +192,6 @@ class LanguageModelData(TaskData):
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            report=_nothing_failed,
         )
 
     def _training_sampler(self) -> UpdateSampler[Any]:
@@ -208,7 +205,3 @@ def _remedy(keys: TextDataKeys, split: str) -> str:
     if keys.source == "tokens":
         return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
     return "change data.validation and data.test, or give more text"
-
-
-def _nothing_failed(failures: list[Any]) -> None:
-    assert not failures

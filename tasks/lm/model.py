@@ -8,6 +8,7 @@ from typing import Any
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training.token_model import TokenModel, build_token_model
+from longseq.tokenizer_files import same_tokenizer
 
 
 class LanguageModel(TokenModel):
@@ -19,7 +20,7 @@ class LanguageModel(TokenModel):
 
     def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
         """Raise ValueError if a model that was trained on the text of `trained` cannot read the text of `found`."""
-        if found.tokenizer != trained.tokenizer:
+        if not same_tokenizer(found.tokenizer, trained.tokenizer):
             raise ValueError("the data has another tokenizer than the model was trained with: prepare it with that one")
         if model.max_length is not None and found.window > model.max_length:
             raise ValueError(

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from longseq import tokenizer_files
+from longseq.tokenizer_files import SEPARATORS
+
 Tokens = npt.NDArray[np.integer[Any]]
 
-# The tokens that end a text in the vocabularies of published models, in the order of preference.
-_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[EOS]", "[SEP]")
 _INSTALL = 'tokenizer files need the library tokenizers: pip install "longseq[text]"'
 
 
@@ -93,7 +94,7 @@ class FileTokenizer(Tokenizer):
             raise ValueError(f"{name} has an empty vocabulary")
         found = _find_separator(self._tokenizer, separator)
         if found is None:
-            wanted = repr(separator) if separator else f"end-of-text token ({', '.join(_SEPARATORS)})"
+            wanted = repr(separator) if separator else f"end-of-text token ({', '.join(SEPARATORS)})"
             raise ValueError(
                 f"{name} has no {wanted}: give separator=TOKEN, a token of its vocabulary that no text has"
             )
@@ -118,7 +119,7 @@ class FileTokenizer(Tokenizer):
 
 
 def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
-    """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder that holds one.
+    """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder that holds one, such as a saved model's.
 
     A folder's tokenizer_config.json names the separator where `separator` does not. FileNotFoundError or ValueError, in
     one line, where there is none.
@@ -127,27 +128,20 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(choice)
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path = path / tokenizer_files.TOKENIZER_FILE
         if not path.is_file():
             raise ValueError(f"{choice} holds no tokenizer.json")
     if not path.is_file():
         raise ValueError(f"tokenizer={choice} is no file: give bytes, train:SIZE, or a tokenizer.json")
-    settings = path.with_name("tokenizer_config.json")
-    if separator is None and settings.is_file():
-        separator = _end_token(settings)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no tokenizer file: it is no UTF-8") from error
-    return FileTokenizer(text, separator, str(path))
+    return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator), str(path))
 
 
-def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """The inverse of `Tokenizer.to_dict`."""
+def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") -> Tokenizer:
+    """The inverse of `Tokenizer.to_dict`; `name` is that of the tokenizer in messages."""
     if values["kind"] == "bytes":
         return ByteTokenizer()
     if values["kind"] == "file":
-        return FileTokenizer(values["json"], values["separator"])
+        return FileTokenizer(values["json"], values["separator"], name)
     raise ValueError(f"tokenizers of the kind {values['kind']!r} are unknown: this file is of a later version")
 
 
@@ -180,7 +174,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_SEPARATORS[0]],
+        special_tokens=[SEPARATORS[0]],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -196,17 +190,8 @@ def _pieces(texts: Iterable[str], size: int = 1 << 16) -> Iterator[str]:
 
 
 def _find_separator(tokenizer: Any, wanted: str | None) -> tuple[str, int] | None:
-    for name in (wanted,) if wanted else _SEPARATORS:
+    for name in (wanted,) if wanted else SEPARATORS:
         number = tokenizer.token_to_id(name)
         if number is not None:
             return name, number
     return None
-
-
-def _end_token(settings: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json: a text, or a dictionary with the text as `content`."""
-    try:
-        token = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError):
-        return None
-    return token.get("content") if isinstance(token, dict) else token

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from longseq.models import WEIGHTS_FILE, SavedModel, read, restore
+from longseq.backbones.tokens import MODEL_TYPE, TokenBackbone
+from longseq.models import SavedModel, read, restore, weight_files
 from longseq.plugins import check_loaded
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
+from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE, find_separator
+
+# The tokens of a window in which a language model is measured if the length of its training windows is not known.
+WINDOW = 2048
 
 __all__ = ["Loaded", "load", "sha256"]
 
@@ -26,8 +31,8 @@ class Loaded:
     `config` is the resolved configuration of the run. It is empty for a model that `longseq train` did not write, such
     as a folder of `save_pretrained`. `data` is what the model had to know of its data (for images class_names,
     num_classes, img_size, in_chans, mean, std, interpolation, crop_pct; for a probe see `ProbeInfo`). `weights` is
-    "ema" or "model", whichever were loaded. `file` holds the weights: the checkpoint, or model.safetensors of the
-    folder `path`.
+    "ema" or "model", whichever were loaded. `file` holds the weights: the checkpoint, or in the folder `path` the first
+    file of weights.
     """
 
     path: Path
@@ -71,9 +76,12 @@ def load(
     task = (config.get("task") or {}).get("name") or _task_of(saved)
     taken = " or ".join(f"task={name}" for name in tasks)
     if task is None:
+        remedy = "give one of the run that trained it, such as checkpoints/best.ckpt"
+        if Path(path).is_dir() and "lm" in tasks:
+            remedy += f", or put its {TOKENIZER_FILE} into the folder"
         raise ValueError(
             f"{label} holds a model of the kind {saved.config.get('kind')} without a task; this command takes "
-            f"checkpoints of {taken}: give one of the run that trained it, such as checkpoints/best.ckpt"
+            f"checkpoints of {taken}: {remedy}"
         )
     if task not in tasks:
         raise ValueError(f"{label} belongs to task={task}; this command takes checkpoints of {taken}")
@@ -87,11 +95,11 @@ def load(
     file = Path(path)
     return Loaded(
         path=file,
-        file=file / WEIGHTS_FILE if file.is_dir() else file,
+        file=file / weight_files(file, label)[0] if file.is_dir() else file,
         backbone=backbone.to(map_location),
         task_name=task,
         config=dict(config),
-        data={**_numbered_classes(backbone), **stated_data(backbone), **data},
+        data={**_numbered_classes(backbone), **stated_data(backbone), **_text_data(saved, backbone), **data},
         weights=saved.weights,
         epoch=saved.run.get("epoch", 0),
         global_step=saved.run.get("global_step", 0),
@@ -114,5 +122,29 @@ def _numbered_classes(model: nn.Module) -> dict[str, Any]:
 
 
 def _task_of(saved: SavedModel) -> str | None:
-    """The task of a model that is saved without its run: models that timm can read classify images, None for others."""
-    return "image" if "architecture" in saved.config else None
+    """The task of a model that is saved without its run, None where it is not known.
+
+    Models that timm can read classify images. Models that read text forward, and are saved with its tokenizer, continue
+    it.
+    """
+    if "architecture" in saved.config:
+        return "image"
+    return "lm" if saved.text is not None and saved.config.get("model_type") == MODEL_TYPE else None
+
+
+def _text_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
+    """What `TextInfo` holds of the text of a model that is saved without its run."""
+    if saved.text is None or not isinstance(model, TokenBackbone):
+        return {}
+    tokenizer = saved.text["tokenizer"]
+    separator = find_separator(tokenizer)
+    if separator is None:
+        raise ValueError(
+            f"{saved.label}: its tokenizer has no end-of-text token: name it as eos_token in {SETTINGS_FILE}"
+        )
+    return {
+        "vocab_size": model.vocab_size,
+        "separator": separator[1],
+        "window": saved.text["window"] or model.max_length or WINDOW,
+        "tokenizer": tokenizer,
+    }

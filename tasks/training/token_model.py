@@ -29,7 +29,9 @@ class TokenModelKeys:
     direction: Literal["forward", "bidirectional", "alternating"] | None = None
     mlp: Literal["swiglu", "gelu", "none"] | None = None
     mlp_ratio: Annotated[float | None, Range(above=0)] = None
+    mlp_bias: bool | None = None
     norm: Literal["rms", "layer"] | None = None
+    norm_order: Literal["pre", "post"] | None = None
     positions: Literal["none", "learned"] | None = None
     max_length: Annotated[int | None, Range(1)] = None
     tie_embeddings: bool | None = None

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from longseq import mixers
 from longseq.blocks.rotary import apply_rotary
-from longseq.state import select_state, state_tensors
+from longseq.mixers.attention import KeyValueCache, KeyValueState
+from longseq.state import map_state, select_state, state_tensors
 
 D_MODEL, TOKENS = 32, 37
+LINEAR = {"rope_type": "linear", "factor": 3.0}
 OPTIONS: list[dict[str, Any]] = [
     {"rotary": True},
     {"num_heads": 4, "num_kv_heads": 2},
     {"num_heads": 4, "num_kv_heads": 1, "rotary": True, "rotary_base": 100.0, "qkv_bias": False},
+    {"num_heads": 3, "head_dim": 6, "num_kv_heads": 1, "rotary": True, "qk_norm": "head", "rotary_scaling": LINEAR},
+    {"num_heads": 2, "head_dim": 4, "qk_norm": "all", "norm_eps": 0.1},
 ]
 BOTH = [
     *(("attention", options) for options in OPTIONS),
@@ -32,6 +36,9 @@ def make(name: str, **options: Any) -> Any:
     mixer = mixers.create(name, D_MODEL, **options).double().eval()
     with torch.no_grad():
         mixer.in_proj.weight.mul_(2)
+        for norm in (mixer.q_norm, mixer.k_norm):
+            if norm is not None:
+                norm.weight.uniform_(0.5, 2)
     return mixer
 
 
@@ -49,8 +56,15 @@ def naive(mixer: Any, x: Tensor) -> Tensor:
     heads, groups, width = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     q, k, v = mixer.in_proj(x).split([heads * width, groups * width, groups * width], dim=-1)
     q, k, v = (part.unflatten(-1, (-1, width)) for part in (q, k, v))
+    if mixer.qk_norm != "none":
+        span = -1 if mixer.qk_norm == "head" else (-2, -1)
+        norms = (mixer.q_norm, mixer.k_norm)
+        q, k = (
+            part / (part.square().mean(span, keepdim=True) + norm.eps).sqrt() * norm.weight.view(-1, width)
+            for part, norm in zip((q, k), norms, strict=True)
+        )
     if mixer.rotary:
-        positions = torch.arange(x.shape[1])
+        positions = torch.arange(x.shape[1]).double() / mixer.rotary_scaling.get("factor", 1.0)
         q, k = (apply_rotary(part, positions, mixer.rotary_base) for part in (q, k))
     k, v = (part.repeat_interleave(heads // groups, dim=2) for part in (k, v))
     window = getattr(mixer, "window", x.shape[1])
@@ -120,6 +134,96 @@ def test_positions_go_on_after_padding_and_packing(name: str, options: dict[str,
             assert_same(mixer(following[row : row + 1], own)[0], whole[:, -9:])
 
 
+@pytest.mark.parametrize("start", [0, 4, 20])
+@pytest.mark.parametrize(("name", "options"), BOTH)
+def test_a_preallocated_cache_takes_steps_and_parts_of_rows_of_any_length(
+    name: str, options: dict[str, Any], start: int
+) -> None:
+    mixer, x = make(name, **options), make_tokens(3)
+    lengths = torch.tensor([start, start // 2, 0])
+    state = mixer(x[:, :20], mask=torch.arange(20) < lengths[:, None])[1]
+    own = [torch.cat([x[row : row + 1, :length], x[row : row + 1, 20:]], dim=1) for row, length in enumerate(lengths)]
+    expected = torch.cat([mixer(alone)[0][:, -17:] for alone in own])
+    with torch.no_grad():
+        cache = mixer.preallocate(state, start + 17)
+        buffers = (cache.key.data_ptr(), cache.value.data_ptr())
+        outputs = []
+        for token in x[:, 20:29].unbind(1):
+            y, cache = mixer.step(token, cache)
+            outputs.append(y)
+        assert (cache.key.data_ptr(), cache.value.data_ptr()) == buffers, "a step copies no keys"
+        assert_same(torch.stack(outputs, dim=1), expected[:, :9])
+        part, cache = mixer(x[:, 29:32], cache)
+        assert isinstance(cache, KeyValueCache)
+        last = torch.cat([part, mixer(x[:, 32:], mixer.preallocate(cache, 100))[0]], dim=1)
+    assert_same(last, expected[:, 9:])
+    trimmed, whole = mixer.trim(cache), mixer(x[:, 29:32], mixer(x[:, 20:29], state)[1])[1]
+    assert isinstance(trimmed, KeyValueState)
+    for row, length in enumerate((lengths + 12).tolist()):
+        real = slice(length) if name == "attention" else slice(None)
+        assert_same([part[row, real] for part in trimmed[:2]], [part[row, real] for part in whole[:2]])
+
+
+@pytest.mark.parametrize(("name", "options"), BOTH)
+def test_a_preallocated_cache_takes_packed_rows_and_padding(name: str, options: dict[str, Any]) -> None:
+    mixer, x = make(name, **options), make_tokens(2)
+    state = mixer(x[:, :9])[1]
+    cache = mixer.preallocate(state, 30)
+    borders = torch.tensor([0, 16, 19])
+    packed, padded = x[:1, :19], {"mask": torch.arange(9) >= torch.tensor([[4], [7]])}
+    for given, options_of_call in ((packed, {"cu_seqlens": borders}), (x[:, 9:18], padded)):
+        expected, last = mixer(given, state, **options_of_call)
+        y, after = mixer(given, cache, **options_of_call)
+        assert_same(y, expected)
+        assert_same(mixer(x[:, 30:33], after)[0], mixer(x[:, 30:33], last)[0])
+
+
+def test_a_cache_holds_the_keys_of_its_heads_in_their_type_and_no_more() -> None:
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    for name, options, slots in (("attention", {}, 50), ("window_attention", {"window": 7}, 7)):
+        mixer = mixers.create(name, D_MODEL, **heads, **options).bfloat16()
+        cache = mixer.preallocate(mixer(make_tokens(3).bfloat16())[1], 50)
+        assert cache.key.shape == cache.value.shape == (3, slots, 2, 8)
+        assert cache.key.dtype == cache.value.dtype == torch.bfloat16
+        token = make_tokens(3, 1)[:, 0].bfloat16()
+        with torch.no_grad(), Largest() as watch:
+            mixer.step(token, cache)
+        assert watch.numel <= cache.key.numel(), "a step makes nothing that is larger than the keys"
+
+
+def test_a_token_beyond_the_room_is_one_error() -> None:
+    mixer, x = make("attention"), make_tokens(2)
+    with pytest.raises(ValueError, match="of 37 tokens does not fit into a cache that was preallocated for 36"):
+        mixer.preallocate(mixer(x)[1], 36)
+    cache = mixer.preallocate(mixer(x)[1], 38)
+    assert mixer.room(cache) == 1
+    with pytest.raises(ValueError, match="of 39 tokens does not fit"):
+        mixer(x[:, :2], cache)
+    _, cache = mixer.step(x[:, 0], cache)
+    with pytest.raises(ValueError, match="of 39 tokens does not fit"):
+        mixer.step(x[:, 0], cache)
+    more = mixer.preallocate(cache, 2 * 38)
+    assert mixer.room(more) == 38
+    assert_same(mixer.step(x[:, 1], more)[0], mixer.step(x[:, 1], mixer.trim(cache))[0])
+
+
+@pytest.mark.parametrize("name", ["attention", "window_attention"])
+def test_a_cache_is_copied_to_go_on_in_two_ways_and_for_gradients(name: str) -> None:
+    mixer, x = make(name), make_tokens(1)
+    before = mixer(x[:, :5])[1]
+    expected = [mixer(x[:, place : place + 2], before)[0][:, 1] for place in (5, 8)]
+    cache = mixer.preallocate(before, 9)
+    with torch.no_grad():
+        branches = [mixer.step(x[:, place], map_state(torch.clone, cache))[1] for place in (5, 8)]
+        for place, branch, wanted in zip((6, 9), branches, expected, strict=True):
+            assert_same(mixer.step(x[:, place], branch)[0], wanted)
+    leaf = map_state(lambda t: t.detach().requires_grad_() if t.is_floating_point() else t, cache)
+    _, after = mixer.step(x[:, 5], leaf)
+    mixer.step(x[:, 6], after)[0].sum().backward()
+    assert leaf.key.grad[:, :5].abs().sum() > 0
+    assert torch.equal(leaf.key, cache.key), "with gradients, the state that was given stays as it was"
+
+
 def test_a_window_of_all_tokens_is_attention() -> None:
     x = make_tokens(2)
     for causal in (True, False):
@@ -139,23 +243,25 @@ def test_the_state_of_a_window_has_one_size_and_forgets_what_it_passed() -> None
     assert_same(state.value, recent.value)
 
 
+class Largest(torch.overrides.TorchFunctionMode):
+    """Keeps the number of elements of the largest tensor that a function of torch returns."""
+
+    numel = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
 def test_cost_of_a_window_grows_with_the_sequence_not_its_square() -> None:
     x = torch.randn(1, 4096, D_MODEL)
-    largest = 0
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                largest = max(largest, result.numel())
-            return result
-
     mixer = mixers.create("window_attention", D_MODEL, window=16, num_heads=2)
-    with torch.no_grad(), Watch():
+    with torch.no_grad(), Largest() as watch:
         mixer(x)
-    assert largest <= 4096 * 31 * D_MODEL, "what blocks of 16 queries and 31 keys need"
-    assert largest < 4096 * 4096
+    assert watch.numel <= 4096 * 31 * D_MODEL, "what blocks of 16 queries and 31 keys need"
+    assert watch.numel < 4096 * 4096
 
 
 @pytest.mark.parametrize(("name", "options"), [("attention", {}), ("window_attention", {"window": 5})])

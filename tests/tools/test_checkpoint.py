@@ -170,6 +170,14 @@ def test_a_saved_model_without_a_task_is_one_line(tmp_path: Path) -> None:
     ) as raised:
         load(tmp_path)
     assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"or put its tokenizer\.json into the folder"):
+        load(tmp_path, tasks=["lm"])
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {"a": 0}}}')
+    with pytest.raises(ValueError, match=r"no end-of-text token: name it as eos_token in tokenizer_config\.json"):
+        load(tmp_path, tasks=["lm"])
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    loaded = load(tmp_path, tasks=["lm"])
+    assert (loaded.task_name, loaded.data["separator"], loaded.data["vocab_size"]) == ("lm", 0, 8)
 
 
 def test_no_configuration_is_needed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,17 @@ import errno
 import importlib
 import importlib.metadata
 import logging
+import re
 import sys
 import warnings
+from importlib import resources
 from typing import get_type_hints
 
 import pytest
 
 from longseq.tools import cli, key_help
+
+KEYS_OF = re.compile(r"\$\{keys_of:(\w+)\}")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -112,6 +116,7 @@ def test_a_verb_helps(monkeypatch, capsys):
         ("train", ["seed=0", "init=null"]),
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
         ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+        ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
     ],
 )
 def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
@@ -122,6 +127,12 @@ def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
     groups = {key for key, hint in hints.items() if "Mapping" in str(hint)}
     assert {line.partition("=")[0].partition(".")[0] for line in told} | groups == hints.keys()
     assert all(len(words) > 8 for words in told.values()), "each has words of its own"
+
+
+def test_a_verb_whose_help_lists_its_keys_has_them():
+    files = resources.files("longseq.conf").iterdir()
+    listed = {match[1] for file in files if file.is_file() and (match := KEYS_OF.search(file.read_text("utf-8")))}
+    assert listed == set(key_help.KEYS)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,14 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     )
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
 
+    saved = f"checkpoint={folder / 'model'}"  # the folder that the run leaves for other programs
+    options = ("prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
+    generate.run(compose_config("generate", saved, *options))
+    assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
+    text = ("data.source=standard_library", "data.validation=0.2", "data.test=0.2", "data.reset_state=false")
+    again = evaluate.run(compose_config("evaluate", saved, *limits, *text))
+    assert again["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
+
 
 PACKINGS = {
     "rows": (),

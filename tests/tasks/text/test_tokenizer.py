@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from tokenizers import Tokenizer as Library
 
 from longseq.tasks.data.units import count_units
 from longseq.tasks.text.batch import Carry, TokenInputs
 from longseq.tasks.text.tokenizer import ByteTokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer
+from longseq.tokenizer_files import same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
 
@@ -38,6 +40,35 @@ def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0])
     with pytest.raises(ValueError, match="surrogate"):
         trained.encode("\ud800")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trained"])
+def test_the_files_of_a_tokenizer_are_those_of_its_library(kind: str, tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer(TEXTS * 20, 300)
+    for name, text in tokenizer_files(tokenizer.to_dict()).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    library = Library.from_file(str(tmp_path / "tokenizer.json"))
+    for text in TEXTS[:2]:
+        tokens = tokenizer.encode(text).tolist()
+        assert library.encode(text, add_special_tokens=False).ids == tokens
+        assert library.encode(text).ids == [tokenizer.separator, *tokens]
+        assert library.decode(tokens) == text
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == tokenizer.separator
+
+    library.save(str(tmp_path / "tokenizer.json"), pretty=False)  # another program writes it again
+    again = read_tokenizer(str(tmp_path))
+    assert type(again) is type(tokenizer)
+    assert same_tokenizer(again.to_dict(), tokenizer.to_dict())
+    other = train_tokenizer(TEXTS * 20, 290)
+    assert not same_tokenizer(again.to_dict(), other.to_dict())
+
+
+def test_a_tokenizer_that_adds_tokens_of_its_own_keeps_them() -> None:
+    trained = train_tokenizer(TEXTS, 300).to_dict()
+    content = json.loads(trained["json"])
+    content["post_processor"] = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+    files = tokenizer_files({**trained, "json": json.dumps(content)})
+    assert json.loads(files["tokenizer.json"]) == content
 
 
 def test_a_folder_names_its_separator(tmp_path: Path) -> None:

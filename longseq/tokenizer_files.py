@@ -1,0 +1,179 @@
+"""The tokenizer in the folder of a saved model: tokenizer.json and the settings beside it, as Hugging Face names them.
+
+A tokenizer is a dictionary of plain values. `{"kind": "bytes"}` is the 256 bytes of UTF-8 and the separator, number
+256. `{"kind": "file", "json": TEXT, "separator": NAME}` is a file of the library `tokenizers`: `separator` names the
+token that begins and ends each document, None where the files do not tell. Reading and writing need no other library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+
+# The tokens that end a text in the vocabularies of published models, in the order of preference.
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[EOS]", "[SEP]")
+
+BYTES: Mapping[str, Any] = {"kind": "bytes"}
+_BYTE_SEPARATOR = (SEPARATORS[0], 256)
+
+
+def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
+    """The tokenizer of a file tokenizer.json; the eos_token of the settings beside it is the default of `separator`.
+
+    ValueError, in one line, for a file that is not JSON text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no tokenizer file: it is no UTF-8") from error
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is no tokenizer file of the library tokenizers: it is no JSON: {error}") from error
+    try:
+        if separator in (None, _BYTE_SEPARATOR[0]) and _is_of_bytes(content):
+            return dict(BYTES)
+        numbers = _numbers(content)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{path} is no tokenizer file of the library tokenizers") from error
+    usual = next((name for name in SEPARATORS if name in numbers), None)
+    return {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
+
+
+def read_folder(folder: Path) -> dict[str, Any] | None:
+    """The tokenizer in a folder; None where it holds no tokenizer.json."""
+    path = folder / TOKENIZER_FILE
+    return read_tokenizer(path) if path.is_file() else None
+
+
+def tokenizer_files(tokenizer: Mapping[str, Any]) -> dict[str, str]:
+    """The files of a tokenizer, their contents by name.
+
+    With them transformers does what `longseq generate` does: a text begins with the separator and ends with it, and
+    shorter texts of a batch are padded on the left. A file that adds tokens of its own choice is left as it is.
+    """
+    content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(tokenizer["json"])
+    files = {}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
+    if (found := find_separator(tokenizer)) is not None:
+        name, number = found
+        settings |= {"bos_token": name, "eos_token": name, "pad_token": name}
+        if (content.get("post_processor") or {}).get("type") in (None, "ByteLevel"):  # neither adds a token
+            content = {**content, "post_processor": _beginning_with(name, number)}
+        generation = {"bos_token_id": number, "eos_token_id": number, "pad_token_id": number}
+        files[GENERATION_FILE] = json.dumps(generation, indent=2) + "\n"
+    files[SETTINGS_FILE] = json.dumps(settings, indent=2) + "\n"
+    files[TOKENIZER_FILE] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return files
+
+
+def find_separator(tokenizer: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The name and the number of the separator; None where the tokenizer has no such token."""
+    if tokenizer["kind"] == "bytes":
+        return _BYTE_SEPARATOR
+    numbers = _numbers(json.loads(tokenizer["json"]))
+    name = tokenizer["separator"]
+    return (name, numbers[name]) if name in numbers else None
+
+
+def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if two tokenizers give the same tokens. A file that another program has written again still counts."""
+    if one == other or (one["kind"] == other["kind"] == "bytes"):
+        return True
+    if one["kind"] != other["kind"] or find_separator(one) != find_separator(other):
+        return False
+    return _coded(json.loads(one["json"])) == _coded(json.loads(other["json"]))
+
+
+def _coded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a tokenizer file that decide how text becomes tokens; the rest is added around a text."""
+    return {key: value for key, value in content.items() if key not in ("padding", "truncation", "post_processor")}
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of all tokens of a tokenizer file."""
+    vocabulary = (content.get("model") or {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of the kind Unigram: tokens with their scores
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
+
+
+def _end_token(folder: Path) -> str | None:
+    """The eos_token in the settings: a text, or a dictionary with the text as `content`."""
+    try:
+        token = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _is_of_bytes(content: Mapping[str, Any]) -> bool:
+    """True for the file of the byte tokenizer, also where another program has written it again."""
+    model, splitter = content.get("model") or {}, content.get("pre_tokenizer") or {}
+    return (
+        model.get("type") == "BPE"
+        and not model.get("merges")
+        and not content.get("normalizer")
+        and splitter.get("type") == "ByteLevel"
+        and not splitter.get("add_prefix_space")
+        and _numbers(content) == {**_byte_names(), _BYTE_SEPARATOR[0]: _BYTE_SEPARATOR[1]}
+    )
+
+
+def _beginning_with(name: str, number: int) -> dict[str, Any]:
+    """The part of a tokenizer file that puts a token in front of a text."""
+    first, second = ({"Sequence": {"id": part, "type_id": place}} for place, part in enumerate("AB"))
+    start = {"SpecialToken": {"id": name, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [start, first],
+        "pair": [start, first, second],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
+    }
+
+
+def _byte_tokenizer() -> dict[str, Any]:
+    """The byte tokenizer as byte-pair encoding without a pair."""
+    name, number = _BYTE_SEPARATOR
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": name, **flags}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": _byte_names(),
+            "merges": [],
+        },
+    }
+
+
+def _byte_names() -> dict[str, int]:
+    """The characters that stand for bytes in GPT-2's vocabulary: those that print, and from 256 on the others."""
+    printing = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = (byte for byte in range(256) if byte not in printing)
+    names = {byte: chr(byte) for byte in printing} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {names[byte]: byte for byte in range(256)}
