@@ -36,6 +36,11 @@ VERBS = {
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
+    "harness": Verb(
+        "longseq.tools.harness",
+        "measure a language model on the tasks of lm-evaluation-harness",
+        "longseq harness checkpoint=FILE tasks=[hellaswag,piqa] data.root=FOLDER",
+    ),
     "compare": Verb(
         "longseq.tasks.compare",
         "train models side by side: table and plot",

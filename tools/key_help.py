@@ -18,6 +18,7 @@ KEYS = {
     "evaluate": "longseq.tasks.evaluate.EvaluateKeys",
     "predict": "longseq.tasks.predict.PredictKeys",
     "generate": "longseq.tasks.generate.GenerateKeys",
+    "harness": "longseq.tools.harness.HarnessKeys",
 }
 
 _LINE = re.compile(r"(?P<indent>(?:  )?)(?P<key>\w+):(?P<value>(?: [^#]*)?)(?:# *(?P<words>.*))?")
