@@ -61,7 +61,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     prepare_file(output)
     unit = loaded.config.get("task", {}).get("unit", "samples")
     trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
-    trained = task.data.read_info(loaded.data)
+    trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
     datamodule = task.data.for_evaluation(

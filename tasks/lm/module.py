@@ -78,12 +78,6 @@ class LanguageModelTask(TrainedModule):
         """The number of targets of a batch."""
         return batch[0].units
 
-    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self._evaluate(batch, self.val_metrics, "val")
-
-    def test_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self._evaluate(batch, self.test_metrics, "test")
-
     def on_validation_epoch_start(self) -> None:
         self._begin("val")
 
@@ -159,7 +153,7 @@ class LanguageModelTask(TrainedModule):
         self._positions.reset()
         self._places = CarriedPositions()
 
-    def _evaluate(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
+    def evaluate_batch(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
         """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
         inputs, targets = batch
         losses = self.backbone.token_losses(self._features(inputs, stage), targets)  # type: ignore[operator]
