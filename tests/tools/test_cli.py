@@ -103,6 +103,7 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, tmp_path, command, words):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+@pytest.mark.slow
 def test_a_verb_helps(monkeypatch, capsys):
     assert run(monkeypatch, "train", "--help") == 0
     output = capsys.readouterr().out
