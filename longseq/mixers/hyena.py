@@ -198,9 +198,13 @@ class Hyena(Mixer[HyenaState]):
 
 
 class FilterLinear(nn.Linear):
-    """A linear layer of a filter, without weight decay."""
+    """A linear layer of a filter: it computes in the type of its input, and has no weight decay."""
 
     no_weight_decay_names = ("weight", "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(x, self.weight.to(x.dtype), bias)
 
 
 class ImplicitFilter(nn.Module):
@@ -262,9 +266,9 @@ class ImplicitFilter(nn.Module):
             h = torch.cat([time, angle.cos(), -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:
-                h = torch.sin(self.frequency.to(wide) * _apply(layer, h))
+                h = torch.sin(self.frequency.to(wide) * layer(h))
             time = time.to(dtype)
-            return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
+            return last(h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
 
     def _rates(self, time: Tensor) -> Tensor:
         """α of each channel, from slow to fast."""
@@ -274,11 +278,6 @@ class ImplicitFilter(nn.Module):
     def flops(self, length: int) -> int:
         """Count the floating-point operations of the network at `length` distances."""
         return 2 * length * sum(layer.weight.numel() for layer in self.layers)
-
-
-def _apply(layer: Any, x: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return functional.linear(x, layer.weight.to(x.dtype), bias)
 
 
 def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Tensor:
