@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -38,6 +38,18 @@ def state_tensors(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor
         fields = getattr(state, "_fields", range(len(state)))
         for field, part in zip(fields, state, strict=True):
             yield from state_tensors(part, f"{prefix}.{field}" if prefix else str(field))
+
+
+def fill_state(template: State, tensors: Iterable[Tensor]) -> State:
+    """Put `tensors`, in the order of `state_tensors`, in the place of those of `template`; ValueError if more are given
+    or fewer.
+    """
+    given = list(tensors)
+    wanted = len(list(state_tensors(template)))
+    if len(given) != wanted:
+        raise ValueError(f"the state has {wanted} tensors, and {len(given)} are given")
+    following = iter(given)
+    return map_state(lambda _: next(following), template)
 
 
 def select_state(state: State, index: Tensor) -> State:

@@ -6,6 +6,8 @@ The modules of the tasks are Lightning's, for a program of one's own:
     data = ImageDataModule(keys, batch_size=64)
     module = ImageClassifier(model, num_classes=10, training=Training(learning_rate=2e-3))
     Trainer(max_epochs=3).fit(module, datamodule=data)
+
+The names below are also what a plug-in takes for a task of its own (see docs/pages/task.md).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longseq.tasks.data.info import Info
+    from longseq.tasks.data.samples import SampleData
     from longseq.tasks.image.config import ImageDataKeys
     from longseq.tasks.image.data import ImageDataModule
     from longseq.tasks.image.module import ImageClassifier
@@ -22,22 +26,38 @@ if TYPE_CHECKING:
     from longseq.tasks.probe.config import ProbeDataKeys
     from longseq.tasks.probe.data import ProbeDataModule
     from longseq.tasks.probe.module import ProbeTask
+    from longseq.tasks.registry import Task
+    from longseq.tasks.report import Report
+    from longseq.tasks.training.keys import TaskKeys
     from longseq.tasks.training.length import RunLength
+    from longseq.tasks.training.metrics import MeanLoss, MeanScore
     from longseq.tasks.training.module import TrainedModule
+    from longseq.tasks.training.options import Range
     from longseq.tasks.training.recipe import Training
+    from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 __all__ = [
     "ImageClassifier",
     "ImageDataKeys",
     "ImageDataModule",
+    "Info",
     "LanguageModelData",
     "LanguageModelTask",
+    "MeanLoss",
+    "MeanScore",
     "ProbeDataKeys",
     "ProbeDataModule",
     "ProbeTask",
+    "Range",
+    "Report",
     "RunLength",
+    "SampleData",
+    "Task",
+    "TaskKeys",
+    "TokenModel",
     "TrainedModule",
     "Training",
+    "build_token_model",
 ]
 
 # Imported on first use: a module below this package must not wait for all tasks.
@@ -45,14 +65,24 @@ _MODULES = {
     "ImageClassifier": "image.module",
     "ImageDataKeys": "image.config",
     "ImageDataModule": "image.data",
+    "Info": "data.info",
     "LanguageModelData": "lm.data",
     "LanguageModelTask": "lm.module",
+    "MeanLoss": "training.metrics",
+    "MeanScore": "training.metrics",
     "ProbeDataKeys": "probe.config",
     "ProbeDataModule": "probe.data",
     "ProbeTask": "probe.module",
+    "Range": "training.options",
+    "Report": "report",
     "RunLength": "training.length",
+    "SampleData": "data.samples",
+    "Task": "registry",
+    "TaskKeys": "training.keys",
+    "TokenModel": "training.token_model",
     "TrainedModule": "training.module",
     "Training": "training.recipe",
+    "build_token_model": "training.token_model",
 }
 
 

@@ -1,4 +1,4 @@
-"""`longseq evaluate`: evaluate a checkpoint on its own data or on other data of the same classes."""
+"""`longseq evaluate`: evaluate a checkpoint on its own data, on other data of its kind, or on each document of text."""
 
 import json
 from collections.abc import Mapping
@@ -19,11 +19,14 @@ from longseq.tasks.training.callbacks.unreadable import UnreadableSamples
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.files import prepare_file, write_text
-from longseq.tasks.training.options import read, read_part
+from longseq.tasks.training.options import Length, read, read_part
 from longseq.tasks.training.trainer import build_trainer
 
 # The batch size if data.eval_batch_size is not given.
 EVALUATION_BATCH = 64
+# The tasks whose models `input` is for, and the keys of `data` that it reads.
+DOCUMENT_TASKS = ("lm",)
+DOCUMENT_KEYS = ("column", "prompt_column", "eval_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class EvaluateKeys(CommandKeys):
     checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     weights: Literal["auto", "ema", "model"]
     split: Literal["test", "val"]
+    input: str | Annotated[list[str], Length(1)] | None
     output: str | None
     data: Mapping[str, Any]
     trainer: Mapping[str, Any]
@@ -48,6 +52,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     assert checkpoint is not None
     check_trainer(keys.trainer)
     changes = {key: value for key, value in keys.data.items() if value is not None}
+    if keys.input is not None:
+        return _evaluate_documents(keys, config, changes)
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
@@ -55,7 +61,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     prepare_file(output)
     unit = loaded.config.get("task", {}).get("unit", "samples")
     trainer = build_trainer(config, [StopTogether(), UnreadableSamples(unit=unit)])
-    trained = task.data.read_info(loaded.data)
+    trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
     datamodule = task.data.for_evaluation(
@@ -70,6 +76,46 @@ def run(cfg: DictConfig) -> dict[str, float]:
         (tested,) = trainer.test(module, datamodule=datamodule, verbose=False)
     metrics = {key.replace("test/", f"{split}/"): float(value) for key, value in tested.items()}
     _write(metrics, task.report, module, datamodule.info, split, output)
+    return metrics
+
+
+def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:
+    """Write the log-probability of each document of `keys.input`; print the sums and return their metrics."""
+    from longseq.tasks.lm.documents import score_documents
+    from longseq.tasks.text.info import TextInfo
+    from longseq.tasks.text.sources import TEXT, Columns, find_parts
+
+    assert keys.checkpoint is not None
+    assert keys.input is not None
+    changes = read_part(registry.get(DOCUMENT_TASKS[0]).config.data, changes, "data")
+    if unread := [key for key in changes if key not in DOCUMENT_KEYS]:
+        raise ValueError(
+            f"data.{unread[0]} is not read with input, which measures each document by itself: leave it out"
+        )
+    inputs = [keys.input] if isinstance(keys.input, str) else keys.input
+    columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
+    output = Path(keys.output or _beside(Path(keys.checkpoint)) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
+    prepare_file(output)
+    trainer = build_trainer(config)
+    if trainer.world_size > 1:
+        raise ValueError("input is read by one process: give trainer.devices=1")
+    parts = find_parts(inputs, columns)
+    loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=DOCUMENT_TASKS)
+    totals = score_documents(
+        loaded.backbone.to(trainer.strategy.root_device),  # type: ignore[arg-type]
+        TextInfo.from_dict(loaded.data).make_tokenizer(),
+        parts,
+        columns,
+        output,
+        batch_size=changes.get("eval_batch_size", EVALUATION_BATCH),
+        context=trainer.precision_plugin.forward_context(),
+    )
+    metrics = totals.metrics()
+    rows = [(name, str(getattr(totals, name))) for name in ("documents", "tokens", "bytes")]
+    rows += [(name, f"{value:.4f}") for name, value in metrics.items()]
+    rows += [("left out", f"{count} {name}") for name in ("malformed", "empty") if (count := getattr(totals, name))]
+    rows += [("", told) for told in totals.named]
+    print_rows([*rows, ("written", shorten(output))])
     return metrics
 
 

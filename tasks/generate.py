@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,11 +15,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from longseq.backbones.sampling import Sampling, choose_tokens
-from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.backbones.continuation import Continuation
+from longseq.backbones.sampling import Sampling, TokenSampler
+from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
+from longseq.kernels.packing import Packing
 from longseq.models import describe
-from longseq.state import state_tensors
+from longseq.state import fill_state, state_tensors
 from longseq.tasks.data.seeds import derive_seed
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
@@ -155,9 +157,7 @@ class Writer:
         self.model, self.tokenizer, self.keys = model, tokenizer, keys
         self.device = next(model.parameters()).device
         self.sampling = Sampling(keys.temperature, keys.top_k, keys.top_p, keys.repetition_penalty)
-        growing = any(getattr(part, "growing_state", False) for part in model.modules())
-        wanted = keys.cuda_graph
-        self.uses_graph = (self.device.type == "cuda" and not growing) if wanted is None else wanted
+        self.uses_graph = can_record(model) if keys.cuda_graph is None else keys.cuda_graph
         if self.uses_graph:
             check_step_graph(model)
         StopStrings(keys.stop)
@@ -181,24 +181,26 @@ class Writer:
         saved = _read_state(path)
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
-        state = _fill(self.model.initial_state(1), saved["state"], self.device)
-        request = Request(saved["read"], 0)
-        return self._continue([request], state, saved["scores"].to(self.device), [saved["written"]], show)[0]
+        read, written = saved["read"], saved["written"]
+        with torch.inference_mode():
+            tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
+            state = fill_state(self.model.initial_state(1), tensors)
+            state = self.model.preallocate(state, len(read) + len(written) + self.keys.max_new_tokens)
+        return self._continue([Request(read, 0)], state, saved["scores"].to(self.device), [written], show)[0]
 
     @torch.inference_mode()
     def _write(self, requests: Sequence[Request], show: Callable[[str], None] | None) -> list[Written]:
-        longest = max(len(request.tokens) for request in requests)
-        tokens = torch.full((len(requests), longest), self.tokenizer.separator)
-        for row, request in enumerate(requests):
-            tokens[row, : len(request.tokens)] = torch.tensor(request.tokens)
-        lengths = torch.tensor([len(request.tokens) for request in requests])
-        # Prompts of one length need no mask, which some kernels refuse.
-        mask = None if bool((lengths == longest).all()) else torch.arange(longest) < lengths[:, None]
+        lengths = [len(request.tokens) for request in requests]
+        # Packed, prompts of different lengths need no padding.
+        tokens = torch.tensor([token for request in requests for token in request.tokens], device=self.device)
+        borders = torch.tensor([0, *accumulate(lengths)])
+        packing = None if len(requests) == 1 else Packing(borders, device=self.device)
         features, state = self.model.forward_features(
-            tokens.to(self.device), mask=None if mask is None else mask.to(self.device)
+            tokens[None], cu_seqlens=packing, max_length=max(lengths) + self.keys.max_new_tokens
         )
-        last = features[torch.arange(len(requests), device=self.device), (lengths - 1).to(self.device)]
-        return self._continue(requests, state, self.model.forward_head(last), [[] for _ in requests], show)
+        scores = self.model.forward_head(features[0, (borders[1:] - 1).to(self.device)])
+        del features  # of all prompts, and not needed while tokens are drawn
+        return self._continue(requests, state, scores, [[] for _ in requests], show)
 
     @torch.inference_mode()
     def _continue(
@@ -210,46 +212,38 @@ class Writer:
         show: Callable[[str], None] | None,
     ) -> list[Written]:
         """Write behind `scores [B, V]`; `before` are the tokens that an interrupted writing has drawn."""
-        keys, rows = self.keys, len(requests)
+        keys = self.keys
         written = [Written([]) for _ in requests]
         texts = [
             _Text(self.tokenizer, keys.stop, request.tokens + old)
             for request, old in zip(requests, before, strict=True)
         ]
+        seeds = torch.tensor([derive_seed(keys.seed, request.number) for request in requests])
         seen = self._seen(requests, before, scores.shape[-1])
-        graph = None
-        drawn = len(before[0])
-        for step in range(keys.max_new_tokens):
-            places = [derive_seed(keys.seed, request.number, drawn + step) / 2**63 for request in requests]
-            token = choose_tokens(
-                scores, torch.tensor(places, dtype=torch.float64).to(self.device), self.sampling, seen
-            )
-            if seen is not None:
-                seen.scatter_(1, token[:, None], True)
-            for one, text, number in zip(written, texts, token.tolist(), strict=True):
-                self._take(one, text, number, show)
+        sampler = TokenSampler(self.sampling, seeds.to(self.device), drawn=len(before[0]), seen=seen)
+        writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
+        del state, scores
+        for drawn in _draw(writing, keys.max_new_tokens):
+            for one, text, token in zip(written, texts, drawn, strict=True):
+                self._take(one, text, token, show)
             if all(one.reason is not None for one in written):
                 break
-            if step + 1 == keys.max_new_tokens and keys.save_state is None:
-                break
-            if self.uses_graph:
-                graph = graph or StepGraph(self.model, state)
-                scores = graph(token)
-            else:
-                scores, state = self.model.step(token, state)
+        sampler.check()
         for one, text in zip(written, texts, strict=True):
             if one.reason is None:
                 one.reason = "length"
             if one.reason != "stop":
                 _add(one, text.finish(), show)
         if keys.save_state is not None:
-            assert rows == 1
+            assert len(requests) == 1
             if written[0].reason != "length":
                 raise ValueError(
                     f"save_state: the text has ended by {written[0].reason}, and there is nothing to go on with"
                 )
-            kept = state if graph is None else graph.state
-            _save_state(Path(keys.save_state), self.model, kept, scores, requests[0], before[0] + written[0].tokens)
+            writing.read()
+            state = self.model.trim(writing.state)
+            tokens = before[0] + written[0].tokens
+            _save_state(Path(keys.save_state), self.model, state, writing.logits, requests[0], tokens)
         return written
 
     def _take(self, written: Written, text: _Text, token: int, show: Callable[[str], None] | None) -> None:
@@ -286,6 +280,27 @@ class Writer:
         for row, (request, old) in enumerate(zip(requests, before, strict=True)):
             seen[row, request.tokens + old] = True
         return seen.to(self.device)
+
+
+def _draw(writing: Continuation, count: int) -> Iterator[list[int]]:
+    """Yield the next tokens of all rows, so many times.
+
+    A GPU draws the next ones while the host handles these. So one more may have been drawn when a caller stops.
+    """
+    ahead: tuple[Tensor, torch.cuda.Event] | None = None
+    for _ in range(count):
+        token = writing.draw()
+        if token.device.type != "cuda":
+            yield token.tolist()
+            continue
+        before, ahead = ahead, (token.to("cpu", non_blocking=True), torch.cuda.Event())
+        ahead[1].record()
+        if before is not None:
+            before[1].synchronize()
+            yield before[0].tolist()
+    if ahead is not None:
+        ahead[1].synchronize()
+        yield ahead[0].tolist()
 
 
 class _Text:
@@ -344,18 +359,3 @@ def _read_state(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or not {"state", "scores", "read", "written", "model"} <= saved.keys():
         raise ValueError(f"state={path} is none of `longseq generate save_state=FILE`")
     return saved
-
-
-def _fill(template: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """A state as `template`, with the tensors of these names, in the order of `state_tensors`."""
-    found = iter(tensors.values())
-
-    def fill(part: Any) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, Tensor):
-            return next(found).to(device)
-        parts = [fill(one) for one in part]
-        return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-
-    return fill(template)

@@ -59,7 +59,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
     data = registry.get(loaded.task_name).data
     assert data.inputs is not None
-    info: Any = data.read_info(loaded.data)
+    info: Any = data.info_class.from_dict(loaded.data)
     files = data.inputs(keys.input, info)
     loader = DataLoader(files, keys.batch_size, num_workers=keys.num_workers, collate_fn=files.collate)
     backbone = loaded.backbone.to(device).eval()

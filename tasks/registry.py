@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Task:
     data: type[TaskData]
     model: TaskModel
     module: type[TrainedModule]
-    report: Report
+    report: Report = field(default_factory=Report)
 
 
 _registered: dict[str, Task | Callable[[], Task]] = {}

@@ -3,13 +3,14 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 # Warnings that need no action: data.num_workers is chosen on purpose, resumed runs write to their own folder, short
@@ -91,6 +92,18 @@ class _WarningLines(logging.Handler):
     @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
         print(f"longseq: {record.levelname.lower()}: {' '.join(record.getMessage().split())}", file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(description: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal while the block runs; gives the function that moves it by a number of steps."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    disable = not (shown and console.is_terminal)
+    with Progress(*columns, *times, console=console, disable=disable, transient=True) as progress:
+        task = progress.add_task(description, total=total, completed=done)
+        yield lambda steps: progress.advance(task, steps)
 
 
 def shorten(path: str | Path) -> str:

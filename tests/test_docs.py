@@ -13,24 +13,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import yaml
+from examples import Example, find_examples, write_files
 from hydra import compose, initialize_config_module
 from PIL import Image
 
 from longseq import kernels, plugins
 from longseq.mixers import registry
+from longseq.tasks import registry as tasks
 from longseq.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((DOCS / "pages").glob("*.md")))}
-
-# A block of code, and the comment before it: why it is not run, or which file it is.
-BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+|test command|file \S+) -->\n+)?^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 # Arguments added to `longseq train` in examples, so that it takes seconds; a timm model's width cannot be changed.
 SHORT = ("+trainer.limit_train_batches=2", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
@@ -39,27 +37,6 @@ SHORT_TEXT = (*SHORT[:3], "recipe.updates=2", "recipe.schedule.warmup_updates=0"
 SHORT_TEXT += ("recipe.validate_every_updates=2", "data.window=32", "model.d_model=16", "model.depth=1")
 NARROW = ("model.embed_dim=16", "model.depth=2", "data.num_workers=0")
 INSTEAD = {"trainer=gpu": "trainer=cpu"}
-
-
-class Example(NamedTuple):
-    """A block of code of a page: its line, its language, why it is not run, if it is not, and the file that it is."""
-
-    line: int
-    language: str
-    text: str
-    not_run: str | None
-    file: str | None
-
-
-def find_examples(page: Path) -> list[Example]:
-    text = page.read_text()
-    found = []
-    for match in BLOCK.finditer(text):
-        word, _, name = (match[1] or "").partition(" ")
-        line, file = text[: match.start(3)].count("\n"), name if word == "file" else None
-        found.append(Example(line, match[2], match[3], None if file else match[1], file))
-    assert len(found) == len(re.findall(r"^```\w+$", text, re.M)), f"{page.name}: a block that is not read here"
-    return found
 
 
 def find_commands(example: Example) -> Iterator[list[str]]:
@@ -134,7 +111,8 @@ def shorten(words: list[str]) -> list[str]:
     taken = {word.partition("=")[0] for word in words}
     if "task=lm" in words:
         return [*words, *(word for word in SHORT_TEXT if word.partition("=")[0] not in taken)]
-    width = ("data.num_workers=0",) if "model=timm" in words else () if "task=probe" in words else NARROW
+    image = not any(word.startswith("task=") for word in words)
+    width = NARROW if image and "model=timm" not in words else ("data.num_workers=0",) if image else ()
     return [*words, *(word for word in (*SHORT, *width) if word.partition("=")[0] not in taken)]
 
 
@@ -144,17 +122,18 @@ def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    # An example is a plug-in with a mixer of its own, which other tests must not find.
+    # Examples are plug-ins with a mixer and a task of their own, which other tests must not find.
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(tasks, "_registered", dict(tasks._registered))
     monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "my_module", None)
-    monkeypatch.delitem(sys.modules, "my_module")
+    for module in ("my_module", "majority"):
+        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delitem(sys.modules, module)
     names: dict[str, object] = {"__name__": f"examples_of_{name}"}
+    write_files(PAGES[name], Path())
     for example in find_examples(PAGES[name]):
-        if example.file is not None:
-            Path(example.file).write_text(example.text)
-        elif example.language == "python" and example.not_run is None:
+        if example.language == "python" and example.file is None and example.not_run is None:
             exec(compile("\n" * example.line + example.text, str(PAGES[name]), "exec"), names)
         if example.language != "bash":
             continue

@@ -36,6 +36,16 @@ VERBS = {
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
+    "harness": Verb(
+        "longseq.tools.harness",
+        "measure a language model on the tasks of lm-evaluation-harness",
+        "longseq harness checkpoint=FILE tasks=[hellaswag,piqa] data.root=FOLDER",
+    ),
+    "convert": Verb(
+        "longseq.tools.hugging_face.convert",
+        "turn a model of another library into ours, or ours into theirs",
+        "longseq convert source=FOLDER output=FOLDER",
+    ),
     "compare": Verb(
         "longseq.tasks.compare",
         "train models side by side: table and plot",
@@ -70,6 +80,9 @@ VERBS = {
         "longseq benchmark compile ops=[delta_rule]",
     ),
 }
+
+# Verbs whose key `mixer` names what a model becomes: it composes no file of the group `mixer`.
+NAME_A_MIXER = ("convert",)
 
 # Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
@@ -117,6 +130,8 @@ def main() -> int:
     try:
         check_arguments(name, overrides)
         overrides = load_plugins(overrides)
+        if name in NAME_A_MIXER:
+            overrides = [_as_name(override) for override in overrides]
         _run_verb(name, overrides)
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
@@ -163,6 +178,13 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
+
+
+def _as_name(override: str) -> str:
+    """`mixer=NAME` as the key `mixer.name`, and options of mixers as keys that need not be there."""
+    if override.startswith("mixer="):
+        return f"mixer.name={override.removeprefix('mixer=')}"
+    return f"++{override}" if override.startswith("mixer.options.") else override
 
 
 def _remove_empty(folder: Path) -> None:

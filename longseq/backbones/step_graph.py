@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +13,12 @@ from longseq.mixers.attention import KeyValueCache
 from longseq.state import map_state, state_tensors
 
 if TYPE_CHECKING:
+    from longseq.backbones.sampling import TokenSampler
     from longseq.backbones.tokens import TokenBackbone, TokenState
 
 
 class StepGraph:
-    """The step of a token model recorded as a CUDA graph: a call reads one token and updates the state in place.
+    """The step of a token model recorded as a CUDA graph: it reads one token and updates the state in place.
 
     A step is a few hundred short kernels, which the host takes longer to launch than the GPU to run. A recorded step is
     one launch.
@@ -24,8 +26,12 @@ class StepGraph:
     Args:
         model: a `TokenBackbone` in evaluation on a CUDA device.
         state: the state to start from. Preallocated keys and values become the graph's own; all else is copied.
+        sampler: draws the next token, in the same graph; None: the caller chooses it.
 
     Attributes:
+        token: `[B]`, the token that the next replay reads; with a sampler, each replay writes the one that it draws.
+        logits: `[B, vocab_size]`, the scores after the last replay.
+        state: the state after the last replay.
         room: the number of tokens that the state has room for; None: any.
 
     Raises:
@@ -33,7 +39,7 @@ class StepGraph:
             attention does not after `TokenBackbone.preallocate`. A call: there is no room for another token.
     """
 
-    def __init__(self, model: TokenBackbone, state: TokenState) -> None:
+    def __init__(self, model: TokenBackbone, state: TokenState, sampler: TokenSampler | None = None) -> None:
         check_step_graph(model)
         _check_preallocated(model, state)
         self.state = state._replace(
@@ -52,24 +58,33 @@ class StepGraph:
             with torch.cuda.stream(side):
                 # The first calls compile kernels and choose those of libraries, which cannot be recorded. What they
                 # write into preallocated keys and values is at the place of the next token.
+                rehearsing = copy.deepcopy(sampler)
                 for _ in range(3):
-                    model.step(self.token, self.state)
+                    logits, _ = model.step(self.token, self.state)
+                    if rehearsing is not None:
+                        rehearsing(logits)
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, stream=side):
                     self.logits, following = model.step(self.token, self.state)
                     for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
                         if kept is not new:  # written in place
                             kept.copy_(new)
+                    if sampler is not None:
+                        self.token.copy_(sampler(self.logits))
             torch.cuda.current_stream().wait_stream(side)
 
     def __call__(self, token: Tensor) -> Tensor:
         """Read one more token `[B]`; returns logits `[B, vocab_size]`, which the next call overwrites."""
+        self.token.copy_(token)
+        self.replay()
+        return self.logits
+
+    def replay(self) -> None:
+        """Read `token`; `logits` and `state`, and with a sampler `token`, are then the next ones."""
         self._check_room()
         if self.room is not None:
             self.room -= 1
-        self.token.copy_(token)
         self.graph.replay()
-        return self.logits
 
     def _check_room(self) -> None:
         if self.room is not None and self.room < 1:
@@ -102,6 +117,12 @@ def check_step_graph(model: nn.Module) -> None:
             f"the state of {', '.join(sorted(growing))} grows with every token, and a CUDA graph has fixed shapes; "
             "leave cuda_graph out"
         )
+
+
+def can_record(model: nn.Module) -> bool:
+    """Whether a CUDA graph can record the steps of a model."""
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return on_gpu and not any(isinstance(m, Mixer) and _only_grows(m) for m in model.modules())
 
 
 def _only_grows(mixer: Mixer) -> bool:

@@ -18,8 +18,10 @@ from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from longseq.backbones.continuation import Continuation
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks
-from longseq.backbones.step_graph import StepGraph, check_step_graph
+from longseq.backbones.step_graph import check_step_graph
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
 from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.initialisation import save_rng_state
@@ -215,9 +217,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
             if part is not None:
                 with full_parameters(part):  # one after the other: together they may not fit on a device
-                    self._init_part(part)
+                    self.init_part(part)
 
-    def _init_part(self, part: nn.Module) -> None:
+    def init_part(self, part: nn.Module) -> None:
+        """Initialise a part as `init_weights` does: the embedding, a block, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
                 trunc_normal_(module.weight, std=0.02)
@@ -390,38 +393,37 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
         After the prompt, memory does not grow: attention reserves room for all tokens (only the state of Hyena grows).
         `temperature` divides the logits, 0 takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest
-        whose probabilities reach p. `cuda_graph` records the step as a `StepGraph` and replays it.
+        whose probabilities reach p. `generator` gives the seed of each row. `cuda_graph` records the step and the
+        choice of the token as a `StepGraph` and replays it; the tokens are those of the same seed without it.
 
         Raises:
-            ValueError: the model does not read forward; the prompt is empty; an option has an invalid value.
+            ValueError: the model does not read forward; the prompt is empty or has tokens that do not exist; an
+                option has an invalid value; the scores of the model are not finite.
         """
         self._check_forward("generate")
         if cuda_graph:
             check_step_graph(self)
         if prompt.ndim != 2 or prompt.shape[1] == 0:
             raise ValueError(f"prompt has the shape {list(prompt.shape)}; give [batch, tokens] with at least one token")
-        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
             raise ValueError(
-                f"temperature={temperature}, top_k={top_k}, top_p={top_p}: temperature is at least 0, top_k at least "
-                "1, and top_p in (0, 1]"
+                f"prompt has tokens from {prompt.min()} to {prompt.max()}; the model knows {self.vocab_size}"
             )
+        sampling = Sampling(temperature, top_k, top_p)
         if max_new_tokens < 1:
             return prompt.clone()
-        tokens = [prompt]
-        features, last = self.forward_features(prompt, max_length=prompt.shape[1] + max_new_tokens)
-        assert last is not None
-        state, logits = last, self.forward_head(features[:, -1])
-        graph = StepGraph(self, state) if cuda_graph and max_new_tokens > 1 else None
-        for index in range(max_new_tokens):
-            token = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-            tokens.append(token[:, None])
-            if index + 1 == max_new_tokens:
-                break
-            if graph is not None:
-                logits = graph(token)
-            else:
-                logits, state = self.step(token, state)
-        return torch.cat(tokens, dim=1)
+        features, state = self.forward_features(prompt, max_length=prompt.shape[1] + max_new_tokens)
+        assert state is not None
+        device = "cpu" if generator is None else generator.device
+        seeds = torch.randint(2**63 - 1, prompt.shape[:1], generator=generator, device=device).to(prompt.device)
+        sampler = TokenSampler(sampling, seeds)
+        writing = Continuation(self, state, self.forward_head(features[:, -1]), sampler, cuda_graph=cuda_graph)
+        del features, state  # they would take memory for as long as tokens are drawn
+        tokens = nn.functional.pad(prompt, (0, max_new_tokens))
+        for new in tokens[:, prompt.shape[1] :].unbind(1):
+            new.copy_(writing.draw())
+        sampler.check()
+        return tokens
 
     def _score(self, features: Tensor) -> Tensor:
         return nn.functional.linear(features, self._tied_weight()) if self.head is None else self.head(features)
@@ -464,26 +466,3 @@ class TokenBackbone(PretrainedModel, nn.Module):
         not.
         """
         return sum(block.flops(tokens) for block in self.blocks) + 2 * tokens * self.d_model * self.vocab_size
-
-
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Sample one token per row from `logits [B, V]`: `[B]`. The options are those of `TokenBackbone.generate`."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    ordered, tokens = (logits.float() / temperature).sort(dim=-1, descending=True)
-    if top_k is not None:
-        ordered, tokens = ordered[:, :top_k], tokens[:, :top_k]
-    probabilities = ordered.softmax(dim=-1)
-    if top_p is not None:
-        # A token is kept if the more probable ones do not reach p together. So the most probable one is always kept.
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    drawn = torch.multinomial(probabilities, 1, generator=generator)
-    return tokens.gather(1, drawn).squeeze(1)

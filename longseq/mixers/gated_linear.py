@@ -33,6 +33,7 @@ class GatedLinearMixer(Mixer[StateT]):
     reads_pairs: ClassVar[bool] = True
 
     norm: RMSNorm
+    output_gate: bool = True
 
     def recur(
         self,
@@ -77,15 +78,17 @@ class GatedLinearMixer(Mixer[StateT]):
         return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
-        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`."""
-        return silu_product(self.norm(o).flatten(-2), gate, backend=self.local_backend)
+        """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`, if there is one."""
+        return self._multiply(self.norm(o).flatten(-2), gate)
 
     def read_out_pair(self, backward: Self, o: Tensor, gate: Tensor) -> Tensor:
         """The sum of `read_out` over both halves of the rows `o [2 B, ...]`; the second half uses the norm of
         `backward`.
         """
-        y = self.norm.norm_pair(backward.norm, o)
-        return silu_product(y.flatten(-2), gate, backend=self.local_backend)
+        return self._multiply(self.norm.norm_pair(backward.norm, o).flatten(-2), gate)
+
+    def _multiply(self, y: Tensor, gate: Tensor) -> Tensor:
+        return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y
 
 
 def recurrence_flops(heads: int, key_dim: int, value_dim: int) -> int:

@@ -22,9 +22,10 @@ SPREAD = ("batch_size", "world_size", "accumulate")
 
 
 class BatchLoader(DataLoader[Batch]):
-    """Yields (inputs, targets) of a data set that makes whole batches, and reports their unreadable samples.
+    """Yields (inputs, targets) of a data set that makes whole batches.
 
-    Workers live as long as the loader.
+    `report` is told of the samples of each batch that could not be read; without it there may be none. Workers live as
+    long as the loader.
     """
 
     def __init__(
@@ -32,9 +33,9 @@ class BatchLoader(DataLoader[Batch]):
         dataset: Dataset[Batch],
         sampler: UpdateSampler[Any] | EvaluationSampler | None,
         *,
-        num_workers: int,
-        pin_memory: bool,
-        report: Callable[[list[Failure]], None],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        report: Callable[[list[Failure]], None] | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -47,7 +48,7 @@ class BatchLoader(DataLoader[Batch]):
             worker_init_fn=prepare_data_worker if num_workers else None,
             generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
         )
-        self._report = report
+        self._report = report or _refuse
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         """Start nothing before the first batch is requested: Lightning sets the epoch after it has called iter()."""
@@ -71,9 +72,9 @@ class TrainingLoader(BatchLoader):
         dataset: Dataset[Batch],
         sampler: UpdateSampler[Any],
         *,
-        num_workers: int,
-        pin_memory: bool,
-        report: Callable[[list[Failure]], None],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        report: Callable[[list[Failure]], None] | None = None,
         trained: Callable[[], int] | None = None,
         respread: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -142,6 +143,10 @@ def _spell(state: Mapping[str, int]) -> str:
         f"{state['batch_size']} at a time on {state['world_size']} device(s) x {state['accumulate']} accumulated "
         "batch(es)"
     )
+
+
+def _refuse(failures: list[Failure]) -> None:
+    assert not failures, failures
 
 
 def _as_it_is(batch: Any) -> Any:

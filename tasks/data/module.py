@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning.pytorch import LightningDataModule
 
+from longseq.tasks.data.info import Info
 from longseq.tasks.data.inputs import InputFiles
 
 Self = TypeVar("Self", bound="TaskData")
-
-
-class Info(Protocol):
-    """What a model, a checkpoint and an exported file must know of the data."""
-
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        """The number of samples of each split; None if a stream does not know it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Dictionaries, lists and numbers, for checkpoints."""
-
-    def describe(self) -> str:
-        """The data in a few words."""
 
 
 class TaskData(LightningDataModule, ABC):
@@ -32,23 +19,21 @@ class TaskData(LightningDataModule, ABC):
 
     `batch_size` is the size of a device's training batch, `eval_batch_size` that of its evaluation batch. The first
     element of a batch is the model's input `[B, ...]`. A training loader that can resume in the middle of an epoch is a
-    `longseq.tasks.data.loader.TrainingLoader`. `inputs` is the class of the files for `longseq predict`, None if the
-    task has no predictions; infos of a task with inputs have `class_names`.
+    `longseq.tasks.data.loader.TrainingLoader`. `info_class` is the class of `info`. `inputs` is the class of the files
+    for `longseq predict`, None if the task has no predictions; infos of a task with inputs have `class_names`.
+
+    `longseq.tasks.data.samples.SampleData` has all of this for data sets of single samples.
     """
 
     batch_size: int
     eval_batch_size: int
+    info_class: ClassVar[type[Info]]
     inputs: ClassVar[type[InputFiles] | None] = None
 
     @classmethod
     @abstractmethod
     def from_config(cls: type[Self], config: Mapping[str, Any], batch_size: int) -> Self:
         """The data module of a configuration, set up. ValueError, in one line, for errors that the user can correct."""
-
-    @classmethod
-    @abstractmethod
-    def read_info(cls, values: Mapping[str, Any]) -> Info:
-        """The inverse of `Info.to_dict`; other keys are ignored."""
 
     @classmethod
     def for_evaluation(

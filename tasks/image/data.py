@@ -56,6 +56,7 @@ class ImageDataModule(TaskData):
     that the user can correct.
     """
 
+    info_class = DataInfo
     inputs = ImageFiles
 
     def __init__(
@@ -87,10 +88,6 @@ class ImageDataModule(TaskData):
         datamodule.prepare_data()
         datamodule.setup()
         return datamodule
-
-    @classmethod
-    def read_info(cls, values: Mapping[str, Any]) -> DataInfo:
-        return DataInfo.from_dict(values)
 
     @classmethod
     def for_evaluation(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
+
+from longseq.tasks.data.info import Info
 
 
 @dataclass(frozen=True)
-class DataInfo:
+class DataInfo(Info):
     """What a model, a checkpoint and an exported file must know of the data.
 
     `mean` and `std` are per channel, of pixels in [0, 1]. `sizes` has the number of images of each split, None if a
@@ -23,11 +24,6 @@ class DataInfo:
     std: list[float]
     interpolation: str
     crop_pct: float
-    sizes: dict[str, int | None] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Dictionaries, lists and numbers, for checkpoints."""
-        return asdict(self)
 
     def to_keys(self) -> dict[str, Any]:
         """The keys of `data` that transform other images as these were."""
@@ -37,8 +33,3 @@ class DataInfo:
     def describe(self) -> str:
         """The data in a few words."""
         return f"{self.img_size} px, {self.num_classes} classes"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DataInfo:
-        """The inverse of `to_dict`; other keys are ignored."""
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

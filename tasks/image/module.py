@@ -78,16 +78,13 @@ class ImageClassifier(TrainedModule):
         self.log("train/loss", loss.detach())
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        return self._evaluate(batch, self.val_metrics, "val")
-
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        logits = self._evaluate(batch, self.test_metrics, "test")
+        logits = super().test_step(batch, batch_idx)
         if logits is not None:
             self.confusion.update(logits, batch[1])
         return logits
 
-    def _evaluate(self, batch: tuple[Tensor, Tensor], metrics: Any, stage: str) -> Tensor | None:
+    def evaluate_batch(self, batch: tuple[Tensor, Tensor], metrics: Any, stage: str) -> Tensor | None:
         """Update the metrics of a stage and return the logits, or None for an empty part of a distributed batch."""
         images, targets = batch
         logits = None

@@ -1,4 +1,4 @@
-"""The recurrent state that is passed from one batch of a stream to the next."""
+"""What is passed from one batch of a stream to the next: the recurrent state, and the number of tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.state import map_state, select_state, state_tensors
 from longseq.tasks.text.batch import TokenInputs
@@ -25,7 +26,8 @@ class CarriedState:
         if growing:
             raise ValueError(
                 f"the state of {', '.join(sorted(growing))} grows with every token and cannot go on from batch to "
-                "batch: choose another mixer, or data whose windows each begin anew in place of streams"
+                "batch: choose another mixer, or data.packing=concatenated, whose windows each begin anew "
+                "(data.window sets their length)"
             )
         self.model = model
         self.rows: Any = None  # the state of each row of the last batch
@@ -58,6 +60,40 @@ class CarriedState:
         """Continue with what `tensors` returned."""
         found = iter(tensors)
         self.rows = map_state(lambda _: next(found), self.model.initial_state(1)) if tensors else None
+
+
+class CarriedPositions:
+    """Counts the tokens of each sequence that a model reads, over all batches of a stream."""
+
+    def __init__(self) -> None:
+        self.read: Tensor | None = None  # `[B]`, the tokens so far of the sequence with which each row has ended
+
+    def count(self, inputs: TokenInputs) -> Tensor:
+        """The position of each token in its sequence, in the shape of the tokens; batches come in their order."""
+        tokens, packing, carry = inputs.tokens, packing_of(inputs), inputs.carry
+        if packing is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        else:
+            positions = packing.positions[None]
+        if carry is None:
+            return positions
+        before = torch.zeros_like(carry.fresh, dtype=torch.long)
+        if self.read is not None:
+            before = torch.where(carry.fresh, before, self.read)
+        if carry.first is None or carry.last is None or inputs.cu_seqlens is None:
+            self.read = before + tokens.shape[1]
+            return positions + before[:, None]
+        lengths = inputs.cu_seqlens.diff().long()
+        continued = torch.zeros_like(lengths).index_copy(0, carry.first, before)
+        self.read = (continued + lengths).index_select(0, carry.last)
+        return positions + continued.repeat_interleave(lengths, output_size=tokens.numel())
+
+
+def packing_of(inputs: TokenInputs) -> Packing | None:
+    """The borders of the sequences of a batch; None where rows are not packed."""
+    if inputs.cu_seqlens is None:
+        return None
+    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
 
 
 def _blend(start: Any, rows: Any, places: Tensor, kept: Tensor) -> Any:

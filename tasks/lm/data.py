@@ -44,6 +44,8 @@ class LanguageModelData(TaskData):
     mend.
     """
 
+    info_class = TextInfo
+
     def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
         super().__init__()
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
@@ -69,10 +71,6 @@ class LanguageModelData(TaskData):
         datamodule = cls(keys, batch_size=batch_size // window, seed=config["seed"])
         datamodule.setup()
         return datamodule
-
-    @classmethod
-    def read_info(cls, values: Mapping[str, Any]) -> TextInfo:
-        return TextInfo.from_dict(values)
 
     @classmethod
     def for_evaluation(
@@ -152,7 +150,6 @@ class LanguageModelData(TaskData):
             sampler,
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            report=_nothing_failed,
             **follow(self.trainer),
         )
 
@@ -195,7 +192,6 @@ class LanguageModelData(TaskData):
             every,  # type: ignore[arg-type]
             num_workers=self.keys.num_workers,
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            report=_nothing_failed,
         )
 
     def _training_sampler(self) -> UpdateSampler[Any]:
@@ -209,7 +205,3 @@ def _remedy(keys: TextDataKeys, split: str) -> str:
     if keys.source == "tokens":
         return "prepare more documents" + ("" if split == "train" else f", or a larger part with {split}=FRACTION")
     return "change data.validation and data.test, or give more text"
-
-
-def _nothing_failed(failures: list[Any]) -> None:
-    assert not failures

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
-from longseq.tasks.lm.carried import CarriedState
+from longseq.tasks.lm.carried import CarriedPositions, CarriedState, packing_of
 from longseq.tasks.lm.metrics import BitsPerByte, LossByPosition, Perplexity, TokenLoss
 from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.text.info import TextInfo
@@ -28,7 +28,8 @@ class LanguageModelTask(TrainedModule):
     Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises the mean over all of
     its targets, whatever batch and process they are in; `train/loss` is this mean. `z_loss` weights the penalty on the
     normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5), which is a part of it. After a validation or a
-    test `by_position` holds the perplexity by the position of a token in its document (see `LossByPosition`).
+    test `by_position` holds the perplexity by the position of a token in the sequence that the model has read, over all
+    batches of a stream (see `LossByPosition`).
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LanguageModelTask(TrainedModule):
         self._restored: list[Tensor] | None = None
         self._at_update: list[Tensor] = []  # the state of streams after the latest update
         self.val_metrics, self.test_metrics = _metrics(), _metrics()
-        self._positions = LossByPosition()
+        self._positions, self._places = LossByPosition(), CarriedPositions()
         self.by_position: list[dict[str, Any]] = []
 
     @classmethod
@@ -60,7 +61,7 @@ class LanguageModelTask(TrainedModule):
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """Features of each token, of the shape of the tokens and the width of the model."""
-        return self._read(inputs.tokens, _packing(inputs), None, False)[0]
+        return self._read(inputs.tokens, packing_of(inputs), None, False)[0]
 
     def _read(self, tokens: Tensor, packing: Packing | None, state: Any, keep: bool) -> tuple[Tensor, Any]:
         return self.backbone.forward_features(  # type: ignore[operator]
@@ -76,12 +77,6 @@ class LanguageModelTask(TrainedModule):
     def count_targets(self, batch: TokenBatch) -> int:
         """The number of targets of a batch."""
         return batch[0].units
-
-    def validation_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self._evaluate(batch, self.val_metrics, "val")
-
-    def test_step(self, batch: TokenBatch, batch_idx: int) -> None:
-        self._evaluate(batch, self.test_metrics, "test")
 
     def on_validation_epoch_start(self) -> None:
         self._begin("val")
@@ -141,7 +136,7 @@ class LanguageModelTask(TrainedModule):
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read
         if inputs.carry is None:
-            return read(inputs.tokens, _packing(inputs), None, False)[0]
+            return read(inputs.tokens, packing_of(inputs), None, False)[0]
         if stage not in self._carried:
             assert isinstance(self.backbone, TokenBackbone)
             self._carried[stage] = CarriedState(self.backbone)
@@ -149,15 +144,16 @@ class LanguageModelTask(TrainedModule):
                 self._carried[stage].restore(self._restored)
                 self._restored = None
         carried = self._carried[stage]
-        features, state = read(inputs.tokens, _packing(inputs), carried.start(inputs), True)
+        features, state = read(inputs.tokens, packing_of(inputs), carried.start(inputs), True)
         carried.keep(inputs, state)
         return features
 
     def _begin(self, stage: str) -> None:
         self._carried.pop(stage, None)
         self._positions.reset()
+        self._places = CarriedPositions()
 
-    def _evaluate(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
+    def evaluate_batch(self, batch: TokenBatch, metrics: Any, stage: str) -> None:
         """Updates the metrics of a stage; the share of a process in a distributed batch may be empty."""
         inputs, targets = batch
         losses = self.backbone.token_losses(self._features(inputs, stage), targets)  # type: ignore[operator]
@@ -165,21 +161,7 @@ class LanguageModelTask(TrainedModule):
         for name, metric in metrics.items():
             metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
-        self._positions.update(losses, _places(inputs), targets != IGNORED)
-
-
-def _packing(inputs: TokenInputs) -> Packing | None:
-    if inputs.cu_seqlens is None:
-        return None
-    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
-
-
-def _places(inputs: TokenInputs) -> Tensor:
-    """The position of each token in the sequence that the model reads, in the shape of the tokens."""
-    packing = _packing(inputs)
-    if packing is not None:
-        return packing.positions[None]
-    return torch.arange(inputs.tokens.shape[1], device=inputs.tokens.device).expand_as(inputs.tokens)
+        self._positions.update(losses, self._places.count(inputs), targets != IGNORED)
 
 
 def _metrics() -> nn.ModuleDict:

@@ -32,6 +32,8 @@ class ProbeDataModule(TaskData):
     (`seed`, epoch). ValueError for errors that the user can correct.
     """
 
+    info_class = ProbeInfo
+
     def __init__(
         self,
         keys: ProbeDataKeys,
@@ -53,10 +55,6 @@ class ProbeDataModule(TaskData):
         datamodule = cls(read(ProbeDataKeys, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
         datamodule.setup()
         return datamodule
-
-    @classmethod
-    def read_info(cls, values: Mapping[str, Any]) -> ProbeInfo:
-        return ProbeInfo.from_dict(values)
 
     @classmethod
     def for_evaluation(
@@ -127,9 +125,6 @@ class ProbeDataModule(TaskData):
         return TrainingLoader(
             SliceBatches(self._on_device("train")),  # type: ignore[arg-type]
             self._training_sampler(),  # type: ignore[arg-type]
-            num_workers=0,
-            pin_memory=False,
-            report=_nothing_failed,
             **follow(self.trainer),
         )
 
@@ -145,9 +140,6 @@ class ProbeDataModule(TaskData):
         return BatchLoader(
             SliceBatches(self._on_device(split)),  # type: ignore[arg-type]
             SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size),  # type: ignore[arg-type]
-            num_workers=0,
-            pin_memory=False,
-            report=_nothing_failed,
         )
 
     def _training_sampler(self) -> MixtureSampler:
@@ -157,7 +149,3 @@ class ProbeDataModule(TaskData):
     def _on_device(self, split: str) -> list[Slice]:
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         return [one.to(device) for one in self.slices(split)]
-
-
-def _nothing_failed(failures: list[Any]) -> None:
-    assert not failures

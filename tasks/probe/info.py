@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+
+from longseq.tasks.data.info import Info
 
 
 @dataclass(frozen=True)
-class ProbeInfo:
+class ProbeInfo(Info):
     """What a model and a checkpoint must know of a probe.
 
     `longest` is the length of the longest sequences in training, validation and test. With `rebuild`, the model must
@@ -21,16 +21,6 @@ class ProbeInfo:
     longest: int
     rebuild: bool
     slices: dict[str, list[str]] = field(default_factory=dict)
-    sizes: dict[str, int | None] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Dictionaries, lists and numbers, for checkpoints."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ProbeInfo:
-        """The inverse of `to_dict`; other keys are ignored."""
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def describe(self) -> str:
         """The probe in a few words."""

@@ -58,13 +58,7 @@ class ProbeTask(TrainedModule):
         """The number of questions in a batch; sequences may have different numbers."""
         return (batch[1].answers != IGNORED).sum()
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, self.val_metrics, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, self.test_metrics, "test")
-
-    def _evaluate(self, batch: Batch, metrics: Any, stage: str) -> None:
+    def evaluate_batch(self, batch: Batch, metrics: Any, stage: str) -> None:
         """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
         tokens, targets = batch
         name = f"accuracy_{self.slices[stage][targets.slice_index]}"

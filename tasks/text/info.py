@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from longseq.tasks.data.info import Info
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 
 
 @dataclass(frozen=True)
-class TextInfo:
+class TextInfo(Info):
     """The vocabulary of a text and the windows in which a model reads it.
 
     `vocab_size` is the number of tokens; `separator` the one that begins and ends each document; `window` the length of
@@ -23,22 +23,12 @@ class TextInfo:
     separator: int
     window: int
     tokenizer: dict[str, Any]
-    sizes: dict[str, int | None] = field(default_factory=dict)
     text_bytes: dict[str, int] = field(default_factory=dict)
     gzip_bits_per_byte: float | None = None
 
     def make_tokenizer(self) -> Tokenizer:
         """ValueError where its library is not installed."""
         return tokenizer_from_dict(self.tokenizer)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain containers, for checkpoints."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TextInfo:
-        """The inverse of `to_dict`; keys of others are ignored."""
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def describe(self) -> str:
         """The text in a few words."""

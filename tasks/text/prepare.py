@@ -21,10 +21,8 @@ from typing import Annotated, Any
 
 import numpy as np
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from longseq.tasks.report import quiet_libraries, shorten
+from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
     Fractions,
@@ -256,16 +254,15 @@ def _encode_parts(
     waiting = [index for index in range(len(parts)) if not told_path(partial, index).exists()]
     told = tokenizer.to_dict()
     processes = min(processes or usable_cores(), len(waiting))
-    with _progress(show_progress) as progress:
-        task = progress.add_task("encoding", total=len(parts), completed=len(parts) - len(waiting))
+    with progress_bar("encoding", len(parts), done=len(parts) - len(waiting), shown=show_progress) as advance:
         if processes <= 1:
             for index in waiting:
                 encode_part(index, parts[index], columns, told, fractions, partial)
-                progress.advance(task)
+                advance(1)
         else:
             job = {"parts": parts, "columns": columns, "tokenizer": told, "fractions": dict(fractions)}
             for _ in encode_side_by_side(waiting, job, partial, processes):
-                progress.advance(task)
+                advance(1)
     counts: Counter[str] = Counter()
     malformed: list[Malformed] = []
     for index in range(len(parts)):
@@ -287,8 +284,7 @@ def _join(
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
     writers = {split: _SplitWriter(output, split, types) for split in SPLITS}
     done = 0
-    with _progress(show_progress) as progress:
-        task = progress.add_task("joining", total=count)
+    with progress_bar("joining", count, shown=show_progress) as advance:
         for index in range(count):
             with np.load(encoded_path(partial, index)) as arrays:
                 encoded = Encoded(**arrays)
@@ -297,7 +293,7 @@ def _join(
             done += len(numbers)
             for number, split in enumerate(SPLITS):
                 writers[split].add(encoded, here & (numbers == number))
-            progress.advance(task)
+            advance(1)
     told = tokenizer.to_dict()
     manifest = {
         "version": VERSION,
@@ -351,21 +347,6 @@ class _SplitWriter:
         content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
         self._files[ending].write(content)
         self._sums[ending] = zlib.crc32(content, self._sums[ending])
-
-
-def _progress(shown: bool) -> Progress:
-    """A bar on a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-        transient=True,
-    )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def prepare_file(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write the text to a file beside `path`, then rename that file to `path`."""
-    partial = _partial(path)
+    partial = partial_path(path)
     partial.write_text(text)
     os.replace(partial, path)
 
@@ -34,10 +34,11 @@ class WholeCheckpoints(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(Path(path))
+        partial = partial_path(Path(path))
         torch.save(checkpoint, partial)
         os.replace(partial, path)
 
 
-def _partial(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """The file beside `path` that is renamed to it once it is whole."""
     return path.with_name(f"{path.name}.partial")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
@@ -29,17 +30,17 @@ Self = TypeVar("Self", bound="TrainedModule")
 Result = TypeVar("Result")
 
 
-class TrainedModule(LightningModule, ABC):
+class TrainedModule(LightningModule):
     """Trains a model as a `Training` defines, and evaluates it; without a `Training` it only evaluates.
 
     Its checkpoints describe the model if that is of a registered kind (see `longseq.models`): they then load without
     the configuration of the run.
 
-    The schedule is stepped after each update. A subclass defines the steps, and `val_metrics` and `test_metrics`,
-    logged as `val/...` and `test/...`: metrics of torchmetrics, whose `higher_is_better` is the direction for callbacks
-    that monitor them. A training step calls `seed_batch` first: randomness in a batch is a function of (seed, update,
-    part of the effective batch), so that a resumed run repeats the uninterrupted one, also if other processes take the
-    parts.
+    The schedule is stepped after each update. A subclass defines `training_step`, `update_metrics`, and `val_metrics`
+    and `test_metrics`, logged as `val/...` and `test/...`: metrics of torchmetrics, whose `higher_is_better` is the
+    direction for callbacks that monitor them. A training step calls `seed_batch` first: randomness in a batch is a
+    function of (seed, update, part of the effective batch), so that a resumed run repeats the uninterrupted one, also
+    if other processes take the parts.
 
     If every batch of the run has the same number of targets, a training step returns the mean loss of its batch.
     Otherwise `count_targets` returns the number of targets, and the step returns `mean_of_update` of its summed loss.
@@ -65,11 +66,34 @@ class TrainedModule(LightningModule, ABC):
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
 
     @classmethod
-    @abstractmethod
     def from_config(
         cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None
     ) -> Self:
-        """The module of a configuration, for a model and the data of `info`; without `training` it only evaluates."""
+        """The module of a configuration, for a model and the data of `info`; without `training` it only evaluates.
+
+        A subclass whose constructor takes more than the model and `training` defines this method.
+        """
+        return cls(backbone, training=training)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.evaluate_batch(batch, self.val_metrics, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.evaluate_batch(batch, self.test_metrics, "test")
+
+    def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
+        """Update the metrics of a stage, val or test, and log them; a process's part of a batch may be empty.
+
+        By default `update_metrics` does the first; a subclass may define either of the two.
+        """
+        if len(batch[1]):
+            self.update_metrics(batch, metrics)
+        for name, metric in metrics.items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+
+    def update_metrics(self, batch: Any, metrics: Any) -> None:
+        """Update the metrics of a stage with a batch of at least one sample."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither update_metrics nor evaluate_batch")
 
     def higher_is_better(self, name: str, key: str) -> bool:
         """True if higher values of a validation metric, such as `val/loss`, are better, as the metric states.
@@ -242,6 +266,21 @@ class TrainedModule(LightningModule, ABC):
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        plugin = self.trainer.precision_plugin
+        if gradient_clip_val and isinstance(plugin, MixedPrecision) and plugin.scaler is None:
+            # Lightning's plugin refuses fused optimizers, because with a loss scaler they unscale gradients after these
+            # are clipped. bfloat16 has no scaler.
+            algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
+            Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _fused(self, optimizer: Any) -> dict[str, bool]:
         """The option of torch's optimizers with which an update on a GPU is one kernel, where it is open and serves.

@@ -6,22 +6,32 @@ import dataclasses
 import functools
 import importlib
 import os
+import pkgutil
+from types import ModuleType
 from typing import Any
 
 
 def import_triton() -> None:
-    """Import Triton so that its own functions can be emulated, which it decides at its import.
+    """Import Triton and our kernels so that they are emulated, which Triton decides when a kernel is imported.
 
-    Each kernel of ours is emulated if the variable is set when that kernel is imported: tests that emulate set it.
-    Elsewhere in the suite `auto` must not choose the emulation.
+    All kernels are imported here, in a fifth of a second, so that no test depends on which test imported a kernel
+    first. `auto` chooses the emulation only in tests that set TRITON_INTERPRET.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     language = importlib.import_module("triton.language")
+    list_kernel_modules()
     del os.environ["TRITON_INTERPRET"]
     interpreter = importlib.import_module("triton.runtime.interpreter")
     _patch_language_once(interpreter, language)
     _leave_out_overflow(interpreter)
     _look_up_types_once(interpreter, language)
+
+
+def list_kernel_modules() -> list[ModuleType]:
+    """The modules of our Triton kernels."""
+    packages = pkgutil.walk_packages(importlib.import_module("longseq.kernels").__path__, "longseq.kernels.")
+    names = [package.name for package in packages if package.name.split(".")[-1].startswith("triton_")]
+    return [importlib.import_module(name) for name in names]
 
 
 def _patch_language_once(interpreter: Any, language: Any) -> None:

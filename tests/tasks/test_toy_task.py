@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from examples import find_examples, write_files
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -17,7 +17,7 @@ from longseq.tasks import registry
 from longseq.tasks.training.metrics import MeanLoss, WeightedMean
 from longseq.tasks.training.module import TrainedModule
 
-TOY = Path(__file__).parent / "toy" / "majority"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "task.md"
 WORDS = (
     "plugins=[majority]",
     "task=majority",
@@ -27,14 +27,16 @@ WORDS = (
     "model.depth=1",
     "recipe.epochs=3",
     "recipe.learning_rate=0.02",
+    "task.metric=val/loss",
+    "callbacks.early_stopping=null",
     "callbacks.checkpoint.every_n_train_steps=1",
 )
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A user's working folder with the module of the task."""
-    shutil.copytree(TOY, tmp_path / "majority")
+    """A user's working folder with the files that the page on tasks shows."""
+    write_files(PAGE, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(plugins, "_LOADED", {})
@@ -42,6 +44,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("majority", None)
 
 
+@pytest.mark.slow
 def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     words = ("train", *WORDS)
     whole, cut = folder / "whole", folder / "cut"
@@ -49,13 +52,13 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     assert done.returncode == 0, done.stderr
     assert "on majority: 9 bits a sequence, 256 train, 256 val, 256 test" in done.stdout
     metrics = json.loads((whole / "metrics.json").read_text())
-    assert metrics["bits"] == 9
     assert metrics["test/loss"] < 0.69
 
-    sys.modules["majority"].STOP = 7  # updates
-    with pytest.raises(InterruptedError):
-        command_here(folder, *words, f"hydra.run.dir={cut}")
-    sys.modules["majority"].STOP = None
+    module = sys.modules["majority"].MajorityModule
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "training_step", interrupt_before(7, module.training_step))
+        with pytest.raises(InterruptedError):
+            command_here(folder, *words, f"hydra.run.dir={cut}")
     resumed = command_here(folder, *words, f"hydra.run.dir={cut}", "resume=true")
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing from" in resumed.stdout
@@ -70,6 +73,22 @@ def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     assert json.loads((folder / "m.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"])
     losses = [event.value for event in EventAccumulator(str(whole)).Reload().Scalars("val/loss")]
     assert metrics["val/loss"] == pytest.approx(min(losses)), "the best checkpoint has the lowest loss"
+
+
+def interrupt_before(update, training_step):
+    """A training step that fails before an update."""
+
+    def step(module, *arguments):
+        if module.global_step == update:
+            raise InterruptedError
+        return training_step(module, *arguments)
+
+    return step
+
+
+def test_the_task_of_the_page_has_a_hundred_lines():
+    (code,) = (example.text for example in find_examples(PAGE) if example.language == "python")
+    assert len(code.splitlines()) <= 100
 
 
 @pytest.mark.slow

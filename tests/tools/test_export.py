@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,14 +25,14 @@ from longseq.tasks.training.checkpoint import load, sha256
 from longseq.tools.export import (
     FORMATS,
     export_image_classifier,
-    image_classifier,
     onnx_file,
     pt2_file,
     run,
     torchscript_file,
 )
+from longseq.tools.export.checked_file import TRACED_BATCH
+from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.graph import capture
-from longseq.tools.export.image_classifier import SUFFIXES
 from longseq.tools.export.parity import probe_images
 
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
@@ -146,7 +146,9 @@ def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the two formats that begin with the same program share it in a test of one model: it takes most time."""
     programs: list[torch.export.ExportedProgram] = []
 
-    def capture_once(module: nn.Module, example: Tensor, axes: Mapping[int, str]) -> torch.export.ExportedProgram:
+    def capture_once(
+        module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
+    ) -> torch.export.ExportedProgram:
         if not programs:
             programs.append(capture(module, example, axes))
         return programs[0]
@@ -250,6 +252,7 @@ def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
     assert {row.shape[2:] for row in report.comparisons} >= {(176, 176)}
 
 
+@pytest.mark.slow
 def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> None:
     report = export_image_classifier(
         build(mixer="attention"), tmp_path / "model.onnx", data=DATA, opset=21, extra_metadata={"epoch": 3}
@@ -288,7 +291,7 @@ class BatchAware(nn.Module):
     pretrained_cfg: ClassVar = {"input_size": (1, 8, 8), "mean": (0.5,), "std": (0.5,)}
 
     def forward(self, images: Tensor) -> Tensor:  # [B, C, H, W] -> [B, 64]
-        return images.flatten(1) * (2 if len(images) == image_classifier.TRACED_BATCH else 1)
+        return images.flatten(1) * (2 if len(images) == TRACED_BATCH else 1)
 
 
 def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
-from longseq.tools.export.image_classifier import FORMATS, SUFFIXES, export_image_classifier, register_format
+from longseq.tools.export.formats import FORMATS, SUFFIXES, register_format
+from longseq.tools.export.image_classifier import export_image_classifier
 from longseq.tools.export.report import ExportReport
 
 __all__ = ["FORMATS", "ExportReport", "export_image_classifier", "register_format", "run"]

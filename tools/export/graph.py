@@ -1,30 +1,40 @@
-"""The torch.export program of an image classifier, from which the onnx and pt2 formats are written."""
+"""The torch.export program of a model, from which the onnx and pt2 formats are written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_structure, tree_unflatten
 
-__all__ = ["call_nodes", "capture", "foreign_operators"]
+__all__ = ["arrange", "call_nodes", "capture", "foreign_operators"]
 
 _NAMESPACES_OF_TORCH = frozenset({"aten", "prim", "prims"})
 
 
-def capture(module: nn.Module, example: Tensor, axes: Mapping[int, str]) -> torch.export.ExportedProgram:
+def capture(
+    module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
+) -> torch.export.ExportedProgram:
     """Trace `module` with the named axes symbolic; torch.export raises an error for an axis that the model fixes.
 
-    The reset removes guards of an earlier trace, which would turn an open axis of this one into a constant. Gradients
-    are off, because scans cannot be traced with them.
+    `example` holds the arguments; `axes` are those of its tensors, in order. The reset removes guards of an earlier
+    trace, which would turn an open axis of this one into a constant. Gradients are off, because scans cannot be traced
+    with them.
     """
     torch._dynamo.reset()
-    shapes = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+    shapes = arrange([dict.fromkeys(open_axes, torch.export.Dim.DYNAMIC) for open_axes in axes], example)
     with torch.no_grad():
-        program = torch.export.export(module, (example,), dynamic_shapes=(shapes,))
+        program = torch.export.export(module, example, dynamic_shapes=shapes)
     for node in call_nodes(program):
         node.meta.pop("stack_trace", None)  # it has source lines and paths of this machine
     return program
+
+
+def arrange(values: Sequence[Any], example: tuple[Any, ...]) -> Any:
+    """The values as `example` arranges its tensors: some by themselves, some in lists."""
+    return tree_unflatten(values, tree_structure(example))
 
 
 def foreign_operators(program: torch.export.ExportedProgram) -> set[str]:

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import textwrap
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longseq.blocks.convolution import ShortConvolution
-from longseq.mixers import Mixer
 from longseq.timm_models import model_name, stated_data, takes_any_resolution
-from longseq.tools.export import onnx_file, pt2_file, torchscript_file
+from longseq.tools.export import onnx_file
+from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
+from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import classifier_metadata
-from longseq.tools.export.parity import Comparison, compare, expect, latency_ms, probe_images
-from longseq.tools.export.quiet import quiet
+from longseq.tools.export.parity import compare, expect, probe_images
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import AXES, FileSpec
 
-__all__ = ["FORMATS", "SUFFIXES", "FileFormat", "ImageClassifierFile", "export_image_classifier", "register_format"]
-
-
-class FileFormat(Protocol):
-    """A file format: a module, or any object, with these two functions."""
-
-    def write(self, module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
-        """Write a module that maps images `[B, C, H, W]` to logits; return how often the file uses each operator."""
-
-    def open_file(self, path: Path) -> Callable[[Tensor], Tensor]:
-        """The file as a function of images, on the CPU; the export compares it with the module."""
-
-
-_FORMATS: dict[str, Any] = {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}
-FORMATS: Mapping[str, FileFormat] = MappingProxyType(_FORMATS)
-
-_SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "pt2": ".pt2"}
-SUFFIXES: Mapping[str, str] = MappingProxyType(_SUFFIXES)
-
-
-def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
-    """Register a file format, which `longseq export format=NAME` and names that end in `suffix` then choose."""
-    if name in _FORMATS or suffix in _SUFFIXES.values() or not suffix.startswith("."):
-        raise ValueError(f"the format {name!r} with the suffix {suffix!r} is there already, or its suffix has no dot")
-    _FORMATS[name], _SUFFIXES[name] = file_format, suffix
-
-
-# An axis of size 1 would be traced as a constant.
-TRACED_BATCH = 2
+__all__ = ["ImageClassifierFile", "export_image_classifier"]
 
 
 class ImageClassifierFile(nn.Module):
@@ -124,13 +90,12 @@ def export_image_classifier(
     format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
     is.
     """
-    started = time.perf_counter()
-    target = _target(output, format)
+    target = find_target(output, format)
     data = {**stated_data(model), **(data or {})}
     _check_request(model, data, format, preprocess, dynamic_resolution, opset, batch_sizes)
     height, width = _pair(data["img_size"])
     module = ImageClassifierFile(
-        _float_copy(model),
+        float_copy(model),
         image_size=None if dynamic_resolution else (height, width),
         normalise=(data["mean"], data["std"]) if preprocess else None,
         softmax=softmax,
@@ -146,65 +111,24 @@ def export_image_classifier(
     expected = expect(module, probes)
     for batch in expected:
         _check_output(model, batch.output, data)
-    # Before a runtime is loaded: its idle threads slow down the rest of the process.
-    model_ms = latency_ms(module, probes[0]) if measure_latency else None
     spec = FileSpec(
-        axes=AXES if dynamic_resolution else {0: AXES[0]},
-        output_name="probabilities" if softmax else "logits",
+        inputs={"images": AXES if dynamic_resolution else {0: AXES[0]}},
+        outputs=("probabilities" if softmax else "logits",),
         metadata=classifier_metadata(model, data, preprocess=preprocess, softmax=softmax, extra=extra_metadata),
         opset=opset,
     )
-
-    partial = target.with_name(f".partial.{os.getpid()}.{target.name}")
-    try:
-        with quiet():
-            nodes = FORMATS[format].write(module, example, partial, spec)
-            call = FORMATS[format].open_file(partial)
-            comparisons = [compare(call, batch, tolerance) for batch in expected]
-            file_ms = latency_ms(call, probes[0]) if measure_latency else None
-        _check_comparisons(comparisons, tolerance)
-        size = partial.stat().st_size
-        os.replace(partial, target)
-    except Exception as error:
-        reason = textwrap.shorten(str(error) or type(error).__name__, 300)
-        others = " or ".join(name for name in FORMATS if name != format)
-        raise ValueError(
-            f"format={format} could not take this {model_name(model)} and no file was written: {reason} "
-            f"(another way: format={others})"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return ExportReport(
-        path=target,
+    return write_checked(
+        module,
+        (example,),
+        target,
+        spec,
         format=format,
-        seconds=time.perf_counter() - started,
-        size=size,
-        nodes=nodes,
-        comparisons=comparisons,
-        metadata=spec.metadata,
-        model_ms=model_ms,
-        file_ms=file_ms,
+        compare=lambda call: [compare(call, batch, tolerance) for batch in expected],
+        model=model,
+        unit="image",
+        tolerance=tolerance,
+        timed=(probes[0],) if measure_latency else None,
     )
-
-
-def _target(output: str | Path, format: str) -> Path:
-    """The file to write, with its folder created; ValueError if its name has the ending of another format."""
-    if format not in FORMATS:
-        raise ValueError(f"format={format} is unknown: take one of {', '.join(FORMATS)}")
-    target = Path(output)
-    if target.is_dir():
-        raise ValueError(
-            f"output={output} is a folder: name a file in it, such as {target / ('model' + SUFFIXES[format])}"
-        )
-    for other, suffix in SUFFIXES.items():
-        if other != format and target.suffix == suffix:
-            raise ValueError(
-                f"output={output} ends like a {other} file: take format={other} or a name in {SUFFIXES[format]}"
-            )
-    if target.suffix == ".ckpt":
-        raise ValueError(f"output={output} ends like a checkpoint: take a name in {SUFFIXES[format]}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return target
 
 
 def _check_request(
@@ -220,10 +144,7 @@ def _check_request(
     missing = [key for key in needed if data.get(key) is None]
     if missing:
         raise ValueError(f"neither data nor the model's pretrained_cfg tells {', '.join(missing)}: pass data={{...}}")
-    if not batch_sizes or TRACED_BATCH in batch_sizes:
-        raise ValueError(
-            f"batch_sizes={list(batch_sizes)}: name one or more, without {TRACED_BATCH}, which the file is traced with"
-        )
+    check_batch_sizes(batch_sizes)
     if format == "onnx":
         onnx_file.check(model, opset)
     if dynamic_resolution and not takes_any_resolution(model):
@@ -243,18 +164,6 @@ def _resolutions(model: nn.Module, height: int, width: int) -> list[tuple[int, i
     return [(height + down * rows, width + across * columns) for down, across in steps]
 
 
-def _float_copy(model: nn.Module) -> nn.Module:
-    """A float32 copy on the CPU with the operations' exportable backend and without gradient checkpointing."""
-    duplicate = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
-    disable_checkpointing = getattr(duplicate, "set_grad_checkpointing", None)
-    if callable(disable_checkpointing):
-        disable_checkpointing(False)
-    for module in duplicate.modules():
-        if isinstance(module, (Mixer, ShortConvolution)):
-            module.backend = "torch"
-    return duplicate
-
-
 def _check_output(model: nn.Module, output: Tensor, data: Mapping[str, Any]) -> None:
     if output.ndim != 2:
         raise ValueError(
@@ -267,15 +176,6 @@ def _check_output(model: nn.Module, output: Tensor, data: Mapping[str, Any]) -> 
         raise ValueError(
             f"the model has {output.shape[1]} classes and class_names {len(names)}: pass the names of this model"
         )
-
-
-def _check_comparisons(comparisons: Sequence[Comparison], tolerance: float) -> None:
-    for row in comparisons:
-        if not row.passed:
-            raise RuntimeError(
-                f"for images {list(row.shape)} the file differs from the model by {row.difference:.1e}, "
-                f"allowed are {row.limit:.1e} (tolerance={tolerance:g})"
-            )
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:

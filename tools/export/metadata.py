@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
+from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.image.decoding import DECODING
 from longseq.timm_models import model_name
+from longseq.tools.export.states import StateSpec
 
-__all__ = ["EXTRA_FILE", "PREPROCESSING", "classifier_metadata", "encode"]
+__all__ = ["EXTRA_FILE", "PREPROCESSING", "classifier_metadata", "encode", "language_metadata"]
 
 # The name under which TorchScript and pt2 archives keep the JSON; ONNX files hold one metadata property per key.
 EXTRA_FILE = "longseq.json"
 
 PREPROCESSING = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")
+TEXT = ("separator", "window", "tokenizer")
 
 
 def classifier_metadata(
@@ -35,13 +38,40 @@ def classifier_metadata(
         else "float32 pixels scaled to 0..1, then (x - mean) / std, [batch, channels, height, width]"
     )
     metadata["output"] = "probabilities [batch, classes]" if softmax else "logits [batch, classes]"
-    metadata["model"] = model_name(model)
+    return {**metadata, **_origin(model), **extra}
+
+
+def language_metadata(
+    model: TokenBackbone,
+    data: Mapping[str, Any],
+    states: Sequence[StateSpec],
+    *,
+    dynamic_length: bool,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Facts about a language model's file: vocabulary, tokenizer, input, output and states, and its origin.
+
+    `vocab_size` is that of the model; its tokenizer may use fewer tokens.
+    """
+    metadata: dict[str, Any] = {key: data[key] for key in TEXT if data.get(key) is not None}
+    metadata["vocab_size"] = model.vocab_size
+    if model.max_length is not None:
+        metadata["max_length"] = model.max_length
+    read = "tokens [batch, length]" if dynamic_length else "token [batch]"
+    metadata["input"] = f"int64 {read}, and the states before"
+    metadata["output"] = f"logits [batch{', length' if dynamic_length else ''}, vocabulary], and the states after"
+    metadata["states"] = [state.to_dict() for state in states]
+    return {**metadata, **_origin(model), **extra}
+
+
+def _origin(model: nn.Module) -> dict[str, Any]:
     mixer = getattr(model, "mixer_name", None)
-    if mixer is not None:
-        metadata["mixer"] = mixer
-    metadata["longseq_version"] = version("longseq")
-    metadata["torch_version"] = torch.__version__
-    return {**metadata, **extra}
+    return {
+        "model": model_name(model),
+        **({} if mixer is None else {"mixer": mixer}),
+        "longseq_version": version("longseq"),
+        "torch_version": torch.__version__,
+    }
 
 
 def encode(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from longseq.tools.export.graph import capture
+from longseq.tools.export.graph import arrange, capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
 
@@ -33,27 +34,28 @@ def check(module: nn.Module, opset: int) -> None:
         raise ValueError(
             f"opset={opset}: the exporter writes opset {OPSETS[0]} to {OPSETS[-1]}; 20 suits most runtimes"
         )
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    size = sum(4 * tensor.numel() for tensor in (*module.parameters(), *module.buffers()))  # files are in float32
     if size > LARGEST_WEIGHTS:
         raise ValueError(
             f"the weights take {size / 2**30:.2f} GiB and one ONNX file holds 2 GiB: take format=pt2 or torchscript"
         )
 
 
-def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
-    """Write `module` to `path`, with named axes in the file's input, and the metadata as its properties.
+def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
+    """Write `module` to `path`, with named inputs, outputs and open axes, and the metadata as its properties.
 
     Returns how often the file uses each operator.
     """
     import onnx
 
+    axes = [dict(open_axes) for open_axes in spec.inputs.values()]
     program = torch.onnx.export(
-        capture(module, example, spec.axes),
-        (example,),
+        capture(module, example, axes),
+        example,
         dynamo=True,
-        dynamic_shapes=(dict(spec.axes),),
-        input_names=["images"],
-        output_names=[spec.output_name],
+        dynamic_shapes=arrange(axes, example),
+        input_names=list(spec.inputs),
+        output_names=list(spec.outputs),
         opset_version=spec.opset,
         optimize=False,
         verbose=False,
@@ -87,10 +89,13 @@ def optimize(program: Any) -> None:
 
 def _check_model(model: Any, spec: FileSpec) -> None:
     """Raise RuntimeError if the model is not as requested: the exporter fixes axes and opsets without an error."""
-    dimensions = model.graph.input[0].type.tensor_type.shape.dim
-    for axis, name in spec.axes.items():
-        if not dimensions[axis].dim_param:
-            raise RuntimeError(f"the {name} axis became the constant {dimensions[axis].dim_value}")
+    for declared, (name, axes) in zip(model.graph.input, spec.inputs.items(), strict=True):
+        if declared.name != name:
+            raise RuntimeError(f"the file calls its input {name} {declared.name}")
+        dimensions = declared.type.tensor_type.shape.dim
+        for axis, open_axis in axes.items():
+            if not dimensions[axis].dim_param:
+                raise RuntimeError(f"the {open_axis} axis of {name} became the constant {dimensions[axis].dim_value}")
     versions = {entry.domain: entry.version for entry in model.opset_import}
     if versions.get("") != spec.opset:
         raise RuntimeError(f"the file has opset {versions.get('')}, not {spec.opset}")
@@ -124,10 +129,16 @@ def _nodes(graph: Any) -> list[Any]:
     return [node for found in _graphs(graph) for node in found.node]
 
 
-def open_file(path: Path) -> Callable[[Tensor], Tensor]:
-    """The file as a function of images, run by onnxruntime on the CPU."""
+def open_file(path: Path) -> Callable[..., Any]:
+    """The file as a function of tensors and lists of tensors, run by onnxruntime on the CPU."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+    names = [declared.name for declared in session.get_inputs()]
+
+    def call(*arguments: Any) -> Any:
+        values = [tensor.numpy() for tensor in tree_leaves(arguments)]
+        first, *others = map(torch.from_numpy, session.run(None, dict(zip(names, values, strict=True))))
+        return (first, others) if others else first
+
+    return call

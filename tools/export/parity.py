@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ __all__ = ["Comparison", "Expected", "compare", "expect", "latency_ms", "probe_i
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the file is from the model on one batch, the limit, and the share of images with the same class.
+    """How far the file is from the model on one batch, the limit, and the share of equal best classes, or tokens.
 
     `rounding` is the distance of the model from its double precision.
     """
@@ -52,7 +53,7 @@ def probe_images(batch: int, channels: int, height: int, width: int, *, pixels: 
 class Expected:
     """The model's output for a batch, and its error from rounding to float32."""
 
-    images: Tensor
+    batch: Tensor
     output: Tensor
     rounding: float
 
@@ -62,25 +63,25 @@ def expect(model: nn.Module, batches: Sequence[Tensor]) -> list[Expected]:
     """Run a float32 model on each batch, and a double precision copy for the rounding error."""
     exact = copy.deepcopy(model).double()
     expected = []
-    for images in batches:
-        output = model(images)
-        wide = images.double() if images.is_floating_point() else images
-        expected.append(Expected(images, output, (output - exact(wide)).abs().max().item()))
+    for batch in batches:
+        output = model(batch)
+        wide = batch.double() if batch.is_floating_point() else batch
+        expected.append(Expected(batch, output, (output - exact(wide)).abs().max().item()))
     return expected
 
 
 def compare(call: Callable[[Tensor], Tensor], expected: Expected, tolerance: float) -> Comparison:
-    """Run the file on the images of `expected`.
+    """Run the file on the batch of `expected`.
 
     The limit is `tolerance` times the largest output, or times 1 if that is larger; or three times the model's rounding
     error if that is larger, which is the distance that a file with twice the model's error can have.
     """
-    images, output = expected.images, expected.output
-    actual = call(images)
+    batch, output = expected.batch, expected.output
+    actual = call(batch)
     if actual.shape != output.shape:
-        raise RuntimeError(f"the file gives {list(actual.shape)} for {list(images.shape)}, not {list(output.shape)}")
+        raise RuntimeError(f"the file gives {list(actual.shape)} for {list(batch.shape)}, not {list(output.shape)}")
     return Comparison(
-        shape=tuple(images.shape),
+        shape=tuple(batch.shape),
         difference=(actual - output).abs().max().item(),
         limit=max(tolerance * max(1.0, output.abs().max().item()), 3 * expected.rounding),
         rounding=expected.rounding,
@@ -89,13 +90,13 @@ def compare(call: Callable[[Tensor], Tensor], expected: Expected, tolerance: flo
 
 
 @torch.no_grad()
-def latency_ms(call: Callable[[Tensor], Tensor], images: Tensor, seconds: float = 1.0) -> float:
+def latency_ms(call: Callable[..., Any], *arguments: Any, seconds: float = 1.0) -> float:
     """Median time of one call in milliseconds, over at least 5 calls and about `seconds`."""
     for _ in range(3):  # TorchScript compiles in its first calls
-        call(images)
+        call(*arguments)
     times: list[float] = []
     while len(times) < 5 or sum(times) < seconds:
         start = time.perf_counter()
-        call(images)
+        call(*arguments)
         times.append(time.perf_counter() - start)
     return 1000 * statistics.median(times)

@@ -6,9 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longseq.tools.export.graph import call_nodes, capture, foreign_operators
 from longseq.tools.export.metadata import EXTRA_FILE
@@ -17,12 +18,12 @@ from longseq.tools.export.spec import FileSpec
 __all__ = ["open_file", "write"]
 
 
-def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
+def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
     """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`.
 
     Returns how often the file uses each operator.
     """
-    program = capture(module, example, spec.axes)
+    program = capture(module, example, list(spec.inputs.values()))
     foreign = foreign_operators(program)
     if foreign:
         raise RuntimeError(f"the program calls {', '.join(sorted(foreign))}, which other processes lack")
@@ -30,12 +31,12 @@ def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Cou
     return Counter(str(node.target) for node in call_nodes(program))
 
 
-def open_file(path: Path) -> Callable[[Tensor], Tensor]:
-    """The file as a function of images, on the CPU."""
+def open_file(path: Path) -> Callable[..., Any]:
+    """The file as a function of the module's arguments, on the CPU."""
     module = torch.export.load(path).module()
 
-    def call(images: Tensor) -> Tensor:
+    def call(*arguments: Any) -> Any:
         with torch.no_grad():
-            return module(images)
+            return module(*arguments)
 
     return call

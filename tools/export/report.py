@@ -18,10 +18,14 @@ __all__ = ["ExportReport"]
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The written file and its comparison with the model; latencies are medians of one call at batch 1 on this CPU."""
+    """The written file and its comparison with the model; latencies are medians of one call at batch 1 on this CPU.
+
+    `unit` is what a batch holds: image or token.
+    """
 
     path: Path
     format: str
+    unit: str
     seconds: float
     size: int
     nodes: Counter[str]
@@ -34,14 +38,14 @@ class ExportReport:
         """Print the comparison as a table and the facts about the file below it."""
         console = console or Console()
         table = Table(title=f"{self.path.name} against the model", title_justify="left")
-        for heading in ("images", "max |difference|", "allowed", "model's rounding", "same top-1"):
+        for heading in (f"{self.unit}s", "max |difference|", "allowed", "model's rounding", "same top-1"):
             table.add_column(heading, justify="right")
         for row in self.comparisons:
             shape = " x ".join(str(size) for size in row.shape)
             table.add_row(shape, f"{row.difference:.1e}", f"{row.limit:.1e}", f"{row.rounding:.1e}", f"{row.top1:.0%}")
         console.print(table)
         if self.model_ms is not None and self.file_ms is not None:
-            console.print(f"one image: model {self.model_ms:.1f} ms, file {self.file_ms:.1f} ms")
+            console.print(f"one {self.unit}: model {self.model_ms:.1f} ms, file {self.file_ms:.1f} ms")
         console.print(
             f"{self.format}: {self.path} ({self.size / 2**20:.1f} MiB, {sum(self.nodes.values())} nodes, "
             f"written and checked in {self.seconds:.0f} s)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ AXES = {0: "batch", 2: "height", 3: "width"}
 
 @dataclass(frozen=True)
 class FileSpec:
-    """The open axes of the input by index, the output's name, the metadata, and ONNX's opset."""
+    """The names of inputs and outputs in order, the inputs' open axes by index, the metadata, and ONNX's opset."""
 
-    axes: Mapping[int, str]
-    output_name: str
+    inputs: Mapping[str, Mapping[int, str]]
+    outputs: Sequence[str]
     metadata: Mapping[str, Any]
     opset: int

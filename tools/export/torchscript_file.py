@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longseq.tools.export.metadata import EXTRA_FILE
 from longseq.tools.export.spec import FileSpec
@@ -17,13 +17,13 @@ from longseq.tools.export.spec import FileSpec
 __all__ = ["open_file", "write"]
 
 
-def write(module: nn.Module, example: Tensor, path: Path, spec: FileSpec) -> Counter[str]:
+def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
     """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`.
 
     Returns how often the file uses each operator.
     """
-    with torch.no_grad():
-        traced = torch.jit.freeze(torch.jit.trace(module, example, check_trace=False))
+    with torch.no_grad():  # strict=True refuses lists of tensors as results
+        traced = torch.jit.freeze(torch.jit.trace(module, example, check_trace=False, strict=False))
     foreign = {kind for kind in _kinds(traced.inlined_graph) if not kind.startswith(("aten::", "prim::"))}
     if foreign:
         raise RuntimeError(f"the trace calls {', '.join(sorted(foreign))}, which other processes lack")
@@ -42,12 +42,12 @@ def _kinds(block: Any) -> list[str]:
     return kinds
 
 
-def open_file(path: Path) -> Callable[[Tensor], Tensor]:
-    """The file as a function of images, on the CPU."""
+def open_file(path: Path) -> Callable[..., Any]:
+    """The file as a function of the module's arguments, on the CPU."""
     module = torch.jit.load(str(path), map_location="cpu")
 
-    def call(images: Tensor) -> Tensor:
+    def call(*arguments: Any) -> Any:
         with torch.no_grad():
-            return module(images)
+            return module(*arguments)
 
     return call

@@ -143,6 +143,38 @@ def test_streams_go_on_where_the_last_batch_ended(mixer):
     torch.testing.assert_close(again, whole[:, :6], msg="a row that is fresh begins anew")
 
 
+@pytest.mark.parametrize("mixer", STREAMING)
+def test_windows_that_carry_the_state_measure_what_one_pass_does_at_sixteen_times_their_length(mixer, monkeypatch):
+    monkeypatch.setattr(LanguageModelTask, "log", lambda *_, **__: None)
+    model = make(mixer).eval()
+    tokens = torch.randint(V, (2, 16 * 8 + 1), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    whole = [(TokenInputs(inputs, None, 16 * 8, 256, 256), targets)]
+    fresh = [torch.full((2,), index == 0) for index in range(16)]
+    windows = [
+        (
+            TokenInputs(inputs[:, 8 * i : 8 * i + 8], None, 8, 16, 16, Carry(None, None, fresh[i])),
+            targets[:, 8 * i :][:, :8],
+        )
+        for i in range(16)
+    ]
+    (wanted, expected), (found, positions) = measure(model, whole), measure(model, windows)
+    assert found == pytest.approx(wanted, rel=1e-7)
+    assert [(row["from"], row["tokens"]) for row in positions[-2:]] == [(32, 64), (64, 128)]
+    assert [row["tokens"] for row in positions] == [row["tokens"] for row in expected]
+    assert [row["perplexity"] for row in positions] == pytest.approx([row["perplexity"] for row in expected], rel=1e-7)
+
+
+@torch.no_grad()
+def measure(model, batches):
+    """The metrics and the losses by position of a test, without a Trainer."""
+    module = LanguageModelTask(model, info=INFO)
+    for index, batch in enumerate(batches):
+        module.test_step(batch, index)
+    module.on_test_epoch_end()
+    return {name: metric.compute().item() for name, metric in module.test_metrics.items()}, module.by_position
+
+
 def test_packed_streams_go_on_at_their_rows():
     """Two rows of four tokens in one packed row: the second row ends a document and begins another."""
     model = make("deltanet").eval()
@@ -154,12 +186,14 @@ def test_packed_streams_go_on_at_their_rows():
         Carry(torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([True, True])),
         Carry(torch.tensor([0, 1]), torch.tensor([0, 2]), torch.tensor([False, False])),
     ]
-    found = []
+    found, places = [], []
     for (tokens, borders), carry in zip(read, carries, strict=True):
         inputs = TokenInputs(torch.tensor([tokens]), torch.tensor(borders, dtype=torch.int32), 4, 8, 8, carry)
         found.append(module._features(inputs, "train")[0])
+        places.append(module._places.count(inputs)[0].tolist())
     torch.testing.assert_close(found[0], torch.cat([alone[0][:4], alone[1][:4]]))
     torch.testing.assert_close(found[1], torch.cat([alone[0][4:], alone[1][4:], alone[2]]))
+    assert places == [[0, 1, 2, 3, 0, 1, 2, 3], [4, 5, 6, 7, 4, 0, 1, 2]]
 
 
 def test_streams_of_a_state_that_grows_are_refused():

@@ -1,0 +1,34 @@
+"""The properties of data that models, checkpoints and exported files need."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+InfoT = TypeVar("InfoT", bound="Info")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(ABC):
+    """What a model, a checkpoint and an exported file must know of the data; each task has a dataclass of its own.
+
+    Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None if a
+    stream does not know it.
+    """
+
+    sizes: dict[str, int | None] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionaries, lists and numbers, for checkpoints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[InfoT], values: Mapping[str, Any]) -> InfoT:
+        """The inverse of `to_dict`; other keys are ignored."""
+        return cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The data in a few words."""

@@ -1,0 +1,115 @@
+"""`longseq evaluate input=TEXT`: the log-probability of each document, and what cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks import evaluate
+from longseq.tasks.lm import documents
+from longseq.tasks.lm.documents import score_documents
+from longseq.tasks.text.sources import Columns, find_parts
+from longseq.tasks.text.tokenizer import ByteTokenizer
+
+LINES = ['{"text": "été"}', '{"text": 3}', "no json", '{"text": ""}', '{"text": "a longer line", "ask": "why?"}', '"x"']
+
+
+def make_model():
+    torch.manual_seed(0)
+    return TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="gated_deltanet").eval()
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("block", [1, 1024])
+def test_each_document_has_its_log_probability_and_what_is_malformed_its_place(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "_BLOCK", block)
+    path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
+    path.write_text("\n".join(LINES) + "\n")
+    options = {"batch_size": 2, "context": contextlib.nullcontext()}
+    totals = score_documents(model, ByteTokenizer(), find_parts([str(path)], Columns()), Columns(), output, **options)
+    rows = rows_of(output)
+    assert [row["document"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row.get("error", "").removeprefix(f"{path}, ")[:7] for row in rows] == [
+        "", "line 2:", "line 3:", "empty", "", "line 6:",
+    ]  # fmt: skip
+    losses = 0.0
+    for row, text in ((rows[0], "été"), (rows[4], "a longer line")):
+        tokens = torch.tensor([[256, *text.encode(), 256]])
+        with torch.no_grad():
+            loss = cross_entropy(model(tokens[:, :-1])[0][0], tokens[0, 1:], reduction="sum").item()
+        size = len(text.encode())
+        assert row["log_probability"] == pytest.approx(-loss, rel=1e-5)
+        assert (row["tokens"], row["bytes"]) == (size + 1, size)
+        assert row["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-5)
+        assert row["perplexity"] == pytest.approx(math.exp(loss / (size + 1)), rel=1e-5)
+        losses += loss
+    assert (totals.documents, totals.malformed, totals.empty, totals.bytes) == (2, 3, 1, 5 + 13)
+    assert totals.named == [f"{path}, line 2: no text in column 'text'", rows[2]["error"], rows[5]["error"]]
+    assert totals.metrics()["bits_per_byte"] == pytest.approx(losses / math.log(2) / 18, rel=1e-5)
+
+
+def test_a_prompt_is_read_and_not_scored(tmp_path):
+    path, output, model = tmp_path / "text.jsonl", tmp_path / "out.jsonl", make_model()
+    path.write_text(LINES[4] + "\n")
+    columns = Columns("text", "ask")
+    options = {"batch_size": 2, "context": contextlib.nullcontext()}
+    score_documents(model, ByteTokenizer(), find_parts([str(path)], columns), columns, output, **options)
+    (row,) = rows_of(output)
+    tokens = torch.tensor([[256, *b"why?", *b"a longer line", 256]])
+    with torch.no_grad():
+        loss = cross_entropy(model(tokens[:, :-1])[0][0, 4:], tokens[0, 5:], reduction="sum").item()
+    assert row["log_probability"] == pytest.approx(-loss, rel=1e-5)
+    assert (row["tokens"], row["bytes"]) == (14, 13)
+
+
+@pytest.mark.slow
+def test_the_documents_of_a_text_add_up_to_what_its_windows_measure(trained, compose_config, tmp_path, capsys):
+    path = tmp_path / "other.jsonl"
+    texts = [f"{'x' * (number + 3)} is text {number}." for number in range(9)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "broken\n")
+    words = (f"checkpoint={trained.checkpoint}", "trainer=cpu")
+    found = evaluate.run(compose_config("evaluate", *words, f"input={path}", f"output={tmp_path / 'out.jsonl'}"))
+    assert "1 malformed" in capsys.readouterr().out
+    assert len(rows_of(tmp_path / "out.jsonl")) == 10
+    data = ("data.source=files", f"data.root={path}", f"data.cache={tmp_path}", "data.window=64")
+    splits = ("data.test=0.999999", "data.validation=0", "data.packing=documents", f"output={tmp_path / 'out.json'}")
+    windows = evaluate.run(compose_config("evaluate", *words, *data, *splits))
+    for name, value in found.items():
+        assert windows[f"test/{name}"] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("data.window=8",), r"data\.window is not read with input"),
+        (("data.column=body",), r"has no column 'body': give column=NAME, one of text"),
+        (("trainer.devices=2",), r"input is read by one process: give trainer\.devices=1"),
+        (("data.eval_batch_size=0",), r"data\.eval_batch_size=0 must be"),
+        (("input=nowhere",), "input=nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, message, compose_config, tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text(LINES[0] + "\n")
+    given = ("checkpoint=none.ckpt", "trainer=cpu", f"input={path}", f"output={tmp_path / 'out.jsonl'}")
+    with pytest.raises(ValueError, match=message):
+        evaluate.run(compose_config("evaluate", *given, *words))
+
+
+def test_a_text_without_a_document_is_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("no json\n")
+    options = {"batch_size": 2, "context": contextlib.nullcontext()}
+    parts = find_parts([str(path)], Columns())
+    with pytest.raises(ValueError, match=r"the input holds no document, 1 malformed lines or files: .*line 1: no JSON"):
+        score_documents(make_model(), ByteTokenizer(), parts, Columns(), tmp_path / "out.jsonl", **options)
+    assert [one.name for one in tmp_path.iterdir()] == ["text.jsonl"]

@@ -1,0 +1,114 @@
+"""Writing a file, and giving it its name only if it agrees with the model that it was written from."""
+
+from __future__ import annotations
+
+import copy
+import os
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from longseq.blocks.convolution import ShortConvolution
+from longseq.mixers import Mixer
+from longseq.timm_models import model_name
+from longseq.tools.export.formats import FORMATS
+from longseq.tools.export.parity import Comparison, latency_ms
+from longseq.tools.export.quiet import quiet
+from longseq.tools.export.report import ExportReport
+from longseq.tools.export.spec import FileSpec
+
+__all__ = ["TRACED_BATCH", "check_batch_sizes", "float_copy", "write_checked"]
+
+# An axis of size 1 would be traced as a constant.
+TRACED_BATCH = 2
+
+
+def float_copy(model: nn.Module) -> nn.Module:
+    """A float32 copy on the CPU with the operations' exportable backend and without gradient checkpointing."""
+    duplicate = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+    disable_checkpointing = getattr(duplicate, "set_grad_checkpointing", None)
+    if callable(disable_checkpointing):
+        disable_checkpointing(False)
+    for module in duplicate.modules():
+        if isinstance(module, (Mixer, ShortConvolution)):
+            module.backend = "torch"
+    return duplicate
+
+
+def check_batch_sizes(batch_sizes: Sequence[int]) -> None:
+    """Raise ValueError unless the sizes can show that the batch of a file is open."""
+    if not batch_sizes or TRACED_BATCH in batch_sizes:
+        raise ValueError(
+            f"batch_sizes={list(batch_sizes)}: name one or more, without {TRACED_BATCH}, which the file is traced with"
+        )
+
+
+def write_checked(
+    module: nn.Module,
+    example: tuple[Any, ...],
+    target: Path,
+    spec: FileSpec,
+    *,
+    format: str,
+    compare: Callable[[Callable[..., Any]], list[Comparison]],
+    model: nn.Module,
+    unit: str,
+    tolerance: float,
+    timed: tuple[Any, ...] | None,
+) -> ExportReport:
+    """Write `module` to `target`, after `compare` has found the file equal to the model.
+
+    The file is traced with the arguments `example`; `compare` gets it as a function. `timed` are the arguments of one
+    call that is timed, in the module and in the file; None leaves that out. `model` and `unit` (what a batch holds)
+    are named in messages. Raises ValueError if the format cannot represent the module, or the file differs too much; an
+    existing file of that name then remains as it is.
+    """
+    started = time.perf_counter()
+    # Before a runtime is loaded: its idle threads slow down the rest of the process.
+    model_ms = None if timed is None else latency_ms(module, *timed)
+    file_ms = None
+    partial = target.with_name(f".partial.{os.getpid()}.{target.name}")
+    try:
+        with quiet():
+            nodes = FORMATS[format].write(module, example, partial, spec)
+            call = FORMATS[format].open_file(partial)
+            comparisons = compare(call)
+            if timed is not None:
+                file_ms = latency_ms(call, *timed)
+        _check_comparisons(comparisons, unit, tolerance)
+        size = partial.stat().st_size
+        os.replace(partial, target)
+    except Exception as error:
+        reason = textwrap.shorten(str(error) or type(error).__name__, 300)
+        others = " or ".join(name for name in FORMATS if name != format)
+        raise ValueError(
+            f"format={format} could not take this {model_name(model)} and no file was written: {reason} "
+            f"(another way: format={others})"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return ExportReport(
+        path=target,
+        format=format,
+        unit=unit,
+        seconds=time.perf_counter() - started,
+        size=size,
+        nodes=nodes,
+        comparisons=comparisons,
+        metadata=spec.metadata,
+        model_ms=model_ms,
+        file_ms=file_ms,
+    )
+
+
+def _check_comparisons(comparisons: Sequence[Comparison], unit: str, tolerance: float) -> None:
+    for row in comparisons:
+        if not row.passed:
+            raise RuntimeError(
+                f"for {unit}s {list(row.shape)} the file differs from the model by {row.difference:.1e}, "
+                f"allowed are {row.limit:.1e} (tolerance={tolerance:g})"
+            )

@@ -1,0 +1,64 @@
+"""The file formats of an export, and the name of a file in one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from torch import nn
+
+from longseq.tools.export import onnx_file, pt2_file, torchscript_file
+from longseq.tools.export.spec import FileSpec
+
+__all__ = ["FORMATS", "SUFFIXES", "FileFormat", "find_target", "register_format"]
+
+
+class FileFormat(Protocol):
+    """A file format: a module, or any object, with these two functions.
+
+    A file takes the arguments of the module that it is written from, and gives its results. `example` holds arguments:
+    tensors, and lists of tensors. The module returns a tensor, or a tensor and a list of tensors.
+    """
+
+    def write(self, module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
+        """Write a module; return how often the file uses each operator."""
+
+    def open_file(self, path: Path) -> Callable[..., Any]:
+        """The file as a function like the module, on the CPU; the export compares it with the module."""
+
+
+_FORMATS: dict[str, Any] = {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}
+FORMATS: Mapping[str, FileFormat] = MappingProxyType(_FORMATS)
+
+_SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "pt2": ".pt2"}
+SUFFIXES: Mapping[str, str] = MappingProxyType(_SUFFIXES)
+
+
+def register_format(name: str, suffix: str, file_format: FileFormat) -> None:
+    """Register a file format, which `longseq export format=NAME` and names that end in `suffix` then choose."""
+    if name in _FORMATS or suffix in _SUFFIXES.values() or not suffix.startswith("."):
+        raise ValueError(f"the format {name!r} with the suffix {suffix!r} is there already, or its suffix has no dot")
+    _FORMATS[name], _SUFFIXES[name] = file_format, suffix
+
+
+def find_target(output: str | Path, format: str) -> Path:
+    """The file to write, with its folder created; ValueError if its name has the ending of another format."""
+    if format not in FORMATS:
+        raise ValueError(f"format={format} is unknown: take one of {', '.join(FORMATS)}")
+    target = Path(output)
+    if target.is_dir():
+        raise ValueError(
+            f"output={output} is a folder: name a file in it, such as {target / ('model' + SUFFIXES[format])}"
+        )
+    for other, suffix in SUFFIXES.items():
+        if other != format and target.suffix == suffix:
+            raise ValueError(
+                f"output={output} ends like a {other} file: take format={other} or a name in {SUFFIXES[format]}"
+            )
+    if target.suffix == ".ckpt":
+        raise ValueError(f"output={output} ends like a checkpoint: take a name in {SUFFIXES[format]}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target

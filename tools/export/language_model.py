@@ -1,0 +1,192 @@
+"""Export of language models: one file that reads a token, or any number, and hands its state on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.backbones.tokens import TokenBackbone
+from longseq.state import fill_state, state_tensors
+from longseq.timm_models import model_name
+from longseq.tools.export import onnx_file
+from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
+from longseq.tools.export.formats import find_target
+from longseq.tools.export.metadata import language_metadata
+from longseq.tools.export.parity import Comparison, Expected, compare, expect
+from longseq.tools.export.report import ExportReport
+from longseq.tools.export.spec import FileSpec
+from longseq.tools.export.states import StateSpec, state_spec
+
+__all__ = ["LanguageModelFile", "export_language_model"]
+
+# Tokens of a traced or compared sequence. Recurrences are computed in chunks of 64 tokens: it is more than one.
+PROBED_TOKENS = 70
+# Tokens before the traced ones, so that a state which grows is not empty.
+EARLIER_TOKENS = 7
+
+
+class LanguageModelFile(nn.Module):
+    """The function that an exported file computes: tokens and the states before them give logits and the states after.
+
+    The states are a list in the order of `longseq.state.state_tensors`. With `one_token` the tokens are `[batch]` and
+    the logits `[batch, vocabulary]`, else `[batch, length]` and `[batch, length, vocabulary]`.
+    """
+
+    def __init__(self, model: TokenBackbone, *, one_token: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.one_token = one_token
+        self.template = model.initial_state(1)
+
+    def forward(self, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        state = fill_state(self.template, states)
+        logits, following = self.model.step(tokens, state) if self.one_token else self.model(tokens, state)
+        return logits, [tensor for _, tensor in state_tensors(following)]
+
+
+class _ParallelForm(nn.Module):
+    """The logits of whole sequences, which the model reads at once."""
+
+    def __init__(self, model: TokenBackbone) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
+        return self.model(tokens, output_final_state=False)[0]
+
+
+def export_language_model(
+    model: TokenBackbone,
+    output: str | Path,
+    *,
+    format: str = "onnx",
+    data: Mapping[str, Any] = MappingProxyType({}),
+    dynamic_length: bool = False,
+    opset: int = 20,
+    batch_sizes: Sequence[int] = (1, 3, 8),
+    tolerance: float = 1e-4,
+    measure_latency: bool = False,
+    extra_metadata: Mapping[str, Any] = MappingProxyType({}),
+) -> ExportReport:
+    """Write `model` as one file, and compare the file with the model's parallel form, which reads whole sequences.
+
+    The file takes one token int64 [batch] and the states before it, and gives logits [batch, vocabulary] and the states
+    after it. With `dynamic_length` it takes tokens [batch, length] and gives logits [batch, length, vocabulary]. Any
+    batch size fits. `state_spec` tells the states and their values before the first token, and so does the file's
+    metadata. The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a
+    checkpoint knows of its text (see `longseq.tasks.text.info.TextInfo`).
+
+    `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the model
+    does not read forward, the format cannot represent it, or the file differs too much; an existing file of that name
+    then remains as it is.
+    """
+    target = find_target(output, format)
+    if model.direction != "forward":
+        raise ValueError(f"direction={model.direction!r}: a language model reads forward, and this one has no state")
+    if data.get("vocab_size", 0) > model.vocab_size:
+        raise ValueError(f"the text has {data['vocab_size']} tokens, and the model knows {model.vocab_size}")
+    check_batch_sizes(batch_sizes)
+    if format == "onnx":
+        onnx_file.check(model, opset)
+    copied: Any = float_copy(model)
+    states = state_spec(copied)
+    module = LanguageModelFile(copied, one_token=not dynamic_length).eval()
+
+    probed = PROBED_TOKENS if model.max_length is None else min(PROBED_TOKENS, model.max_length)
+    expected = expect(_ParallelForm(copied), [_probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
+    if not all(batch.output.isfinite().all() for batch in expected):
+        raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
+    tokens = _probe_tokens(TRACED_BATCH, probed, model.vocab_size)
+    with torch.no_grad():
+        _, earlier = copied(tokens[:, :EARLIER_TOKENS], copied.initial_state(TRACED_BATCH))
+    input_name, axes = ("tokens", {0: "batch", 1: "length"}) if dynamic_length else ("token", {0: "batch"})
+    spec = FileSpec(
+        inputs={input_name: axes, **{state.input_name: state.axes for state in states}},
+        outputs=["logits", *(state.output_name for state in states)],
+        metadata=language_metadata(model, data, states, dynamic_length=dynamic_length, extra=extra_metadata),
+        opset=opset,
+    )
+    read: Reader = _read_pieces if dynamic_length else _read_one_by_one
+    one = tokens[:1, :1] if dynamic_length else tokens[:1, 0]
+    return write_checked(
+        module,
+        (tokens if dynamic_length else tokens[:, 0], [tensor for _, tensor in state_tensors(earlier)]),
+        target,
+        spec,
+        format=format,
+        compare=lambda call: [_compare(call, module, read, rows, states, tolerance) for rows in expected],
+        model=model,
+        unit="token",
+        tolerance=tolerance,
+        timed=(one, [state.starts(1) for state in states]) if measure_latency else None,
+    )
+
+
+# Reads tokens [B, T] with a file, or with the module that it was written from: logits [B, T, V].
+Reader = Callable[[Callable[..., Any], Tensor, list[Tensor]], Tensor]
+
+
+def _compare(
+    call: Callable[..., Any],
+    module: nn.Module,
+    read: Reader,
+    expected: Expected,
+    states: Sequence[StateSpec],
+    tolerance: float,
+) -> Comparison:
+    """Compare what the file reads piece by piece with what the model gives for the whole sequences.
+
+    Reading piece by piece rounds in other places. Its own rounding error is added to that of the parallel form where
+    the file would differ too much without it: layers that normalise outputs near zero make it large.
+    """
+    starts = [state.starts(len(expected.batch)) for state in states]
+    found = compare(lambda batch: read(call, batch, starts), expected, tolerance)
+    if found.passed:
+        return found
+    with torch.no_grad():
+        exact = read(copy.deepcopy(module).double(), expected.batch, [_widen(start) for start in starts])
+        rounding = (read(module, expected.batch, starts) - exact).abs().max().item()
+    return compare(
+        lambda batch: read(call, batch, starts), replace(expected, rounding=expected.rounding + rounding), tolerance
+    )
+
+
+def _widen(start: Tensor) -> Tensor:
+    return start.double() if start.is_floating_point() else start
+
+
+def _probe_tokens(batch: int, length: int, vocab_size: int) -> Tensor:
+    """Tokens [B, T] for the comparison: random ones, a short pattern and one token alone, in turn.
+
+    Equal tokens have equal keys, for which a delta rule's triangular systems are hardest.
+    """
+    generator = torch.Generator().manual_seed(1000 * batch + length)
+    random = torch.randint(vocab_size, (batch, length), generator=generator)
+    place = torch.arange(length)
+    kinds = (random, random[:, place % 3], random[:, place * 0])
+    return torch.stack([kinds[row % 3][row] for row in range(batch)])
+
+
+def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:
+    logits = []
+    for token in tokens.unbind(1):
+        scores, states = call(token.contiguous(), states)
+        logits.append(scores)
+    return torch.stack(logits, dim=1)
+
+
+def _read_pieces(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:
+    """One token, a whole chunk, and the rest."""
+    logits = []
+    for piece in tokens.tensor_split((1, 65), dim=1):
+        if piece.shape[1]:
+            scores, states = call(piece.contiguous(), states)
+            logits.append(scores)
+    return torch.cat(logits, dim=1)
