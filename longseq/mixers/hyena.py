@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing, pack_like
@@ -181,14 +181,10 @@ class Hyena(Mixer[HyenaState]):
         return (self.order - 1) * self.d_model * channel + filters + self.convolution.flops(tokens)
 
 
-class FilterLinear(nn.Linear):
-    """A linear layer of a filter: it computes in the type of its input, and has no weight decay."""
+class FilterLinear(UpcastLinear):
+    """A linear layer of a filter, without weight decay."""
 
     no_weight_decay_names = ("weight", "bias")
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return functional.linear(x, self.weight.to(x.dtype), bias)
 
 
 class ImplicitFilter(nn.Module):
