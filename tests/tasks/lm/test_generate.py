@@ -65,6 +65,13 @@ def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path)
     assert first.tokens + second.tokens + third.tokens == whole.tokens
 
 
+def test_a_text_begins_with_the_token_that_the_tokenizer_names():
+    writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
+    writer.tokenizer.start = 7
+    wanted = writer.model.generate(torch.tensor([[7, *b"some"]]), 6, temperature=0)[0, -6:]
+    assert writer.write(["some"])[0].tokens == wanted.tolist()
+
+
 def test_a_state_of_another_model_is_refused(tmp_path):
     make_writer(save_state=str(tmp_path / "a.state"), end=False).write(["x"])
     with pytest.raises(ValueError, match="is of another model, or dtype, than checkpoint="):
@@ -141,7 +148,7 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
 
 def test_a_prompt_that_the_model_cannot_read_is_one_line():
     writer = make_writer()
-    writer.tokenizer = SimpleNamespace(separator=256, encode=lambda text: [300])
+    writer.tokenizer = SimpleNamespace(separator=256, start=256, encode=lambda text: [300])
     with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
         writer.write(["x"])
     model = TokenBackbone(
