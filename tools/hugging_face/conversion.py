@@ -16,7 +16,8 @@ from longseq import models
 from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
-from longseq.tools.hugging_face.families import FAMILIES, Family, Values, choose_layers, layers_of
+from longseq.tools.hugging_face.families import FAMILIES
+from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
 from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
 
 # The config.json of a converted model's source: its keys that our models do not have return on the way back.
@@ -342,7 +343,7 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
     with torch.device("meta"):
         read = models.describe(TokenBackbone(**again))["model_args"]
     for name in own:
-        if name in _TRAINING:
+        if name in _TRAINING or (own["mlp"] is None and name.startswith("mlp_")):
             continue
         if name == "mixer_options":
             _compare_options(model, family, layers_of(own)[1], layers_of(read)[1])
