@@ -36,6 +36,11 @@ VERBS = {
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
+    "harness": Verb(
+        "longseq.tools.harness",
+        "measure a language model on the tasks of lm-evaluation-harness",
+        "longseq harness checkpoint=FILE tasks=[hellaswag,piqa] data.root=FOLDER",
+    ),
     "convert": Verb(
         "longseq.tools.hugging_face.convert",
         "turn a model of another library into ours, or ours into theirs",

@@ -272,6 +272,7 @@ def test_a_gpu_that_is_not_there_is_a_mistake(monkeypatch):
         find_device("cuda:2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [*TABLE, *OWN], ids=lambda work: f"{work.op}-{work.shape}")
 def test_the_table_holds_calls_that_work(work):
     """At a few tokens: the operation has the sizes and options, and peers accept its tensors."""
@@ -679,6 +680,7 @@ def test_a_call_that_fails_cannot_be_tuned(triton_form, monkeypatch):
         tune.Trial({}, DELTA, torch.float32, CPU, 0.001, True)
 
 
+@pytest.mark.slow
 def test_tuning_needs_a_gpu_and_a_table(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="device=cpu runs no Triton kernels"):

@@ -95,6 +95,7 @@ def assert_same_run(one, other):
     assert not differing
 
 
+@pytest.mark.slow
 def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, capsys, monkeypatch):
     monkeypatch.setattr(throughput, "peak_flops", lambda device, precision, matmul_precision: 1e12)
     folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
@@ -120,6 +121,7 @@ def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, caps
     assert losses[best["global_step"] - 1] == min(losses.values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp_path, capsys):
     folder = run("whole")
     checkpoint = f"checkpoint={folder / 'checkpoints' / 'best.ckpt'}"

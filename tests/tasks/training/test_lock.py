@@ -25,6 +25,7 @@ def write_lock(folder: Path, **changes: object) -> Path:
     return folder / LOCK_FILE
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tiny, tmp_path):
     folder = tmp_path / "run"
     with locked(folder), pytest.raises(ValueError, match=rf"written by process {os.getpid()} on") as caught:
