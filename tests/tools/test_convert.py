@@ -16,6 +16,7 @@ from torch import Tensor
 
 import longseq
 from longseq.backbones.tokens import TokenBackbone
+from longseq.tokenizer_files import BYTES
 from longseq.tools.cli import main
 
 TOKENS = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -350,6 +351,17 @@ def test_mistakes_in_the_command(
     refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, format="llama")
     words = "layers of gsa have no place for blocks.0.mixer.in_proj.bias of attention"
     refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, mixer="gsa")
+
+
+def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = {"qkv_bias": False, "out_bias": False, "rotary": True}
+    model = TokenBackbone(vocab_size=257, d_model=16, mixer="attention", mixer_options=bare)
+    model.text = {"tokenizer": BYTES, "window": 64}
+    model.save_pretrained(tmp_path / "ours")
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "gsa", mixer="gsa") == 0
+    assert longseq.from_pretrained(tmp_path / "gsa").text == {"tokenizer": BYTES, "window": 64}
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format="llama") == 0
+    assert (tmp_path / "theirs" / "tokenizer_config.json").is_file()
 
 
 @pytest.mark.slow
