@@ -19,6 +19,7 @@ from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
@@ -335,11 +336,10 @@ def _save_state(
     path: Path, model: TokenBackbone, state: Any, scores: Tensor, request: Request, written: list[int]
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
     tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
     content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
-    torch.save({**content, "model": _fingerprint(model)}, partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        torch.save({**content, "model": _fingerprint(model)}, partial)
 
 
 def _fingerprint(model: TokenBackbone) -> str:
