@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TRIED = 1 << 20  # bytes
@@ -14,7 +14,13 @@ _CODE_OF_RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a new file beside `path`, which is renamed to `path` at the end. Errors are those of `writing`."""
+    """The path of a new file beside `path`, which is renamed to `path` at the end. Errors are those of `writing`.
+
+    A device or a pipe, such as /dev/stdout, is written itself.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
     with writing(path) as partial:
         yield partial
     os.replace(partial, path)
@@ -32,7 +38,8 @@ def writing(path: Path) -> Iterator[Path]:
         yield partial
     except BaseException as error:
         refused = _refusal(error, partial) if isinstance(error, Exception) else None
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         if refused is not None:
             raise OSError(refused.errno, refused.strerror, str(path)) from error
         raise
@@ -49,8 +56,6 @@ def _refusal(error: Exception, path: Path) -> OSError | None:
         return error if error.filename in (None, str(path)) and error.errno is not None else None
     if match := _CODE_OF_RUST.search(str(error)):
         return OSError(int(match[1]), os.strerror(int(match[1])))
-    if not path.is_file():
-        return None
     try:
         with path.open("ab") as file:
             file.write(bytes(_TRIED))

@@ -31,7 +31,7 @@ from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import Length, Range
 
 # The tasks whose models write text.
@@ -91,18 +91,34 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return what is new."""
     keys = read_command(GenerateKeys, cfg)
     assert keys.checkpoint is not None
+    for key in ("output", "save_state"):
+        if (file := getattr(keys, key)) is not None:
+            prepare_file(Path(file), key)
     device = choose_device(keys.device)
     prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
-    if empty := [index for index, prompt in enumerate(prompts, 1) if not prompt]:
-        place = "prompt" if keys.input is None else f"{keys.input}: prompt {empty[0]}"
-        raise ValueError(f"{place} is empty: give the text to continue")
+    for number, prompt in enumerate(prompts, 1):
+        _check_prompt(prompt, "prompt" if keys.input is None else f"{keys.input}: prompt {number}")
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=TASKS)
     info = TextInfo.from_dict(loaded.data)
     tokenizer = info.make_tokenizer()
     model: Any = loaded.backbone.to(getattr(torch, keys.dtype)).eval()
-    writer = Writer(model, tokenizer, keys)
-    if keys.state is not None:
-        results = [writer.resume(Path(keys.state), show=_show)]
+    try:
+        results = _write_and_show(Writer(model, tokenizer, keys), prompts)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # stopped by hand: what has been written stands on the screen
+    rows = [
+        {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
+        for prompt, written in zip_longest(prompts, results)
+    ]
+    if keys.output is not None:
+        write_text(Path(keys.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return rows
+
+
+def _write_and_show(writer: Writer, prompts: Sequence[str]) -> list[Written]:
+    """A single text is shown as it is written, several ones when all are."""
+    if writer.keys.state is not None:
+        results = [writer.resume(Path(writer.keys.state), show=_show)]
         print()
     elif len(prompts) == 1:
         _show(prompts[0])
@@ -111,15 +127,18 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     else:
         results = writer.write(prompts)
         for prompt, written in zip(prompts, results, strict=True):
-            print(f"{prompt}{written.text}\n")
-    rows = [
-        {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
-        for prompt, written in zip_longest(prompts, results)
-    ]
-    if keys.output is not None:
-        Path(keys.output).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(keys.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return rows
+            _show(f"{prompt}{written.text}\n\n")
+    return results
+
+
+def _check_prompt(prompt: str, place: str) -> None:
+    """Raise ValueError for a prompt that is empty, or has parts that are no characters, as JSON and terminals allow."""
+    if not prompt:
+        raise ValueError(f"{place} is empty: give the text to continue")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} is no UTF-8: {error.reason} at character {error.start + 1}") from error
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -224,7 +243,7 @@ class Writer:
         sampler = TokenSampler(self.sampling, seeds.to(self.device), drawn=len(before[0]), seen=seen)
         writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
         del state, scores
-        for drawn in _draw(writing, keys.max_new_tokens):
+        for drawn in draw_tokens(writing, keys.max_new_tokens):
             for one, text, token in zip(written, texts, drawn, strict=True):
                 self._take(one, text, token, show)
             if all(one.reason is not None for one in written):
@@ -283,7 +302,7 @@ class Writer:
         return seen.to(self.device)
 
 
-def _draw(writing: Continuation, count: int) -> Iterator[list[int]]:
+def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
     """Yield the next tokens of all rows, so many times.
 
     A GPU draws the next ones while the host handles these. So one more may have been drawn when a caller stops.
@@ -328,14 +347,14 @@ def _add(written: Written, text: str, show: Callable[[str], None] | None) -> Non
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Print text at once; a question mark takes the place of what the terminal's encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def _save_state(
     path: Path, model: TokenBackbone, state: Any, scores: Tensor, request: Request, written: list[int]
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
     content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
     with replacing(path) as partial:

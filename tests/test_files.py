@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from pathlib import Path
 
@@ -55,3 +56,20 @@ def test_other_errors_are_told_as_they_are(tmp_path):
     with pytest.raises(UnicodeEncodeError), replacing(tmp_path / "made") as partial:
         partial.write_text("\ud800")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    path = tmp_path / "absent" / "state"
+    with pytest.raises(FileNotFoundError) as refused, replacing(path) as partial:
+        torch.save({}, partial)
+    assert refused.value.filename == str(path)
+
+
+def test_a_pipe_is_written_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()

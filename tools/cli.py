@@ -36,6 +36,11 @@ VERBS = {
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
+    "harness": Verb(
+        "longseq.tools.harness",
+        "measure a language model on the tasks of lm-evaluation-harness",
+        "longseq harness checkpoint=FILE tasks=[hellaswag,piqa] data.root=FOLDER",
+    ),
     "convert": Verb(
         "longseq.tools.hugging_face.convert",
         "turn a model of another library into ours, or ours into theirs",
@@ -156,6 +161,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
+        except BrokenPipeError:
+            # Who reads the output has enough of it, as `head` has. What is left of it goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise SystemExit(1) from None
         except Exception as error:
             if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
                 raise

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from longseq.tasks.training.configuration import MARKS
+from longseq.tasks.training.configuration import MARKS, marks_at_top
 from longseq.tasks.training.options import nearest, unknown_key
 
 CONF = "longseq.conf"
@@ -102,8 +102,12 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
         if not isinstance(node, Mapping):
             return f"{place} is one value and has no key {part}: give {place}=VALUE"
         if part not in node:
-            return unknown_key(part, [str(name) for name in node if name not in MARKS], place)
+            marks = MARKS if place else marks_at_top(node)
+            return unknown_key(part, [str(name) for name in node if name not in marks], place)
         node, place = node[part], f"{place}.{part}" if place else part
+    if isinstance(node, Mapping):
+        names = ", ".join(str(name) for name in node if name not in MARKS)
+        return f"{place} has no options here: give {place}.KEY=VALUE, a KEY of {names}"
     return None
 
 

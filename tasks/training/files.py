@@ -10,22 +10,25 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from longseq.files import replacing
 
 
-def prepare_file(path: Path) -> None:
-    """Make the folder of a file that is to be written. ValueError, in one line, where no file can come to stand."""
+def prepare_file(path: Path, key: str = "output") -> None:
+    """Make the folder of a file that is to be written, and that `key` names.
+
+    ValueError, in one line, where no file can come to stand.
+    """
     if path.is_dir():
-        raise ValueError(f"output={path} is a folder: name a file")
+        raise ValueError(f"{key}={path} is a folder: name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"output={path}: the folder cannot be made: {error.strerror}") from error
+        raise ValueError(f"{key}={path}: the folder cannot be made: {error.strerror}") from error
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"output={path}: {path.parent} is read-only, give output=FILE in another folder")
+        raise ValueError(f"{key}={path}: {path.parent} is read-only, give {key}=FILE in another folder")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write the text to a file beside `path`, then rename that file to `path`."""
     with replacing(path) as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
 
 
 class WholeCheckpoints(TorchCheckpointIO):

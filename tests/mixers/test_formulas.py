@@ -17,7 +17,7 @@ Weights = dict[str, Tensor]
 Options = dict[str, Any]
 
 # compared with a loop over tokens in files of their own
-ELSEWHERE = {"attention", "based", "hyena", "rg_lru", "rwkv6", "window_attention"}
+ELSEWHERE = {"attention", "baseconv", "based", "hyena", "rg_lru", "rwkv6", "window_attention"}
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),
@@ -146,6 +146,18 @@ def retnet(p: Weights, x: Tensor, o: Options) -> Tensor:
         q_t, k_t = (torch.cat((pair.real, pair.imag), -1) for pair in turned)
         S = torch.stack([(1 - 2.0 ** (-5 - h)) * S[h] for h in range(H)]) + outer(k_t, v[t])
         y.append(normed(p, read(S, q_t) / math.sqrt(2 * half), o).flatten() * (silu(gate[t]) if gates else 1))
+    return torch.stack(y)
+
+
+def rwkv4(p: Weights, x: Tensor, o: Options) -> Tensor:
+    w, u = p["decay"].exp(), p["bonus"]
+    a, b, last, y = zeros(D_MODEL), zeros(D_MODEL), zeros(D_MODEL), []
+    for t in range(TOKENS):
+        mixed = p["mix"] * x[t] + (1 - p["mix"]) * last
+        k, v, r = (project(p, name, part) for name, part in zip(("key", "value", "receptance"), mixed, strict=True))
+        average = (a + (u + k).exp() * v) / (b + (u + k).exp())
+        y.append(sigmoid(r) * average)
+        a, b, last = (-w).exp() * a + k.exp() * v, (-w).exp() * b + k.exp(), x[t]
     return torch.stack(y)
 
 
@@ -361,6 +373,7 @@ CASES: dict[Layer, list[Options]] = {
              {"head_dim": 8, "expand": 3, "convolution_width": 2}, {"head_dim": 16, "norm_eps": 1.0}],
     retnet: [{}, {"num_heads": 2}, {"expand_v": 1.0, "rotary_base": 10.0}, {"norm_eps": 1.0},
              {"feature_map": "relu", "output_gate": False}],
+    rwkv4: [{}],
     ttt: [{}, {"num_heads": 2}, {"gamma_activation": "softplus", "convolution_width": 2}],
     vla: [{}, {"num_heads": 2}, {"convolution_width": 4}, {"lambda0": 1.0}, {"refresh_period": 3, "refresh": 0.5},
           {"refresh_period": None}, {"eps": 30.0}, {"scale_penalty": False}, {"update_penalty": False},

@@ -205,6 +205,44 @@ def recurrent_gemma(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 
 @oracle
+def rwkv(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """RWKV-4, whose keys are large here, so that its memory needs the exponent."""
+    module = load("transformers.models.rwkv.modeling_rwkv")
+    config = load("transformers").RwkvConfig(hidden_size=D_MODEL, num_hidden_layers=1, attention_hidden_size=D_MODEL)
+    ours = mixers.create("rwkv4", D_MODEL)
+    peer = module.RwkvSelfAttention(config)
+    with torch.no_grad():
+        peer.time_decay.copy_(ours.decay)
+        peer.time_first.copy_(ours.bonus)
+        peer.key.weight.mul_(20)
+        for name in ("key", "value", "receptance"):
+            getattr(peer, f"time_mix_{name}").fill_(0.5)
+    last: list[Tensor] = []
+
+    def run(peer: nn.Module, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # the peer writes into its state
+            return peer(x)[0]
+        # The tokens before the first, of both its layers; numerator, denominator and exponent.
+        state = [torch.zeros(len(x), D_MODEL, 1) for _ in range(5)]
+        state[4] -= 1e30
+        y, (_, shift, *memory) = peer(x, state=state, use_cache=True)
+        last[:] = [shift, *memory]
+        return y
+
+    def convert(p: Weights) -> Weights:
+        parts = ("key", "value", "receptance")
+        return {
+            "mix": torch.cat([p[f"time_mix_{part}"].flatten(0, 1) for part in parts]),
+            "decay": p["time_decay"],
+            "bonus": p["time_first"],
+            **{f"{part}.weight": p[f"{part}.weight"] for part in parts},
+            "out_proj.weight": p["output.weight"],
+        }
+
+    return Oracle(ours, peer, convert, run, lambda: torch.cat(last, -1))
+
+
+@oracle
 def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     """Gated DeltaNet, whose projections are sorted by heads here."""
     _, _, peer = transformers_layer(
@@ -588,6 +626,8 @@ def test_parts_and_steps_are_the_peers_whole(pair: Oracle) -> None:
 
 
 def _memory(state: Any) -> Tensor:
-    """The recurrent memory; for slots, the keys and the values."""
+    """The recurrent memory; for slots, the keys and the values; for RWKV-4, the whole state."""
     tensors = dict(state_tensors(state))
+    if "exponent" in tensors:
+        return torch.cat([tensors.pop("shift"), *(part.unsqueeze(-1) for part in tensors.values())], -1)
     return tensors["memory"] if "memory" in tensors else torch.cat((tensors["keys"], tensors["values"]), -1)

@@ -80,6 +80,8 @@ MISTAKES = [
     ("train ~recipe.augment", "recipe.augment=null must be a dictionary of its keys: crop, "),
     ("evaluate checkpoint=x.ckpt splitt=val", "splitt is unknown: did you mean split?"),
     ("predict +colour=red", "colour is unknown"),
+    ("evaluate checkpoint=x.ckpt data=FOLDER", "data has no options here: give data.KEY=VALUE, a KEY of name, "),
+    ("harness taks=[piqa]", "taks is unknown: did you mean tasks?"),
     ("train --lr 0.1", "--lr is no flag: keys are written key=value"),
     ("train digits", "'digits' is no override: write key=value"),
     ("train recipe.learning_rate=inf", "recipe.learning_rate=inf must be a number of at least 0"),
@@ -118,6 +120,7 @@ def test_a_verb_helps(monkeypatch, capsys):
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
         ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
+        ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
     ],
 )
 def test_the_help_tells_each_key_with_its_meaning_and_type(verb, lines):
