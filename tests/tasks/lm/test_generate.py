@@ -45,6 +45,11 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
         assert written.tokens == (wanted[: wanted.index(256)] if 256 in wanted else wanted)
 
 
+def test_prompts_of_one_length_need_no_mixer_that_packs(monkeypatch):
+    monkeypatch.setattr(generate, "Packing", None)
+    assert len(make_writer().write(["one", "two"])) == 2
+
+
 def test_what_is_drawn_depends_on_the_seed_and_the_number_of_the_prompt_alone():
     hot = {"temperature": 10.0}
     whole = make_writer(batch_size=4, **hot).write(PROMPTS)
@@ -197,6 +202,16 @@ def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
         assert (result.returncode, result.stderr) == (code, "")
         monkeypatch.undo()
     assert closed == [1]
+
+
+def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypatch):
+    def write(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 600 GiB.")
+
+    monkeypatch.setattr(Writer, "_write", write)
+    result = command_here(tmp_path, "generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
+    assert result.returncode == 2
+    assert "error: out of memory with 1 prompts at once and max_new_tokens=256: give a smaller" in result.stderr
 
 
 @pytest.mark.parametrize(
