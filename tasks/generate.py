@@ -19,18 +19,19 @@ from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.devices import choose_device
+from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
-from longseq.tasks.training.files import partial_path, prepare_file, write_text
+from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import Length, Range
 
 # The tasks whose models write text.
@@ -105,6 +106,14 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
         results = _write_and_show(Writer(model, tokenizer, keys), prompts)
     except KeyboardInterrupt:
         raise SystemExit(130) from None  # stopped by hand: what has been written stands on the screen
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        rows = min(len(prompts), keys.batch_size) or 1
+        raise ValueError(
+            f"out of memory with {rows} prompts at once and max_new_tokens={keys.max_new_tokens}: give a smaller "
+            "batch_size or max_new_tokens, for which attention reserves room, or dtype=bfloat16"
+        ) from error
     rows = [
         {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
         for prompt, written in zip_longest(prompts, results)
@@ -209,16 +218,18 @@ class Writer:
 
     @torch.inference_mode()
     def _write(self, requests: Sequence[Request], show: Callable[[str], None] | None) -> list[Written]:
-        lengths = [len(request.tokens) for request in requests]
-        # Packed, prompts of different lengths need no padding.
-        tokens = torch.tensor([token for request in requests for token in request.tokens], device=self.device)
-        borders = torch.tensor([0, *accumulate(lengths)])
-        packing = None if len(requests) == 1 else Packing(borders, device=self.device)
-        features, state = self.model.forward_features(
-            tokens[None], cu_seqlens=packing, max_length=max(lengths) + self.keys.max_new_tokens
-        )
-        scores = self.model.forward_head(features[0, (borders[1:] - 1).to(self.device)])
-        del features  # of all prompts, and not needed while tokens are drawn
+        rows = [torch.tensor(request.tokens, device=self.device) for request in requests]
+        lengths = [len(row) for row in rows]
+        room = max(lengths) + self.keys.max_new_tokens
+        if len(set(lengths)) == 1:
+            features, state = self.model.forward_features(torch.stack(rows), max_length=room)
+            last = features[:, -1]
+        else:  # packed, they need no padding
+            packing = Packing(torch.tensor([0, *accumulate(lengths)]), device=self.device)
+            features, state = self.model.forward_features(torch.cat(rows)[None], cu_seqlens=packing, max_length=room)
+            last = features[0, packing.cu_seqlens[1:] - 1]
+        scores = self.model.forward_head(last)
+        del features, last  # of all prompts, and not needed while tokens are drawn
         return self._continue(requests, state, scores, [[] for _ in requests], show)
 
     @torch.inference_mode()
@@ -278,7 +289,7 @@ class Writer:
             written.reason = "stop"
 
     def _encode(self, prompt: str) -> list[int]:
-        tokens = [self.tokenizer.separator, *map(int, self.tokenizer.encode(prompt))]
+        tokens = [self.tokenizer.start, *map(int, self.tokenizer.encode(prompt))]
         most = self.model.max_length
         if max(tokens) >= self.model.vocab_size:
             raise ValueError(
@@ -354,11 +365,10 @@ def _show(text: str) -> None:
 def _save_state(
     path: Path, model: TokenBackbone, state: Any, scores: Tensor, request: Request, written: list[int]
 ) -> None:
-    partial = partial_path(path)
     tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
     content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
-    torch.save({**content, "model": _fingerprint(model)}, partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        torch.save({**content, "model": _fingerprint(model)}, partial)
 
 
 def _fingerprint(model: TokenBackbone) -> str:

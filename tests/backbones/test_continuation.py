@@ -49,7 +49,7 @@ def check_that_graphs_change_nothing(mixer: str, device: str) -> None:
         graph.read()
         whole = model(torch.cat([prompt, tokens], dim=1))[0][:, -1]
         for one in (plain, graph):
-            torch.testing.assert_close(one.logits, whole, rtol=2e-3, atol=2e-3)
+            assert (one.logits - whole).norm() <= (1e-4 if device == "cpu" else 2e-2) * whole.norm()
         for (name, one), (_, other) in zip(state_tensors(plain.state), state_tensors(graph.state), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 

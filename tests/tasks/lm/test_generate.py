@@ -45,6 +45,11 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
         assert written.tokens == (wanted[: wanted.index(256)] if 256 in wanted else wanted)
 
 
+def test_prompts_of_one_length_need_no_mixer_that_packs(monkeypatch):
+    monkeypatch.setattr(generate, "Packing", None)
+    assert len(make_writer().write(["one", "two"])) == 2
+
+
 def test_what_is_drawn_depends_on_the_seed_and_the_number_of_the_prompt_alone():
     hot = {"temperature": 10.0}
     whole = make_writer(batch_size=4, **hot).write(PROMPTS)
@@ -66,6 +71,13 @@ def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path)
     second = make_writer(mixer, max_new_tokens=4, save_state=again, **options).resume(tmp_path / "text.state")
     third = make_writer(mixer, max_new_tokens=15, **options).resume(tmp_path / "again.state")
     assert first.tokens + second.tokens + third.tokens == whole.tokens
+
+
+def test_a_text_begins_with_the_token_that_the_tokenizer_names():
+    writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
+    writer.tokenizer.start = 7
+    wanted = writer.model.generate(torch.tensor([[7, *b"some"]]), 6, temperature=0)[0, -6:]
+    assert writer.write(["some"])[0].tokens == wanted.tolist()
 
 
 def check_that_graphs_change_nothing(mixer, device, folder):
@@ -199,6 +211,16 @@ def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
     assert closed == [1]
 
 
+def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypatch):
+    def write(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 600 GiB.")
+
+    monkeypatch.setattr(Writer, "_write", write)
+    result = command_here(tmp_path, "generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
+    assert result.returncode == 2
+    assert "error: out of memory with 1 prompts at once and max_new_tokens=256: give a smaller" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -229,7 +251,7 @@ def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
 
 def test_a_prompt_that_the_model_cannot_read_is_one_line():
     writer = make_writer()
-    writer.tokenizer = SimpleNamespace(separator=256, encode=lambda text: [300])
+    writer.tokenizer = SimpleNamespace(separator=256, start=256, encode=lambda text: [300])
     with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
         writer.write(["x"])
     model = TokenBackbone(
