@@ -129,9 +129,7 @@ def main() -> int:
     overrides = arguments[words:]
     try:
         check_arguments(name, overrides)
-        overrides = load_plugins(overrides)
-        if name in NAME_A_MIXER:
-            overrides = [_as_name(override) for override in overrides]
+        overrides = overrides_for_hydra(name, load_plugins(overrides))
         _run_verb(name, overrides)
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
@@ -182,6 +180,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
+
+
+def overrides_for_hydra(name: str, overrides: list[str]) -> list[str]:
+    """A verb's overrides as Hydra takes them."""
+    return [_as_name(override) for override in overrides] if name in NAME_A_MIXER else overrides
 
 
 def _as_name(override: str) -> str:
