@@ -21,7 +21,7 @@ config.json:
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
     architectures, model_type: of language models, so that transformers loads the folder (see
-        `longseq.tools.hugging_face`).
+        `longseq.tools.hugging_face.causal_lm`).
     window: of models that were trained on text: the tokens of a training window.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.

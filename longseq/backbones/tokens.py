@@ -48,7 +48,7 @@ BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
 
-# The name of these language models among those of transformers (see `longseq.tools.hugging_face`).
+# The name of these language models among those of transformers (see `longseq.tools.hugging_face.causal_lm`).
 MODEL_TYPE = "longseq"
 
 
@@ -313,7 +313,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         if self.head is not None and not is_replaceable(self.head, nn.Linear):
             return sum_scored(self.head(features), target, z_loss=z_loss)
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        weight = self._tied_weight() if self.head is None else self.head.weight
         return summed_loss(features, weight, target, z_loss=z_loss)
 
     @gathers_parameters
@@ -426,7 +426,14 @@ class TokenBackbone(PretrainedModel, nn.Module):
         return tokens
 
     def _score(self, features: Tensor) -> Tensor:
-        return nn.functional.linear(features, self.embedding.weight) if self.head is None else self.head(features)
+        return nn.functional.linear(features, self._tied_weight()) if self.head is None else self.head(features)
+
+    def _tied_weight(self) -> Tensor:
+        """The embeddings of all tokens, by which a model without a head scores them."""
+        if isinstance(self.embedding, nn.Embedding):
+            return self.embedding.weight
+        # An adapter took the place of the layer: `weight` is then the weight that it adapts.
+        return self.embedding(torch.arange(self.vocab_size, device=self.embedding.weight.device))
 
     def _embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
         x = self.embedding(tokens)

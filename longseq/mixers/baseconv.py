@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing, pack_like
@@ -151,8 +152,8 @@ class ImplicitFilter(nn.Module):
     def __init__(self, channels: int, width: int, max_length: int) -> None:
         super().__init__()
         self.max_length = max_length
-        self.hidden = nn.Linear(3, width)
-        self.out = nn.Linear(width, channels)
+        self.hidden = UpcastLinear(3, width)
+        self.out = UpcastLinear(width, channels)
 
     def reset_parameters(self) -> None:
         """Draw the layers as torch does."""
@@ -165,8 +166,7 @@ class ImplicitFilter(nn.Module):
             distance = torch.arange(length, device=self.out.weight.device, dtype=dtype).unsqueeze(-1)
             angle = 2 * math.pi * LOWEST_BAND * distance / self.max_length
             h = torch.cat([distance / (self.max_length - 1), angle.cos(), -angle.sin()], -1)
-            h = functional.linear(h, self.hidden.weight.to(dtype), self.hidden.bias.to(dtype)).relu()
-            return functional.linear(h, self.out.weight.to(dtype), self.out.bias.to(dtype))
+            return self.out(self.hidden(h).relu())
 
     def flops(self, length: int) -> int:
         """Count the floating-point operations at `length` distances."""

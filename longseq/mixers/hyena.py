@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing, pack_like
@@ -181,7 +181,7 @@ class Hyena(Mixer[HyenaState]):
         return (self.order - 1) * self.d_model * channel + filters + self.convolution.flops(tokens)
 
 
-class FilterLinear(nn.Linear):
+class FilterLinear(UpcastLinear):
     """A linear layer of a filter, without weight decay."""
 
     no_weight_decay_names = ("weight", "bias")
@@ -246,9 +246,9 @@ class ImplicitFilter(nn.Module):
             h = torch.cat([time, angle.cos(), -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:
-                h = torch.sin(self.frequency.to(wide) * _apply(layer, h))
+                h = torch.sin(self.frequency.to(wide) * layer(h))
             time = time.to(dtype)
-            return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
+            return last(h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
 
     def _rates(self, time: Tensor) -> Tensor:
         """α of each channel, from slow to fast."""
@@ -258,8 +258,3 @@ class ImplicitFilter(nn.Module):
     def flops(self, length: int) -> int:
         """Count the floating-point operations of the network at `length` distances."""
         return 2 * length * sum(layer.weight.numel() for layer in self.layers)
-
-
-def _apply(layer: Any, x: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return functional.linear(x, layer.weight.to(x.dtype), bias)
