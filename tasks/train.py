@@ -21,6 +21,7 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
+from longseq.tasks.devices import is_out_of_memory
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
@@ -152,7 +153,7 @@ def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: Tas
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
         if module.training:
@@ -165,10 +166,6 @@ def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: Tas
             batch = datamodule.eval_batch_size
             remedy = f"evaluate fewer at a time with data.eval_batch_size={max(1, batch // 2)}"
         raise ValueError(f"out of memory with {batch} {unit} on a device at a time: {remedy}") from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:

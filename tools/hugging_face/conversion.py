@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ from torch import Tensor
 
 from longseq import models
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
+from longseq.mixers import check_revisions
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
-from longseq.tools.hugging_face.families import FAMILIES, Family, Values, choose_layers, layers_of
+from longseq.tokenizer_files import read_folder, tokenizer_files
+from longseq.tools.hugging_face.families import FAMILIES
+from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
 from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
 
 # The config.json of a converted model's source: its keys that our models do not have return on the way back.
@@ -45,13 +49,15 @@ _TRAINING_OF_MIXERS = ("dt_min", "dt_max")
 class TokenModel:
     """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
 
-    `label` names its source in messages, and `folder` is the source if it is a folder.
+    `label` names its source in messages, and `folder` is the source if it is a folder. `text` is that of
+    `longseq.models.PretrainedModel`.
     """
 
     label: str
     arguments: Mapping[str, Any]
     weights: Mapping[str, Weight]
     folder: Path | None = None
+    text: Mapping[str, Any] | None = None
 
     def backbone(self) -> TokenBackbone:
         """The model without values, on the meta device."""
@@ -70,7 +76,7 @@ def read_model(source: Path) -> TokenModel:
     if source.is_file():
         saved = models.read(source)
         weights = {name: Weight.of(tensor) for name, tensor in saved.state.items()}
-        return _ours(str(source), saved.config, weights, None)
+        return _ours(str(source), saved.config, weights, None, saved.text)
     if not path.is_file():
         raise ValueError(f"source={source} is neither a folder with a {models.CONFIG_FILE} nor a checkpoint")
     try:
@@ -78,7 +84,9 @@ def read_model(source: Path) -> TokenModel:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON") from error
     if config.get("library_name") == "longseq":
-        return _ours(str(source), config, read_weights(source), source)
+        tokenizer = read_folder(source)
+        text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
+        return _ours(str(source), config, read_weights(source), source, text)
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"{path}: model_type={kind} is unknown; longseq converts {', '.join(FAMILIES)}")
@@ -94,6 +102,7 @@ def read_model(source: Path) -> TokenModel:
 def write_model(model: TokenModel, folder: Path) -> None:
     """Write a folder for `longseq.from_pretrained`, with the files of the source's tokenizer."""
     backbone = model.backbone()
+    backbone.text = model.text
     config = models.describe(backbone)
     folder.mkdir(parents=True, exist_ok=True)
     _copy_files(model, folder, (*COPIED, SOURCE_CONFIG))
@@ -154,8 +163,8 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
         if made.setdefault(new, carried) != carried:
             raise ValueError(f"mixer={pattern}: the layers of {new} would have different options")
     arguments = {**model.arguments, **choose_layers(after, made)}
-    result = TokenModel(model.label, arguments, {}, model.folder)
-    return TokenModel(model.label, arguments, _carry(model, result.backbone(), before, after, seed), model.folder)
+    result = replace(model, arguments=arguments, weights={})
+    return replace(result, weights=_carry(model, result.backbone(), before, after, seed))
 
 
 def _gsa_options(attention: Values, d_model: int) -> dict[str, Any]:
@@ -240,17 +249,22 @@ def _new_part(
     return read
 
 
-def _ours(label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None) -> TokenModel:
+def _ours(
+    label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
+) -> TokenModel:
     if config.get("kind") != "token":
         raise ValueError(f"{label} holds a model of the kind {config.get('kind')}, and not a token model")
-    backbone = models.build({**config, "model_args": config["model_args"]}, label=label)
-    assert isinstance(backbone, TokenBackbone)
-    mixers_of = models.describe(backbone)["model_args"]
+    with torch.device("meta"):
+        backbone = models.build(config, label=label)
+    check_revisions(backbone, config.get("revisions"))
     wanted = backbone.state_dict()
     if wanted.keys() != weights.keys():
         name = min(wanted.keys() ^ weights.keys())
         raise ValueError(f"{label}: the weight {name} is {'missing' if name in wanted else 'not part of its model'}")
-    return TokenModel(label, mixers_of, weights, folder)
+    for name, tensor in wanted.items():
+        if weights[name].shape != tuple(tensor.shape):
+            raise ValueError(f"{label}: {name} has the shape {list(weights[name].shape)}, not {list(tensor.shape)}")
+    return TokenModel(label, models.describe(backbone)["model_args"], weights, folder, text)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -346,7 +360,7 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
     with torch.device("meta"):
         read = models.describe(TokenBackbone(**again))["model_args"]
     for name in own:
-        if name in _TRAINING:
+        if name in _TRAINING or (own["mlp"] is None and name.startswith("mlp_")):
             continue
         if name == "mixer_options":
             _compare_options(model, family, layers_of(own)[1], layers_of(read)[1])
@@ -368,12 +382,14 @@ def _compare_options(model: TokenModel, family: Family, own: Mapping[str, Values
 
 
 def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
+    if model.folder is None and model.text is not None:
+        for name, text in tokenizer_files(model.text["tokenizer"]).items():
+            (folder / name).write_text(text, encoding="utf-8")
     for name in names:
         if model.folder is not None and (model.folder / name).is_file():
             shutil.copyfile(model.folder / name, folder / name)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
