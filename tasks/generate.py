@@ -19,6 +19,7 @@ from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
@@ -30,7 +31,7 @@ from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
-from longseq.tasks.training.files import partial_path, prepare_file, write_text
+from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import Length, Range
 
 # The tasks whose models write text.
@@ -288,7 +289,7 @@ class Writer:
             written.reason = "stop"
 
     def _encode(self, prompt: str) -> list[int]:
-        tokens = [self.tokenizer.separator, *map(int, self.tokenizer.encode(prompt))]
+        tokens = [self.tokenizer.start, *map(int, self.tokenizer.encode(prompt))]
         most = self.model.max_length
         if max(tokens) >= self.model.vocab_size:
             raise ValueError(
@@ -364,11 +365,10 @@ def _show(text: str) -> None:
 def _save_state(
     path: Path, model: TokenBackbone, state: Any, scores: Tensor, request: Request, written: list[int]
 ) -> None:
-    partial = partial_path(path)
     tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
     content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
-    torch.save({**content, "model": _fingerprint(model)}, partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        torch.save({**content, "model": _fingerprint(model)}, partial)
 
 
 def _fingerprint(model: TokenBackbone) -> str:

@@ -144,7 +144,8 @@ def test_a_verb_whose_help_lists_its_keys_has_them():
     [
         (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), "runs: is a directory"),
         (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: permission denied"),
-        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: make room first"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "runs/a: the disk is full: make room first"),
     ],
 )
 def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, told):

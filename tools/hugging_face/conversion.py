@@ -15,6 +15,7 @@ from torch import Tensor
 from longseq import models
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
 from longseq.mixers import check_revisions
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
@@ -367,6 +368,5 @@ def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
