@@ -289,7 +289,7 @@ class Writer:
             written.reason = "stop"
 
     def _encode(self, prompt: str) -> list[int]:
-        tokens = [self.tokenizer.separator, *map(int, self.tokenizer.encode(prompt))]
+        tokens = [self.tokenizer.start, *map(int, self.tokenizer.encode(prompt))]
         most = self.model.max_length
         if max(tokens) >= self.model.vocab_size:
             raise ValueError(

@@ -73,6 +73,13 @@ def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path)
     assert first.tokens + second.tokens + third.tokens == whole.tokens
 
 
+def test_a_text_begins_with_the_token_that_the_tokenizer_names():
+    writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
+    writer.tokenizer.start = 7
+    wanted = writer.model.generate(torch.tensor([[7, *b"some"]]), 6, temperature=0)[0, -6:]
+    assert writer.write(["some"])[0].tokens == wanted.tolist()
+
+
 def check_that_graphs_change_nothing(mixer, device, folder):
     options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device}
     plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
@@ -244,7 +251,7 @@ def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
 
 def test_a_prompt_that_the_model_cannot_read_is_one_line():
     writer = make_writer()
-    writer.tokenizer = SimpleNamespace(separator=256, encode=lambda text: [300])
+    writer.tokenizer = SimpleNamespace(separator=256, start=256, encode=lambda text: [300])
     with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
         writer.write(["x"])
     model = TokenBackbone(

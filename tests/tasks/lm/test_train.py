@@ -23,6 +23,7 @@ from longseq.tasks.text import corpora
 from longseq.tasks.training import muon
 from longseq.tasks.training.callbacks import throughput
 from longseq.tasks.training.muon import create_muon
+from longseq.tools.hugging_face.conversion import read_model, write_model
 
 FILES = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
 WORDS = (
@@ -144,6 +145,9 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     )
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
 
+    write_model(read_model(folder / "checkpoints" / "best.ckpt"), tmp_path / "converted")
+    for path in (folder / "model").glob("*.json"):
+        assert json.loads((tmp_path / "converted" / path.name).read_text()) == json.loads(path.read_text())
     saved = f"checkpoint={folder / 'model'}"  # the folder that the run leaves for other programs
     options = ("prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
     generate.run(compose_config("generate", saved, *options))
