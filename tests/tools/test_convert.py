@@ -351,7 +351,7 @@ def test_mistakes_in_the_command(
     words = "is no LlamaForCausalLM: its norm is layer, not rms"
     refuses(monkeypatch, capsys, words, source=tmp_path / "layer", output=out, format="llama")
     TokenBackbone(vocab_size=9, d_model=16, mixer="attention").save_pretrained(tmp_path / "biased")
-    words = "is no LlamaForCausalLM: rotary of its attention layers is False, not True"
+    words = "is no LlamaForCausalLM: its rotary of attention is False, not True"
     refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, format="llama")
     words = "layers of gsa have no place for blocks.0.mixer.in_proj.bias of attention"
     refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, mixer="gsa")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longseq import models
+from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.files import replacing
 from longseq.mixers import check_revisions
@@ -39,10 +40,6 @@ COPIED = (
     "chat_template.json",
     "generation_config.json",
 )
-
-# Arguments that change nothing in what a trained model computes.
-_TRAINING = ("dropout", "drop_path", "share_directions", "merge", "residual_in_float32", "max_length")
-_TRAINING_OF_MIXERS = ("dt_min", "dt_max")
 
 
 @dataclass(frozen=True)
@@ -359,26 +356,10 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
         raise ValueError(f"{model.label} is no {family.architecture}: {error}") from error
     with torch.device("meta"):
         read = models.describe(TokenBackbone(**again))["model_args"]
-    for name in own:
-        if name in _TRAINING or (own["mlp"] is None and name.startswith("mlp_")):
-            continue
-        if name == "mixer_options":
-            _compare_options(model, family, layers_of(own)[1], layers_of(read)[1])
-        elif name == "mixer" and layers == layers_of(read)[0]:  # different patterns can give the same layers
-            continue
-        elif own[name] != read[name]:
-            raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {own[name]}, not {read[name]}")
+    if (found := find_difference(own, read, ignored=("share_directions", "merge"))) is not None:
+        name, value, only = found
+        raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {value}, not {only}")
     return config
-
-
-def _compare_options(model: TokenModel, family: Family, own: Mapping[str, Values], read: Mapping[str, Values]) -> None:
-    for mixer, options in own.items():
-        for name, value in options.items():
-            if name not in _TRAINING_OF_MIXERS and value != read[mixer][name]:
-                raise ValueError(
-                    f"{model.label} is no {family.architecture}: {name} of its {mixer} layers is {value}, not "
-                    f"{read[mixer][name]}"
-                )
 
 
 def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
