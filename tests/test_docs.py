@@ -154,7 +154,7 @@ def compose_command(words: list[str]) -> None:
     verb = next(name for name in cli.VERBS if words[: len(name.split())] == name.split())
     overrides = [word for word in words[len(verb.split()) :] if not word.startswith("hydra.")]
     with initialize_config_module("longseq.conf", version_base="1.3"):
-        compose(verb.replace(" ", "_"), overrides)
+        compose(verb.replace(" ", "_"), cli.overrides_for_hydra(verb, overrides))
 
 
 def test_examples_that_are_not_run_say_why_and_are_the_few():

@@ -36,6 +36,16 @@ VERBS = {
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
+    "harness": Verb(
+        "longseq.tools.harness",
+        "measure a language model on the tasks of lm-evaluation-harness",
+        "longseq harness checkpoint=FILE tasks=[hellaswag,piqa] data.root=FOLDER",
+    ),
+    "convert": Verb(
+        "longseq.tools.hugging_face.convert",
+        "turn a model of another library into ours, or ours into theirs",
+        "longseq convert source=FOLDER output=FOLDER",
+    ),
     "compare": Verb(
         "longseq.tasks.compare",
         "train models side by side: table and plot",
@@ -70,6 +80,9 @@ VERBS = {
         "longseq benchmark compile ops=[delta_rule]",
     ),
 }
+
+# Verbs whose key `mixer` names what a model becomes: it composes no file of the group `mixer`.
+NAME_A_MIXER = ("convert",)
 
 # Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
@@ -116,7 +129,7 @@ def main() -> int:
     overrides = arguments[words:]
     try:
         check_arguments(name, overrides)
-        overrides = load_plugins(overrides)
+        overrides = overrides_for_hydra(name, load_plugins(overrides))
         _run_verb(name, overrides)
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
@@ -146,6 +159,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
+        except BrokenPipeError:
+            # Who reads the output has enough of it, as `head` has. What is left of it goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise SystemExit(1) from None
         except Exception as error:
             if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
                 raise
@@ -163,6 +180,18 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
+
+
+def overrides_for_hydra(name: str, overrides: list[str]) -> list[str]:
+    """A verb's overrides as Hydra takes them."""
+    return [_as_name(override) for override in overrides] if name in NAME_A_MIXER else overrides
+
+
+def _as_name(override: str) -> str:
+    """`mixer=NAME` as the key `mixer.name`, and options of mixers as keys that need not be there."""
+    if override.startswith("mixer="):
+        return f"mixer.name={override.removeprefix('mixer=')}"
+    return f"++{override}" if override.startswith("mixer.options.") else override
 
 
 def _remove_empty(folder: Path) -> None:

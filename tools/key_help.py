@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from importlib import import_module, resources
 from typing import Any, get_type_hints
 
@@ -18,6 +19,9 @@ KEYS = {
     "evaluate": "longseq.tasks.evaluate.EvaluateKeys",
     "predict": "longseq.tasks.predict.PredictKeys",
     "generate": "longseq.tasks.generate.GenerateKeys",
+    "prepare": "longseq.tasks.text.prepare.PrepareKeys",
+    "harness": "longseq.tools.harness.HarnessKeys",
+    "convert": "longseq.tools.hugging_face.convert.ConvertKeys",
 }
 
 _LINE = re.compile(r"(?P<indent>(?:  )?)(?P<key>\w+):(?P<value>(?: [^#]*)?)(?:# *(?P<words>.*))?")
@@ -34,6 +38,9 @@ def describe_keys(verb: str) -> str:
     module, _, name = KEYS[verb].rpartition(".")
     hints = get_type_hints(getattr(import_module(module), name), include_extras=True)
     inner = {f"data.{key}": hint for key, hint in _data_hints().items()}
+    for key, hint in hints.items():
+        if is_dataclass(hint):
+            inner |= {f"{key}.{part}": of for part, of in get_type_hints(hint, include_extras=True).items()}
     lines = []
     for key, default, words in _read_file(verb):
         hint = hints.get(key, inner.get(key))

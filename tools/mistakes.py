@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from longseq.tasks.training.configuration import MARKS
+from longseq.tasks.training.configuration import MARKS, marks_at_top
 from longseq.tasks.training.options import nearest, unknown_key
 
 CONF = "longseq.conf"
@@ -72,7 +72,8 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         return _unknown_option(error.missing_cfg_file, error.options)
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         place = "" if error.filename is None else f"{error.filename}: "
-        return f"{place}{(error.strerror or str(error)).lower()}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return place + ("the disk is full: make room first" if full else (error.strerror or str(error)).lower())
     if isinstance(error, ConfigCompositionException) and (match := _NOT_THERE.match(str(error))):
         return _unknown_key(match["key"], verb, arguments) or " ".join(str(error).split())
     if isinstance(error, OverrideParseException):
@@ -101,8 +102,12 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
         if not isinstance(node, Mapping):
             return f"{place} is one value and has no key {part}: give {place}=VALUE"
         if part not in node:
-            return unknown_key(part, [str(name) for name in node if name not in MARKS], place)
+            marks = MARKS if place else marks_at_top(node)
+            return unknown_key(part, [str(name) for name in node if name not in marks], place)
         node, place = node[part], f"{place}.{part}" if place else part
+    if isinstance(node, Mapping):
+        names = ", ".join(str(name) for name in node if name not in MARKS)
+        return f"{place} has no options here: give {place}.KEY=VALUE, a KEY of {names}"
     return None
 
 

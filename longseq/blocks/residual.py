@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic
+from typing import Any, Generic
 
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -102,7 +102,8 @@ class PostNormBlock(Block[StateT]):
     """
 
     def _enter(self, x: Tensor) -> Tensor:
-        return x.to(product_dtype(self.norm1.weight))
+        norm: Any = self.norm1
+        return x.to(product_dtype(norm.weight))
 
     def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
         x = x + self.drop_path(self.norm1(branch))

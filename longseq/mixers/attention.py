@@ -18,7 +18,7 @@ from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import Mixer, required
-from longseq.mixers.heads import choose_heads
+from longseq.mixers.heads import check_groups, choose_heads
 from longseq.mixers.registry import register
 
 QK_NORMS = ("none", "head", "all")
@@ -98,11 +98,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         # Both together choose another width than d_model, as in Qwen3.
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=64)
-        self.num_kv_heads = self.num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={num_kv_heads} does not divide the {self.num_heads} query heads; choose a divisor"
-            )
+        self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         if rotary and self.head_dim % 2:
             raise ValueError(f"rotary=True turns pairs of channels, not head_dim={self.head_dim}; choose an even one")
         if qk_norm not in QK_NORMS:

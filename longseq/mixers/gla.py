@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,8 +17,9 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.feature_maps import FEATURE_MAPS, check_feature_map
 from longseq.mixers.gated_linear import GatedLinearMixer, MemoryState, recurrence_flops
-from longseq.mixers.heads import choose_heads, expand_width
+from longseq.mixers.heads import check_groups, choose_heads, expand_width, repeat_groups
 from longseq.mixers.registry import register
 
 
@@ -23,14 +27,18 @@ from longseq.mixers.registry import register
 class GatedLinearAttention(GatedLinearMixer[MemoryState]):
     """Linear attention whose forget gates depend on the token, one for each key channel.
 
-        q, k, v = W x;   g = log sigmoid(W₂ W₁ x + b) / τ
+        q, k = φ(W x);   v = W_v x;   g = log sigmoid(W₂ W₁ x + b) / τ
         S ← Diag(exp(g)) S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_r x))
 
     RMSNorm, the scale 1/√K and W_r without a bias are those of the published code.
 
     Args:
-        num_heads: the number of heads, of keys and of values.
-        expand_k, expand_v: widths of all keys and of all values, relative to `d_model`.
+        num_heads: the number of heads.
+        num_kv_heads: heads of keys, values and decays, a divisor of num_heads; by default as many as of queries.
+        expand_k, expand_v: widths of all queries and of all outputs of heads, relative to `d_model`.
+        feature_map: φ, one of identity (the paper's), relu (for weights of a transformer, see `longseq convert`), silu,
+            relu_squared.
+        output_gate: multiply by SiLU(W_r x); without it the layer has no W_r.
         gate_rank: width of W₁ x.
         gate_temperature: τ, which keeps the gates near 1 at the start of training.
 
@@ -40,15 +48,24 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
 
     paper = "GLA (arXiv:2312.06635), section 4.4"
 
+    arguments_before: ClassVar[Mapping[str, Any]] = {
+        "num_kv_heads": None,
+        "feature_map": "identity",
+        "output_gate": True,
+    }
+
     def __init__(
         self,
         d_model: int,
         *,
         num_heads: int = 4,
+        num_kv_heads: int | None = None,
         expand_k: float = 0.5,
         expand_v: float = 1.0,
         gate_rank: int = 16,
         gate_temperature: float = 16.0,
+        feature_map: str = "identity",
+        output_gate: bool = True,
         norm_eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
@@ -59,10 +76,17 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         self.value_width = expand_width(d_model, expand_v, "expand_v")
         self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, None, preferred=1)
         _, self.value_dim = choose_heads(self.value_width, num_heads, None, preferred=1)
+        check_feature_map(feature_map)
+        self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         self.gate_rank = gate_rank
         self.gate_temperature = gate_temperature
-        self.in_proj = nn.Linear(d_model, 2 * self.key_width + 2 * self.value_width + gate_rank, bias=False)
-        self.decay_proj = nn.Linear(gate_rank, self.key_width)
+        self.feature_map = feature_map
+        self.output_gate = output_gate
+        # queries, keys, values, the output gate, W₁ x
+        keys, values = self.num_kv_heads * self.key_dim, self.num_kv_heads * self.value_dim
+        self.widths = [self.key_width, keys, values, self.value_width if output_gate else 0, gate_rank]
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
+        self.decay_proj = nn.Linear(gate_rank, keys)
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
 
@@ -113,17 +137,18 @@ class GatedLinearAttention(GatedLinearMixer[MemoryState]):
         return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        keys, values = self.key_width, self.value_width
-        q, k, v, gate, rank = projected.split([keys, keys, values, values, self.gate_rank], dim=-1)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        return q, k, v, gate, rank
+        q, k, v, gate, rank = projected.split(self.widths, dim=-1)
+        q, k = (FEATURE_MAPS[self.feature_map](x) for x in (q, k))
+        k, v = (repeat_groups(x.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads) for x in (k, v))
+        return q.unflatten(-1, (self.num_heads, -1)), k, v, gate, rank
 
     def _log_decay(self, logits: Tensor) -> Tensor:
         """g `[..., H, K]` of W₂ W₁ x + b."""
         g = functional.logsigmoid(at_least_float32(logits)) / self.gate_temperature
-        return g.unflatten(-1, (self.num_heads, -1))
+        return repeat_groups(g.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads)
 
     def scan_flops(self, tokens: int) -> int:
-        decay = 2 * self.gate_rank * self.key_width
+        decay = 2 * self.gate_rank * self.num_kv_heads * self.key_dim
         recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
-        return tokens * (decay + recurrence + 2 * self.value_width)
+        gate = 2 * self.value_width if self.output_gate else 0
+        return tokens * (decay + recurrence + gate)

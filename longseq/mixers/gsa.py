@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -11,6 +14,7 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
+from longseq.mixers.heads import repeat_groups
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
 
@@ -41,7 +45,9 @@ class GatedSlotAttention(SlotMixer):
     The norm is over all channels, not over each head. v has SiLU for every φ, as in the published code.
 
     Args:
-        num_heads: a divisor of `d_model`.
+        num_heads: of queries; a divisor of `d_model` where `head_dim` is None.
+        num_kv_heads: heads of keys, values and slots, a divisor of num_heads; by default as many as of queries.
+        head_dim: channels of a head; None: those of `d_model` shared out.
         num_slots: M, the slots of each head.
         gate_temperature: τ, which keeps α near 1.
         data_dependent_gate: False replaces W_α x by a learned number for each slot (an ablation of the paper).
@@ -55,12 +61,15 @@ class GatedSlotAttention(SlotMixer):
 
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
+    arguments_before: ClassVar[Mapping[str, Any]] = {"num_kv_heads": None, "head_dim": None}
 
     def __init__(
         self,
         d_model: int,
         *,
         num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         num_slots: int = 64,
         gate_temperature: float = 8.0,
         data_dependent_gate: bool = True,
@@ -72,8 +81,10 @@ class GatedSlotAttention(SlotMixer):
     ) -> None:
         super().__init__(
             d_model,
-            gate_width=num_heads * num_slots if data_dependent_gate else 0,
+            gate_width=(num_kv_heads or num_heads) * num_slots if data_dependent_gate else 0,
             num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             num_slots=num_slots,
             feature_map=feature_map,
             value_map="silu",
@@ -86,7 +97,7 @@ class GatedSlotAttention(SlotMixer):
             raise ValueError(f"gate_temperature={gate_temperature}, but must be positive; the paper's value is 8")
         self.gate_temperature = gate_temperature
         self.revision = 1 if feature_map == "silu" else 2  # the first applied φ to v as well
-        self.gate = None if data_dependent_gate else ConstantGate(num_heads, num_slots)
+        self.gate = None if data_dependent_gate else ConstantGate(self.num_kv_heads, num_slots)
 
     def write(
         self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
@@ -103,6 +114,7 @@ class GatedSlotAttention(SlotMixer):
         return torch.cat((g, other)), None
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None, None]:
-        shape = (*logits.shape[:-1], self.num_heads, self.num_slots)
+        shape = (*logits.shape[:-1], self.num_kv_heads, self.num_slots)
         gate = logits.reshape(shape) if self.gate is None else at_least_float32(self.gate.logits).expand(shape)
-        return functional.logsigmoid(gate) / self.gate_temperature, None, None
+        g = functional.logsigmoid(gate) / self.gate_temperature
+        return repeat_groups(g, self.num_heads), None, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 
 def choose_heads(width: int, num_heads: int | None, head_dim: int | None, *, preferred: int) -> tuple[int, int]:
     """Return `(num_heads, head_dim)` with `num_heads · head_dim == width`, from whichever of the two is given.
@@ -45,3 +47,21 @@ def expand_width(width: int, factor: float, name: str) -> int:
     if expanded < 1 or abs(expanded - factor * width) > 1e-6:
         raise ValueError(f"{name}={factor} of {width} channels is no whole number of at least 1; choose another factor")
     return expanded
+
+
+def check_groups(num_heads: int, num_kv_heads: int | None) -> int:
+    """Return the number of heads of keys and values: by default as many as of queries.
+
+    Raises:
+        ValueError: it does not divide the number of heads of queries.
+    """
+    groups = num_heads if num_kv_heads is None else num_kv_heads
+    if groups < 1 or num_heads % groups:
+        raise ValueError(f"num_kv_heads={groups} does not divide the {num_heads} query heads; choose a divisor")
+    return groups
+
+
+def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
+    """Repeat heads of keys or values `[..., G, D]` for the heads of queries that share them: `[..., H, D]`."""
+    groups = x.shape[-2]
+    return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=-2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,13 @@ from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
-from longseq.blocks.rotary import count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary_scaling, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import memory_dtype, required
+from longseq.mixers.feature_maps import FEATURE_MAPS, check_feature_map
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
-from longseq.mixers.heads import choose_heads, expand_width
+from longseq.mixers.heads import check_groups, choose_heads, expand_width, repeat_groups
 from longseq.mixers.registry import register
 
 
@@ -30,16 +32,22 @@ class RetNetState(NamedTuple):
 class RetNet(GatedLinearMixer[RetNetState]):
     """Multi-scale retention.
 
-        q, k = rotary(W x);   S ← γ S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x));   γ_h = 1 − 2^{−5−h}
+        q, k = rotary(φ(W x));   S ← γ S + k vᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ SiLU(W_g x));   γ_h = 1 − 2^{−5−h}
 
     for the heads h = 0, 1, ...; the norm is over each head's values. The additional decay of xPos is left out, and so
     are the paper's factors on scores and memory, which the norm would cancel.
 
     Args:
-        num_heads, head_dim: of the keys; give at most one. By default heads of 256 channels (128, ... where 256 does
-            not divide); head_dim must be even.
-        expand_v: width of the values relative to that of the keys, which is `d_model`.
+        num_heads, head_dim: of the keys. By default heads of 256 channels (128, ... where 256 does not divide). One of
+            them decides the other; both together may make the heads wider or narrower than d_model. head_dim is even.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
+        expand_v: channels of a head's values relative to those of its keys.
         rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
+        rotary_scaling: how the angles are stretched to longer contexts (see
+            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+        feature_map: φ, one of identity (the paper's), relu (for weights of a transformer, see `longseq convert`), silu,
+            relu_squared.
+        output_gate: multiply by SiLU(W_g x); without it the layer has no W_g.
 
     Source: Retentive Network: A Successor to Transformer for Large Language Models (Sun et al., 2023), equations 6 to
     8.
@@ -47,25 +55,46 @@ class RetNet(GatedLinearMixer[RetNetState]):
 
     paper = "RetNet (arXiv:2307.08621), equations 6 to 8"
 
+    arguments_before: ClassVar[Mapping[str, Any]] = {
+        "num_kv_heads": None,
+        "rotary_scaling": None,
+        "feature_map": "identity",
+        "output_gate": True,
+    }
+
     def __init__(
         self,
         d_model: int,
         *,
         num_heads: int | None = None,
         head_dim: int | None = None,
+        num_kv_heads: int | None = None,
         expand_v: float = 2.0,
         rotary_base: float = 10000.0,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        feature_map: str = "identity",
+        output_gate: bool = True,
         norm_eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        self.num_heads, self.key_dim = choose_heads(d_model, num_heads, head_dim, preferred=256)
+        check_feature_map(feature_map)
+        check_rotary_scaling(rotary_scaling)
+        width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
+        self.num_heads, self.key_dim = choose_heads(width, num_heads, head_dim, preferred=256)
+        self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         if self.key_dim % 2:
             raise ValueError(f"head_dim={self.key_dim}: rotary positions turn pairs of channels; choose an even number")
         self.value_dim = expand_width(self.key_dim, expand_v, "expand_v")
         self.rotary_base = rotary_base
+        self.rotary_scaling = dict(rotary_scaling or {})
+        self.feature_map = feature_map
+        self.output_gate = output_gate
         values = self.num_heads * self.value_dim
-        self.in_proj = nn.Linear(d_model, 2 * d_model + 2 * values, bias=False)
+        # queries, keys, values, the output gate
+        groups = [self.num_kv_heads * self.key_dim, self.num_kv_heads * self.value_dim]
+        self.widths = [width, *groups, values if output_gate else 0]
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias=False)
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(values, d_model, bias=False)
 
@@ -84,10 +113,10 @@ class RetNet(GatedLinearMixer[RetNetState]):
         q, k, v, gate = self._split(projected)
         packing = pack_like(cu_seqlens, projected) if start is None and not reverse else None
         if packing is None:
-            angles = rotary_angles(q, positions, self.rotary_base)
+            angles = self._angles(q, positions)
         else:  # positions in each sequence, the same in all layers
-            key = ("rotary", q.shape[-1], self.rotary_base, q.dtype)
-            angles = packing.once(key, lambda: rotary_angles(q, positions, self.rotary_base))
+            key = ("rotary", q.shape[-1], self.rotary_base, *self.rotary_scaling.items(), q.dtype)
+            angles = packing.once(key, lambda: self._angles(q, positions))
         q, k, g = self._turn(q, k, *angles)
         o, memory = self.recur(
             q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
@@ -116,21 +145,29 @@ class RetNet(GatedLinearMixer[RetNetState]):
         return RetNetState(memory, torch.zeros(batch, device=device, dtype=torch.long))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        values = self.num_heads * self.value_dim
-        q, k, v, gate = projected.split([self.d_model, self.d_model, values, values], dim=-1)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        return q, k, v, gate
+        q, k, v, gate = projected.split(self.widths, dim=-1)
+        q, k = (FEATURE_MAPS[self.feature_map](x) for x in (q, k))
+        k, v = (repeat_groups(x.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads) for x in (k, v))
+        return q.unflatten(-1, (self.num_heads, -1)), k, v, gate
+
+    def _angles(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_angles(q, positions, self.rotary_base, self.rotary_scaling)
 
     def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys rotated by their positions, and the log decay `[..., H]`."""
-        return self._turn(q, k, *rotary_angles(q, positions, self.rotary_base))
+        return self._turn(q, k, *self._angles(q, positions))
 
     def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
-        g = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:-1])
+        g = self._log_decays(head).expand(*q.shape[:-1])
         return rotate_pairs(q, cosine, sine), rotate_pairs(k, cosine, sine), g
 
+    def _log_decays(self, head: Tensor) -> Tensor:
+        """log γ of the heads of these numbers."""
+        return torch.log1p(-torch.exp2(-5 - head))
+
     def scan_flops(self, tokens: int) -> int:
-        rotary = 6 * self.d_model  # queries and keys, three operations for each channel
+        rotary = 6 * self.num_heads * self.key_dim  # queries and keys, three operations for each channel
         recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
-        return tokens * (rotary + recurrence + 2 * self.num_heads * self.value_dim)
+        gate = 2 * self.num_heads * self.value_dim if self.output_gate else 0
+        return tokens * (rotary + recurrence + gate)

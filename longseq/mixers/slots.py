@@ -17,15 +17,9 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import Mixer, memory_dtype, required
-from longseq.mixers.heads import choose_heads
+from longseq.mixers.feature_maps import FEATURE_MAPS, check_feature_map
+from longseq.mixers.heads import check_groups, choose_heads, repeat_groups
 from longseq.mixers.measures import mean_norm, saturation
-
-FEATURE_MAPS = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "relu_squared": lambda x: functional.relu(x).square(),
-    "identity": lambda x: x,
-}
 
 
 class SlotState(NamedTuple):
@@ -43,7 +37,8 @@ class SlotMixer(Mixer[SlotState]):
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
     The norm is over all channels, not over each head. `value_map` is ψ, and `gate_width` is the number of channels of
-    the input projection that the gates read. The other options are documented in the mixers.
+    the input projection that the gates read. With fewer heads of keys and values, each one serves several heads of
+    queries. The other options are documented in the mixers.
     """
 
     reads_backwards: ClassVar[bool] = True
@@ -55,6 +50,8 @@ class SlotMixer(Mixer[SlotState]):
         *,
         gate_width: int,
         num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         num_slots: int,
         feature_map: str,
         value_map: str,
@@ -64,22 +61,25 @@ class SlotMixer(Mixer[SlotState]):
         backend: str,
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map {feature_map!r} is not one of {', '.join(FEATURE_MAPS)}")
+        check_feature_map(feature_map)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
         if num_slots < 1:
             raise ValueError(f"num_slots={num_slots}, but a memory needs at least one slot")
-        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, None, preferred=1)
+        width = d_model if head_dim is None else num_heads * head_dim
+        self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=1)
+        self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         self.num_slots = num_slots
         self.feature_map = feature_map
         self.value_map = value_map
         self.activation = activation
         self.scale = scale
         self.gate_width = gate_width
-        self.in_proj = nn.Linear(d_model, 3 * d_model + gate_width, bias=False)
-        self.norm = RMSNorm(d_model, eps=norm_eps, backend=backend)
-        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.key_width = (self.num_heads + self.num_kv_heads) * self.head_dim
+        self.value_width = self.num_kv_heads * self.head_dim
+        self.in_proj = nn.Linear(d_model, self.key_width + self.value_width + gate_width, bias=False)
+        self.norm = RMSNorm(width, eps=norm_eps, backend=backend)
+        self.out_proj = nn.Linear(width, d_model, bias=False)
 
     def write(
         self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
@@ -167,14 +167,16 @@ class SlotMixer(Mixer[SlotState]):
         return SlotState(slots, slots.clone(), None)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mixed, v, logits = projected.split([2 * self.d_model, self.d_model, self.gate_width], dim=-1)
+        mixed, v, logits = projected.split([self.key_width, self.value_width, self.gate_width], dim=-1)
         mixed, v = FEATURE_MAPS[self.feature_map](mixed), FEATURE_MAPS[self.value_map](v)
-        q, k = mixed.unflatten(-1, (2 * self.num_heads, self.head_dim)).chunk(2, dim=-2)
-        return q, k, v.unflatten(-1, (self.num_heads, self.head_dim)), at_least_float32(logits)
+        mixed = mixed.unflatten(-1, (self.num_heads + self.num_kv_heads, self.head_dim))
+        q, k = mixed.split([self.num_heads, self.num_kv_heads], dim=-2)
+        k, v = (repeat_groups(x, self.num_heads) for x in (k, v.unflatten(-1, (self.num_kv_heads, self.head_dim))))
+        return q, k, v, at_least_float32(logits)
 
     def _read_out(self, o: Tensor) -> Tensor:
         return self.norm(functional.silu(o.flatten(-2)))
 
     def scan_flops(self, tokens: int) -> int:
         # For the keys and for the values of each head: the decay takes M K, writing and reading 2 M K each.
-        return tokens * 2 * 5 * self.num_slots * self.d_model
+        return tokens * 2 * 5 * self.num_slots * self.num_heads * self.head_dim

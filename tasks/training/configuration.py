@@ -37,11 +37,20 @@ OmegaConf.register_new_resolver("by_width", by_width, replace=True)
 
 
 def resolve(config: DictConfig | Config) -> dict[str, Any]:
-    """The configuration as dictionaries and lists, with all interpolations resolved, without the marks of its files."""
+    """The configuration as dictionaries and lists, with all interpolations resolved, without the marks of its files.
+
+    Marks at the top are those of an experiment, which only a command that chooses a task has.
+    """
     if not isinstance(config, DictConfig):
         return dict(config)
     whole: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    return {key: _without_marks(value) for key, value in whole.items() if key not in MARKS}
+    marks = marks_at_top(whole)
+    return {key: _without_marks(value) for key, value in whole.items() if key not in marks}
+
+
+def marks_at_top(config: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The keys at the top of a command's configuration that are marks."""
+    return MARKS if "task" in config else ()
 
 
 def _without_marks(section: Any) -> Any:

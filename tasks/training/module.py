@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from timm.optim import create_optimizer_v2, get_optimizer_class
 from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor, nn
@@ -264,6 +266,21 @@ class TrainedModule(LightningModule):
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        plugin = self.trainer.precision_plugin
+        if gradient_clip_val and isinstance(plugin, MixedPrecision) and plugin.scaler is None:
+            # Lightning's plugin refuses fused optimizers, because with a loss scaler they unscale gradients after these
+            # are clipped. bfloat16 has no scaler.
+            algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
+            Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def _fused(self, optimizer: Any) -> dict[str, bool]:
         """The option of torch's optimizers with which an update on a GPU is one kernel, where it is open and serves.

@@ -61,6 +61,7 @@ def randomised(model):
     return model.eval()
 
 
+@pytest.mark.slow
 def test_vit_with_attention_equals_deit():
     deit = randomised(timm.create_model("deit_tiny_patch16_224"))
     ours = timm.create_model("longseq_vit_tiny_patch16_224", mixer="attention").eval()

@@ -297,6 +297,7 @@ def test_checkpointing_gives_the_same_gradients(mixer):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_direction_exports(direction):
     """The files of every mixer are run in `tests/tools/test_export.py`."""

@@ -94,6 +94,7 @@ def test_index_tensors_are_found_once(interpreted, monkeypatch, backend) -> None
     assert len(calls) > 1
 
 
+@pytest.mark.slow
 def test_a_packing_passes_through_compilers_and_exports() -> None:
     def shift(x: torch.Tensor, found: Packing) -> torch.Tensor:
         return x + found.positions + found.lengths[found.sequence] + found.turned().positions

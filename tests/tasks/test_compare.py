@@ -122,6 +122,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_the_error_told_is_that_of_the_last_attempt(tmp_path, monkeypatch, capsys):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
@@ -152,6 +153,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_comparison_that_is_stopped_ends_its_runs(number, tmp_path, monkeypatch, capsys):
     script = tmp_path / "endless.py"
@@ -292,6 +294,7 @@ def test_a_missing_matplotlib_is_named(monkeypatch):
         comparison.require_matplotlib()
 
 
+@pytest.mark.slow
 def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need(tmp_path, monkeypatch, capsys):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)

@@ -24,6 +24,7 @@ VERBS = {
     "evaluate": "longseq.tasks.evaluate:EvaluateKeys",
     "predict": "longseq.tasks.predict:PredictKeys",
     "generate": "longseq.tasks.generate:GenerateKeys",
+    "harness": "longseq.tools.harness:HarnessKeys",
     "export": "longseq.tools.export:ExportKeys",
     "describe": "longseq.tools.describe:DescribeKeys",
     "benchmark_kernels": "longseq.tools.benchmark.kernels:KernelsKeys",
@@ -36,7 +37,8 @@ VERBS = {
 def keys_of(path: Path) -> dict[str, Any]:
     """The keys of a file without Hydra's own, and without those that state its tasks."""
     content = yaml.safe_load(path.read_text()) or {}
-    return {key: value for key, value in content.items() if key not in ("defaults", "hydra", *MARKS)}
+    marks = () if path.parent == CONF else MARKS
+    return {key: value for key, value in content.items() if key not in ("defaults", "hydra", *marks)}
 
 
 def names(cls: type) -> set[str]:

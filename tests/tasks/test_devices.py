@@ -71,6 +71,7 @@ def deal(one: list[int], other: list[int]) -> list[int]:
     return [position for pair in zip(one, other, strict=True) for position in pair]
 
 
+@pytest.mark.slow
 def test_another_effective_batch_is_refused(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
     (tmp_path / "run" / "metrics.json").unlink()

@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("majority", None)
 
 
+@pytest.mark.slow
 def test_a_task_from_outside_trains_resumes_and_evaluates(folder, command_here):
     words = ("train", *WORDS)
     whole, cut = folder / "whole", folder / "cut"

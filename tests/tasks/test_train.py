@@ -76,6 +76,7 @@ def test_the_metrics_are_those_of_the_best_checkpoint(tiny, tmp_path):
     assert best == {tag: metrics[tag] for tag in best}
 
 
+@pytest.mark.slow
 def test_with_accumulation_the_rate_of_each_update_is_logged_once(tiny, tmp_path):
     train.run(
         tiny(
@@ -110,6 +111,7 @@ def test_a_metric_that_is_never_measured_is_refused_before_training(tiny):
         train.run(tiny("optimized_metric=val/top7"))
 
 
+@pytest.mark.slow
 def test_a_run_too_short_for_a_rate_names_none(tiny, capsys):
     train.run(tiny("recipe.epochs=1", "trainer.log_every_n_steps=50"))
     assert "images/s in training" not in capsys.readouterr().out
@@ -199,6 +201,7 @@ def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
     assert metrics[0]["seconds"] < 1000 < metrics[1]["seconds"] < 1300
 
 
+@pytest.mark.slow
 def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1"))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
@@ -206,6 +209,7 @@ def test_resuming_under_another_configuration_names_the_keys(tiny, tmp_path):
         train.run(tiny("recipe.epochs=1", "recipe.learning_rate=0.5", f"resume={path}"))
 
 
+@pytest.mark.slow
 def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp_path):
     train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"

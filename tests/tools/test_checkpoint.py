@@ -209,6 +209,7 @@ def test_a_run_leaves_its_model_and_the_values_in_force(checkpoint: Path) -> Non
     assert left["merge"] is None, "the command left it to the model, and is repeated so"
 
 
+@pytest.mark.slow
 def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> None:
     for label in range(3):
         (tmp_path / "images" / f"class{label}").mkdir(parents=True)

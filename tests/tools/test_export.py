@@ -252,6 +252,7 @@ def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
     assert {row.shape[2:] for row in report.comparisons} >= {(176, 176)}
 
 
+@pytest.mark.slow
 def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> None:
     report = export_image_classifier(
         build(mixer="attention"), tmp_path / "model.onnx", data=DATA, opset=21, extra_metadata={"epoch": 3}

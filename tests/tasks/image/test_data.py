@@ -184,6 +184,7 @@ def test_hugging_face_data_sets(folder, tmp_path):
     check_classes(module)
 
 
+@pytest.mark.slow
 def test_hugging_face_streams(folder, tmp_path):
     pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
     with pytest.raises(ValueError, match=r"data\.train_samples=N"):

@@ -320,6 +320,7 @@ def test_folders_of_one_name_are_said_to_be_one_class(tmp_path, caplog):
     assert "one/dark and two/dark are one class" in caplog.text
 
 
+@pytest.mark.slow
 def test_eight_and_sixteen_bits_are_predicted_alike_and_the_rest_is_named(tmp_path, tiny, compose_config, capsys):
     root = write_mixed(tmp_path / "images")
     data = ("data=image_folder", "recipe=digits", f"data.root={root}", "data.img_size=8", "data.in_chans=1")

@@ -23,6 +23,7 @@ from longseq.tasks.text import corpora
 from longseq.tasks.training import muon
 from longseq.tasks.training.callbacks import throughput
 from longseq.tasks.training.muon import create_muon
+from longseq.tools.hugging_face.conversion import read_model, write_model
 
 FILES = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
 WORDS = (
@@ -95,6 +96,7 @@ def assert_same_run(one, other):
     assert not differing
 
 
+@pytest.mark.slow
 def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, capsys, monkeypatch):
     monkeypatch.setattr(throughput, "peak_flops", lambda device, precision, matmul_precision: 1e12)
     folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
@@ -120,6 +122,7 @@ def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, caps
     assert losses[best["global_step"] - 1] == min(losses.values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp_path, capsys):
     folder = run("whole")
     checkpoint = f"checkpoint={folder / 'checkpoints' / 'best.ckpt'}"
@@ -142,6 +145,9 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     )
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
 
+    write_model(read_model(folder / "checkpoints" / "best.ckpt"), tmp_path / "converted")
+    for path in (folder / "model").glob("*.json"):
+        assert json.loads((tmp_path / "converted" / path.name).read_text()) == json.loads(path.read_text())
     saved = f"checkpoint={folder / 'model'}"  # the folder that the run leaves for other programs
     options = ("prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
     generate.run(compose_config("generate", saved, *options))
@@ -178,6 +184,35 @@ def test_runs_of_every_mixer_resume_bitwise(mixer, run):
     cut = run("cut", *words, stop=random.Random(mixer).randrange(1, 8))
     run("cut", *words, "resume=true")
     assert_same_run(whole, cut)
+
+
+@pytest.mark.slow
+def test_a_hybrid_of_all_mixers_trains_is_tested_and_writes(run):
+    """One layer of each: packed documents, telemetry, a sample, and the text that its checkpoint writes."""
+    names = mixers.mixer_names()
+    folder = run(
+        "all",
+        "mixer=hybrid",
+        f"mixer.name={'+'.join(names)}",
+        f"model.depth={len(names)}",
+        "data.reset_state=true",
+        "recipe.updates=2",
+        "recipe.validate_every_updates=2",
+        "++trainer.limit_val_batches=1",
+        "++trainer.limit_test_batches=1",
+        "callbacks.text_samples.tokens=1",
+        "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 1}",
+    )
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert 1 < metrics["test/bits_per_byte"] < 9
+    model = longseq.from_pretrained(folder / "checkpoints" / "last.ckpt").eval()
+    assert [type(block.mixer) for block in model.blocks] == [mixers.get(name) for name in names]
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        whole, _ = model(tokens)
+        first, state = model(tokens[:, :19])
+        last, _ = model.step(tokens[:, 19], state)
+    torch.testing.assert_close(torch.cat((first, last[:, None]), 1), whole, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from longseq.tasks.image.pictures import SamplePredictions, draw_confusion_matri
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
+from longseq.tasks.training.callbacks.telemetry import Telemetry
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.trainer import build_trainer
@@ -61,6 +62,7 @@ class Weights(Callback):
         self.validated.append(pl_module.backbone.get_parameter(HEAD).detach().clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [True, False])
 def test_the_average_follows_its_formula_and_is_validated(warmup, tiny):
     average, weights = ExponentialMovingAverage(decay=0.8, warmup=warmup), Weights()
@@ -76,6 +78,7 @@ def test_the_average_follows_its_formula_and_is_validated(warmup, tiny):
     torch.testing.assert_close(task.backbone.get_parameter(HEAD).detach(), expected)
 
 
+@pytest.mark.slow
 def test_an_interrupted_validation_leaves_the_weights_as_trained(tiny):
     class Interrupt(Callback):
         def on_validation_batch_start(self, *_):
@@ -145,6 +148,17 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     assert 0 < throughput.rate < 64 / 0.02
 
 
+@pytest.mark.slow
+def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
+    monkeypatch.setattr(Telemetry, "on_train_batch_end", lambda *_: time.sleep(0.2))
+    config = tiny("trainer.log_every_n_steps=5", "recipe.epochs=1")
+    datamodule, task = train.build(config)
+    trainer = build_trainer(config, train.build_callbacks(config, task))
+    trainer.fit(task, datamodule=datamodule)
+    (rate,) = [callback.rate for callback in trainer.callbacks if isinstance(callback, Throughput)]
+    assert rate > 64 / 0.2
+
+
 def test_pictures_show_what_they_should():
     pixels = torch.zeros(3, 1, 8, 8)
     pixels[1] = 1
@@ -191,6 +205,7 @@ def test_the_rate_of_a_run_counts_what_came_before_a_resume(tiny, tmp_path):
     assert second._run.units > first._run.units
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path, tiny, capsys):
     root = tmp_path / "images"
     shutil.copytree(image_folder, root)
@@ -213,6 +228,7 @@ def test_a_memory_that_is_too_small_is_one_line_with_the_remedy(tiny, monkeypatc
         train.run(tiny())
 
 
+@pytest.mark.slow
 def test_memory_that_is_too_small_for_evaluation_names_its_batch(tiny, monkeypatch):
     def exhaust(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -222,6 +238,7 @@ def test_memory_that_is_too_small_for_evaluation_names_its_batch(tiny, monkeypat
         train.run(tiny("recipe.epochs=1"))
 
 
+@pytest.mark.slow
 def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
     config = tiny("recipe.epochs=1", "recipe.gradient_clip=null")
     datamodule, task = train.build(config)

@@ -25,6 +25,7 @@ def write_lock(folder: Path, **changes: object) -> Path:
     return folder / LOCK_FILE
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tiny, tmp_path):
     folder = tmp_path / "run"
     with locked(folder), pytest.raises(ValueError, match=rf"written by process {os.getpid()} on") as caught:
@@ -106,3 +107,10 @@ def test_resume_passes_over_a_run_that_is_being_continued(tiny, tmp_path):
             assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
             (tmp_path / "older" / "metrics.json").write_text("{}")
             assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
+
+
+def test_a_folder_that_is_read_only_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(ValueError, match=f"{tmp_path} is read-only: choose another hydra.run.dir"), locked(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())

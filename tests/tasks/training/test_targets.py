@@ -150,6 +150,7 @@ def test_options_that_a_callback_does_not_take_are_one_line():
         targets.build({"_target_": "EarlyStopping", "patients": 3}, targets.CALLBACKS, "callbacks.stop")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_read_the_weights_it_was_trained_from(trained, tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("the weights are in the checkpoint")

@@ -60,6 +60,7 @@ def test_the_body_is_asked_and_not_the_head(tiny, monkeypatch):
     assert modes == [True, True]
 
 
+@pytest.mark.slow
 def test_layers_of_a_hybrid_are_named_by_their_place(tiny):
     overrides = ("mixer=hybrid", "mixer.name=linear_attention+attention", "model.depth=2")
     assert set(name_mixers(build(tiny, *overrides, "model.direction=alternating"))) == {"blocks.0", "blocks.1"}
@@ -70,6 +71,7 @@ def test_layers_of_a_hybrid_are_named_by_their_place(tiny):
     assert set(name_mixers(stacked)) == {"blocks.0", "blocks.1"}
 
 
+@pytest.mark.slow
 def test_an_exploding_state_shows(tiny, tmp_path):
     class Explode(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -1,0 +1,87 @@
+"""Heads of keys and values that several heads of queries share: as if each head of queries had its own copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longseq import mixers
+from longseq.mixers import make_reading
+from longseq.state import state_tensors
+
+D_MODEL, HEADS, GROUPS, WIDTH = 16, 4, 2, 6
+
+# The options of a layer whose heads together are wider than d_model, and the widths of the parts of its input
+# projection after the queries, for a head of keys and values.
+LAYERS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "attention": ({"head_dim": WIDTH, "rotary": True}, [WIDTH, WIDTH]),
+    "gsa": ({"head_dim": WIDTH, "num_slots": 3}, [WIDTH, WIDTH, 3]),
+    "gla": ({"expand_k": 1.5, "expand_v": 1.5, "gate_rank": 2, "output_gate": False}, [WIDTH, WIDTH]),
+    "retnet": ({"head_dim": WIDTH, "expand_v": 1.0, "output_gate": False, "feature_map": "relu"}, [WIDTH, WIDTH]),
+}
+
+
+def copies(x: Tensor) -> Tensor:
+    """Repeat the rows of each group for the heads of queries that share it."""
+    return x.unflatten(0, (GROUPS, -1)).repeat_interleave(HEADS // GROUPS, 0).flatten(0, 1)
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    """A layer with groups, and one in which every head of queries has a copy of its keys and values."""
+    options, widths = LAYERS[name]
+    torch.manual_seed(0)
+    grouped, plain = (
+        mixers.create(name, D_MODEL, num_heads=HEADS, num_kv_heads=groups, **options).double()
+        for groups in (GROUPS, HEADS)
+    )
+    weights = grouped.state_dict()
+    for key in ("in_proj.weight", "in_proj.bias"):
+        if key in weights:
+            rows = [HEADS * WIDTH, *(GROUPS * width for width in widths)]
+            queries, *shared, rest = weights[key].split([*rows, weights[key].shape[0] - sum(rows)])
+            weights[key] = torch.cat([queries, *map(copies, shared), rest])
+    for key in ("decay_proj.weight", "decay_proj.bias"):
+        if key in weights:
+            weights[key] = copies(weights[key])
+    plain.load_state_dict(weights)
+    return grouped, plain
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_group_shares_keys_and_values(name: str) -> None:
+    grouped, plain = pair(name)
+    x = torch.randn(2, 9, D_MODEL, dtype=torch.float64)
+    expected, _ = plain(x)
+    torch.testing.assert_close(grouped(x)[0], expected)
+    assert sum(p.numel() for p in grouped.parameters()) < sum(p.numel() for p in plain.parameters())
+    y, state = grouped(x[:, :4])
+    parts = [y]
+    for token in x[:, 4:].unbind(1):
+        y, state = grouped.step(token, state)
+        parts.append(y.unsqueeze(1))
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    empty = state_tensors(grouped.initial_state(2, dtype=torch.float64))
+    assert name == "attention" or [t.shape for _, t in empty] == [t.shape for _, t in state_tensors(state)]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "attention"])
+def test_both_directions_have_groups(name: str) -> None:
+    options, _ = LAYERS[name]
+    torch.manual_seed(0)
+    chosen = {"num_heads": HEADS, "num_kv_heads": GROUPS, **options}
+    reading: nn.Module = make_reading(
+        name, D_MODEL, options=chosen, direction="bidirectional", layer=0, share="none", merge="sum", backend="auto"
+    ).double()
+    x = torch.randn(2, 9, D_MODEL, dtype=torch.float64)
+    ahead, behind = (part for part in reading.modules() if isinstance(part, mixers.Mixer))
+    expected = ahead(x)[0] + behind(x.flip(1))[0].flip(1)
+    torch.testing.assert_close(reading(x)[0], expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_groups_divide_the_heads(name: str) -> None:
+    with pytest.raises(ValueError, match="num_kv_heads=3 does not divide the 4 query heads; choose a divisor"):
+        mixers.create(name, D_MODEL, num_heads=4, num_kv_heads=3)

@@ -1,0 +1,409 @@
+"""longseq convert: models of other libraries become ours and go back, with the same weights and logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fla_reference import Fla, load
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import longseq
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tokenizer_files import BYTES
+from longseq.tools.cli import main
+
+TOKENS = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 6, "rope_parameters": LLAMA3}),
+    "llama biases": (
+        "Llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-2, "rope_parameters": YARN}
+    ),
+    "llama linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e3}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral window": ("Mistral", {"sliding_window": 7}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3 windows": (
+        "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "olmo2": ("Olmo2", {}),
+    "mamba": ("Mamba", {"state_size": 5, "use_mambapy": False}),
+    "mamba untied": ("Mamba", {"tie_word_embeddings": False, "time_step_rank": 3, "conv_kernel": 3, "expand": 1}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 6, "chunk_size": 8}),
+    "mamba2 groups": ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+def convert(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> int:
+    monkeypatch.setattr("sys.argv", ["longseq", "convert", *(f"{key}={value}" for key, value in keys.items())])
+    try:
+        return main()
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+def save_peer(family: str, folder: Path, options: dict[str, Any], **saving: Any) -> Any:
+    """A random model of transformers, saved; its logits."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    attention = {} if "Mamba" in family else {key: SMALL[key] for key in SMALL if "head" in key or "inter" in key}
+    sizes = {key: SMALL[key] for key in SMALL if not ("head" in key or "inter" in key)}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **attention, **options})
+    peer = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    peer.save_pretrained(folder, **saving)
+    return peer
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = ({name: t for path in f.glob("*.safetensors") for name, t in load_file(path).items()} for f in (one, other))
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+@torch.no_grad()
+def logits(folder: Path) -> Tensor:
+    return longseq.from_pretrained(folder)(TOKENS)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
+def test_a_transformer_becomes_ours_and_goes_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, options = PEERS[name]
+    peer = save_peer(family, tmp_path / "peer", options, max_shard_size="20KB")
+    assert len(list((tmp_path / "peer").glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        expected = peer(TOKENS).logits
+    assert convert(monkeypatch, source=tmp_path / "peer", output=tmp_path / "ours") == 0
+    torch.testing.assert_close(logits(tmp_path / "ours"), expected, rtol=1e-4, atol=1e-4)
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format=family.lower()) == 0
+    assert same_weights(tmp_path / "peer", tmp_path / "back")
+    again = type(peer).from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, expected)
+    kept = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert kept["max_position_embeddings"] == 64, "keys that our models do not have return"
+
+
+FLA: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deltanet": ("delta_net", "DeltaNet", {"num_heads": 2, "allow_neg_eigval": True, "intermediate_size": 40}),
+    "deltanet without convolution": ("delta_net", "DeltaNet", {"num_heads": 4, "use_short_conv": False}),
+    "deltanet elu": ("delta_net", "DeltaNet", {"num_heads": 2, "qk_activation": "elu", "norm_eps": 1e-3}),
+    "gated_deltanet": ("gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "head_dim": 12}),
+    "gated_deltanet without gate": (
+        "gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "head_dim": 8, "expand_v": 1.5, "use_gate": False}
+    ),
+    "gla": ("gla", "GLA", {"num_heads": 2, "tie_word_embeddings": True}),
+    "gla grouped": (
+        "gla", "GLA", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False}
+    ),
+    "gsa": ("gsa", "GSA", {"num_heads": 2, "num_slots": 6, "feature_map": "swish"}),
+    "gsa grouped": ("gsa", "GSA", {"num_heads": 4, "num_kv_heads": 1, "num_slots": 6, "feature_map": "relu"}),
+}  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", FLA)
+def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, family, options = FLA[name]
+    load("fla.models")
+    fla = Fla(monkeypatch)
+    {
+        "delta_net": fla.recur_deltanet,
+        "gated_deltanet": fla.recur_gated_deltanet,
+        "gla": partial(fla.recur_gla, "gla"),
+        "gsa": fla.recur_gsa,
+    }[module]()
+    mlp = load("fla.modules.mlp")
+    monkeypatch.setattr(mlp, "swiglu", lambda gate, x: torch.nn.functional.silu(gate) * x)
+    models = load("fla.models")
+    torch.manual_seed(0)
+    config = getattr(models, f"{family}Config")(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, fuse_swiglu=False, fuse_cross_entropy=False, **options
+    )
+    peer = getattr(models, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        expected = peer(TOKENS, use_cache=False).logits
+    peer.save_pretrained(tmp_path / "peer")
+    assert convert(monkeypatch, source=tmp_path / "peer", output=tmp_path / "ours") == 0
+    torch.testing.assert_close(logits(tmp_path / "ours"), expected, rtol=1e-4, atol=1e-4)
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format=module) == 0
+    assert same_weights(tmp_path / "peer", tmp_path / "back")
+    again = type(peer).from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS, use_cache=False).logits, expected)
+
+
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "delta_net": ("deltanet", {"num_heads": 2, "feature_map": "relu"}),
+    "gated_deltanet": ("gated_deltanet", {"num_heads": 2, "expand_k": 1.25, "dt_max": 0.2}),
+    "gla": ("gla", {"num_heads": 4, "num_kv_heads": 2}),
+    "gsa": ("gsa", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5}),
+    "mamba": ("mamba", {"state_size": 3}),
+    "mamba2": ("mamba2", {"head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_of_ours_becomes_another_library_s(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixer, options = OWN[family]
+    torch.manual_seed(0)
+    mlp = (
+        {"mlp": None, "mlp_ratio": 3.0} if family.startswith("mamba") else {"mlp_ratio": 1.25, "tie_embeddings": False}
+    )
+    model = TokenBackbone(vocab_size=50, d_model=16, mixer=mixer, mixer_options=options, dropout=0.1, **mlp).eval()
+    model.save_pretrained(tmp_path / "ours")
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format=family) == 0
+    assert convert(monkeypatch, source=tmp_path / "theirs", output=tmp_path / "again") == 0
+    assert same_weights(tmp_path / "ours", tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "ours"), logits(tmp_path / "again"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers saves a Llama, written without it."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    model = TokenBackbone(
+        vocab_size=50, d_model=32, depth=2, mixer="attention", mlp_ratio=1.25, norm_eps=1e-6, tie_embeddings=False,
+        mixer_options={"num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "rotary": True, "qkv_bias": False,
+                       "out_bias": False},
+    )  # fmt: skip
+    model.save_pretrained(folder / "ours")
+    with pytest.MonkeyPatch.context() as patch:
+        assert convert(patch, source=folder / "ours", output=folder / "llama", format="llama") == 0
+    (folder / "llama" / "tokenizer.json").write_text("{}")
+    return folder / "llama"
+
+
+def edited(folder: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a folder whose config.json has other values."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    return target
+
+
+@pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "supra", "window_attention", "gsa+attention"])
+def test_attention_becomes_another_mixer(
+    mixer: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As section 4.2 of the paper of GSA: what attention has is kept, and what it has not is new."""
+    assert convert(monkeypatch, source=llama, output=tmp_path / "kept") == 0
+    assert convert(monkeypatch, source=llama, output=tmp_path / "new", mixer=mixer) == 0
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == "{}"
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "new"))
+    for key, weight in before.items():
+        assert torch.equal(after[key][: weight.shape[0]], weight), key
+    model = longseq.from_pretrained(tmp_path / "new")
+    first = model.blocks[0].mixer
+    assert (first.num_heads, first.num_kv_heads) == (4, 2)
+    if mixer in ("gla", "retnet"):
+        assert (first.feature_map, first.output_gate) == ("relu", False)
+        assert first.in_proj.out_features == (4 + 2 + 2) * 6 + (16 if mixer == "gla" else 0)
+    if mixer == "retnet":
+        assert after.keys() - before.keys() == {f"blocks.{i}.mixer.norm.weight" for i in range(2)}
+    if mixer == "supra":
+        added = ("query_map.weight", "query_map.bias", "key_map.weight", "key_map.bias")
+        assert after.keys() - before.keys() == {f"blocks.{i}.mixer.{name}" for i in range(2) for name in added}
+        assert first.in_proj.out_features == (4 + 2 + 2) * 6
+    assert logits(tmp_path / "new").isfinite().all()
+    random = torch.get_rng_state()
+    assert convert(monkeypatch, source=llama, output=tmp_path / "again", mixer=mixer) == 0
+    assert same_weights(tmp_path / "new", tmp_path / "again")
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_options_of_the_new_mixer(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"mixer": "window_attention", "mixer.options.window": 8}
+    assert convert(monkeypatch, source=llama, output=tmp_path / "window", **keys) == 0
+    assert longseq.from_pretrained(tmp_path / "window").blocks[1].mixer.window == 8
+    assert convert(monkeypatch, source=llama, output=tmp_path / "kept") == 0
+    # Tokens within the window see the same.
+    torch.testing.assert_close(logits(tmp_path / "window")[:, :8], logits(tmp_path / "kept")[:, :8])
+
+
+def test_half_precision_stays_half(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = edited(llama, tmp_path / "half")
+    weights = {name: x.bfloat16() for name, x in load_file(source / "model.safetensors").items()}
+    save_file(weights, source / "model.safetensors")
+    assert convert(monkeypatch, source=source, output=tmp_path / "ours") == 0
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format="llama") == 0
+    assert same_weights(source, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert convert(monkeypatch, source=source, output=tmp_path / "gsa", mixer="gsa") == 0
+    assert {x.dtype for x in load_file(tmp_path / "gsa" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"model_type": "gpt2"}, "model_type=gpt2 is unknown; longseq converts llama, mistral"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu or swish"),
+    "dynamic angles": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic': the types are"),
+    "long angles": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope': the types are"),
+    "a key of angles": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "does not know beta"),
+    "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1"),
+    "no size": ({"vocab_size": None}, "config.json: "),
+    "another size": ({"intermediate_size": 48}, "mlp.gate_proj.weight has the shape [40, 32], not [48, 32]"),
+    "a missing weight": ({"attention_bias": True}, "lacks the weight model.layers.0.self_attn.q_proj.bias"),
+    "a layer too many": ({"num_hidden_layers": 1}, "has the weight model.layers.1.input_layernorm.weight, which no"),
+    "another tied head": ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding, to which config.json"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_our_models_cannot_be_is_refused(
+    name: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, words = CONFIGS[name]
+    source = edited(llama, tmp_path / "source", **changes)
+    refuses(monkeypatch, capsys, words, source=source, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, **keys: Any) -> None:
+    capsys.readouterr()
+    assert convert(monkeypatch, **keys) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+def test_shards_are_all_there(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(llama / "model.safetensors")
+    source = edited(llama, tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    places = {}
+    for number, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2]), 1):
+        save_file({name: weights[name] for name in names}, source / f"part{number}.safetensors")
+        places |= dict.fromkeys(names, f"part{number}.safetensors")
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert convert(monkeypatch, source=source, output=tmp_path / "whole") == 0
+    assert convert(monkeypatch, source=llama, output=tmp_path / "one") == 0
+    assert same_weights(tmp_path / "whole", tmp_path / "one")
+
+    keys = {"source": source, "output": tmp_path / "out"}
+    index.write_text(json.dumps({"weight_map": {**places, "more": "part1.safetensors"}}))
+    refuses(
+        monkeypatch, capsys, "part1.safetensors lacks more, which model.safetensors.index.json places there", **keys
+    )
+    index.write_text(json.dumps({"weight_map": {name: places[name] for name in sorted(places)[1:]}}))
+    refuses(monkeypatch, capsys, f"does not name {min(places)}, which one of its shards holds", **keys)
+    index.write_text(json.dumps({"weight_map": places}))
+    (source / "part2.safetensors").write_bytes((source / "part2.safetensors").read_bytes()[:-8])
+    refuses(monkeypatch, capsys, "part2.safetensors is damaged or cut short", **keys)
+    (source / "part2.safetensors").unlink()
+    refuses(monkeypatch, capsys, "lacks the shard part2.safetensors, which model.safetensors.index.json names", **keys)
+    index.write_text("[]")
+    refuses(monkeypatch, capsys, "index.json is damaged", **keys)
+
+
+def test_mistakes_in_the_command(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    refuses(monkeypatch, capsys, "give source=FOLDER", output=out)
+    refuses(monkeypatch, capsys, "is no folder here", source=tmp_path / "nothing", output=out)
+    refuses(monkeypatch, capsys, "is not empty: give a new folder", source=llama, output=llama)
+    refuses(monkeypatch, capsys, "format=gpt2 is unknown: take longseq, llama", source=llama, output=out, format="gpt2")
+    refuses(monkeypatch, capsys, "give mixer=NAME, too", source=llama, output=out, **{"mixer.options.window": 8})
+    refuses(
+        monkeypatch, capsys, "layers of attention do not become mamba: layers of attention and window_attention become "
+        "gsa, gla, retnet, supra, attention, window_attention", source=llama, output=out, mixer="mamba",
+    )  # fmt: skip
+    assert convert(monkeypatch, source=llama, output=tmp_path / "gsa", mixer="gsa") == 0
+    words = "has layers of gsa, and LlamaForCausalLM has attention, window_attention alone"
+    refuses(monkeypatch, capsys, words, source=tmp_path / "gsa", output=out, format="llama")
+    rotary = {"vocab_size": 9, "d_model": 16, "mixer": "attention", "mixer_options": {"rotary": True}}
+    TokenBackbone(**rotary, norm="layer").save_pretrained(tmp_path / "layer")
+    words = "is no LlamaForCausalLM: its norm is layer, not rms"
+    refuses(monkeypatch, capsys, words, source=tmp_path / "layer", output=out, format="llama")
+    TokenBackbone(vocab_size=9, d_model=16, mixer="attention").save_pretrained(tmp_path / "biased")
+    words = "is no LlamaForCausalLM: its rotary of attention is False, not True"
+    refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, format="llama")
+    words = "layers of gsa have no place for blocks.0.mixer.in_proj.bias of attention"
+    refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, mixer="gsa")
+
+
+def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = {"qkv_bias": False, "out_bias": False, "rotary": True}
+    model = TokenBackbone(vocab_size=257, d_model=16, mixer="attention", mixer_options=bare)
+    model.text = {"tokenizer": BYTES, "window": 64}
+    model.save_pretrained(tmp_path / "ours")
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "gsa", mixer="gsa") == 0
+    assert longseq.from_pretrained(tmp_path / "gsa").text == {"tokenizer": BYTES, "window": 64}
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format="llama") == 0
+    assert (tmp_path / "theirs" / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_converted_model_learns_faster_than_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained attention model becomes GSA; after the same tokens its loss is below that of a new GSA model."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(12, (12, 12), generator=generator)
+
+    def batch() -> Tensor:
+        """Each token is told by the two before it, by a fixed table, and one in ten is drawn."""
+        rows = [torch.randint(12, (16,), generator=generator) for _ in range(2)]
+        for _ in range(30):
+            drawn = torch.randint(12, (16,), generator=generator)
+            noise = torch.rand(16, generator=generator) < 0.1
+            rows.append(torch.where(noise, drawn, table[rows[-2], rows[-1]]))
+        return torch.stack(rows, 1)
+
+    def train(model: Any, updates: int) -> float:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        losses = []
+        for _ in range(updates):
+            tokens = batch()
+            scores, _ = model.train()(tokens[:, :-1], output_final_state=False)
+            loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return sum(losses[-10:]) / 10
+
+    bare = {"num_heads": 2, "rotary": True, "qkv_bias": False, "out_bias": False}
+    torch.manual_seed(0)
+    attention = TokenBackbone(vocab_size=12, d_model=32, depth=2, mixer="attention", mixer_options=bare)
+    trained = train(attention, 200)
+    attention.save_pretrained(tmp_path / "attention")
+    keys = {"source": tmp_path / "attention", "output": tmp_path / "gsa", "mixer": "gsa", "mixer.options.num_slots": 16}
+    assert convert(monkeypatch, **keys) == 0
+    converted = longseq.from_pretrained(tmp_path / "gsa")
+    new = TokenBackbone(**{**converted.arguments, "backend": "auto"})
+    tuned, scratch = train(converted, 60), train(new, 60)
+    assert tuned < scratch - 0.1, (trained, tuned, scratch)

@@ -1,0 +1,110 @@
+"""`longseq harness`: measure a language model on the tasks of lm-evaluation-harness, also without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from omegaconf import DictConfig
+
+from longseq.tasks.devices import choose_device
+from longseq.tasks.report import print_rows, quiet_libraries, shorten
+from longseq.tasks.training import processes
+from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
+from longseq.tasks.training.files import prepare_file, write_text
+from longseq.tasks.training.options import Length, Range, Required
+
+TASKS_NEEDED = Required("give tasks=[NAME,...], such as tasks=[hellaswag,piqa]: tasks of lm-evaluation-harness")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetKeys:
+    """The keys of `data`."""
+
+    root: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessKeys(CommandKeys):
+    """The keys of `longseq harness`; conf/harness.yaml says what they mean."""
+
+    checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
+    weights: Literal["auto", "ema", "model"]
+    tasks: Annotated[Annotated[list[str], Length(1)] | None, TASKS_NEEDED]
+    include: str | None
+    data: SetKeys
+    num_fewshot: Annotated[int | None, Range(0)]
+    limit: Annotated[int | None, Range(1)]
+    batch_size: Annotated[int, Range(1)]
+    device: str
+    devices: Annotated[int, Range(1)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    output: str | None
+
+
+@quiet_libraries()
+def run(cfg: DictConfig) -> dict[str, Any]:
+    """Measure `cfg.checkpoint` on `cfg.tasks`; print the results, write them as JSON and return them."""
+    keys = read_command(HarnessKeys, cfg)
+    assert keys.checkpoint is not None
+    assert keys.tasks is not None
+    if find_spec("lm_eval") is None:
+        raise ValueError('longseq harness needs the library lm-eval: pip install "longseq[text]"')
+    from longseq.tools.harness.evaluation import evaluate, load_tasks
+    from longseq.tools.harness.workers import Workers
+
+    devices = _choose_devices(keys.device, keys.devices)
+    folder = Path(keys.checkpoint).resolve()
+    output = Path(keys.output or (folder if folder.is_dir() else folder.parent) / "harness.json")
+    prepare_file(output)
+    processes.follow_parent()
+    with Workers(
+        keys.checkpoint,
+        devices,
+        weights=keys.weights,
+        dtype=keys.dtype,
+        batch_size=keys.batch_size,
+        modules=keys.plugins,
+    ) as workers:
+        loaded = load_tasks(keys.tasks, include=keys.include, root=keys.data.root, num_fewshot=keys.num_fewshot)
+        results = evaluate(workers, loaded, keys.limit)
+    written = {
+        "checkpoint": keys.checkpoint,
+        "num_fewshot": keys.num_fewshot,
+        "limit": keys.limit,
+        "dtype": keys.dtype,
+        "lm_eval": metadata.version("lm_eval"),
+        **results,
+    }
+    write_text(output, json.dumps(written, indent=2, default=str) + "\n")
+    print_rows([*_table(results), ("written", shorten(output), "", "")])
+    return written
+
+
+def _choose_devices(name: str, count: int) -> list[str]:
+    """The device of each process; of several GPUs those from the first one on."""
+    device = choose_device(name)
+    if device.type != "cuda":
+        return [str(device)] * count
+    first = device.index or 0
+    if first + count > torch.cuda.device_count():
+        raise ValueError(f"devices={count}: this machine has {torch.cuda.device_count()} GPU(s)")
+    return [f"cuda:{first + index}" for index in range(count)]
+
+
+def _table(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """A row for each metric of each task, and of each group behind its tasks."""
+    rows = []
+    for name, values in {**results["tasks"], **results["groups"]}.items():
+        samples = values.get("samples")
+        for metric, found in values["metrics"].items():
+            error = found["stderr"]
+            told = "" if error is None else f"± {error:.4f}"
+            rows.append((name, metric, f"{found['value']:.4f} {told}".strip(), f"of {samples}" if samples else ""))
+    return rows

@@ -1,0 +1,136 @@
+"""The processes that score and continue texts for lm-evaluation-harness: this one, or one for each device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import torch
+
+from longseq import plugins
+from longseq.tasks.generate import TASKS, GenerateKeys, Writer
+from longseq.tasks.lm.likelihood import Likelihood, Row, score_rows
+from longseq.tasks.report import progress_bar
+from longseq.tasks.text.info import TextInfo
+from longseq.tasks.training import checkpoint, processes
+
+Item = TypeVar("Item")
+
+
+class Worker:
+    """A model on a device, and its tokenizer."""
+
+    def __init__(self, path: str, device: str, *, weights: str, dtype: str) -> None:
+        loaded = checkpoint.load(path, weights=weights, map_location=device, tasks=TASKS)
+        self.model: Any = loaded.backbone.to(getattr(torch, dtype)).eval()
+        self.tokenizer = TextInfo.from_dict(loaded.data).make_tokenizer()
+
+    def score(self, rows: Sequence[Row]) -> list[Likelihood]:
+        """The likelihoods of rows, read in one batch."""
+        return score_rows(self.model, rows, len(rows))
+
+    def write(self, prompts: Sequence[str], options: dict[str, Any]) -> list[str]:
+        """The continuations of prompts, in one batch; `options` are keys of `longseq generate`."""
+        keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(prompts)})
+        return [written.text for written in Writer(self.model, self.tokenizer, keys).write(prompts)]
+
+
+# What tasks do not decide about a continuation.
+_WRITING = {
+    "checkpoint": None, "weights": "auto", "prompt": "", "input": None, "output": None, "top_k": None, "top_p": None,
+    "repetition_penalty": 1.0, "end": True, "seed": 0, "device": "auto", "dtype": "float32", "cuda_graph": None,
+    "state": None, "save_state": None,
+}  # fmt: skip
+
+
+class Workers:
+    """A worker on each of `devices`: one in this process, or several in processes of their own.
+
+    `first` is the worker of this process. With several devices it is on the CPU and only tells of the model. `modules`
+    are the plug-ins that the other processes load.
+    """
+
+    def __init__(
+        self, path: str, devices: Sequence[str], *, weights: str, dtype: str, batch_size: int, modules: Sequence[str]
+    ) -> None:
+        self.batch_size = batch_size
+        self.first = Worker(path, devices[0] if len(devices) == 1 else "cpu", weights=weights, dtype=dtype)
+        self._executor: ProcessPoolExecutor | None = None
+        if len(devices) == 1:
+            return
+        # New processes, because a fork cannot use a GPU that this process has touched.
+        context = get_context("spawn")
+        waiting = context.Queue()
+        for device in devices:
+            waiting.put(device)
+        arguments = (waiting, path, weights, dtype, list(modules))
+        self._executor = ProcessPoolExecutor(len(devices), context, _start, arguments)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def score(self, rows: Sequence[Row]) -> list[Likelihood]:
+        """The likelihood of each row."""
+        return self._run("score", "scoring", rows, lambda row: len(row.tokens))
+
+    def write(self, prompts: Sequence[str], options: dict[str, Any]) -> list[str]:
+        """The continuation of each prompt."""
+        return self._run("write", "writing", prompts, len, options)
+
+    def _run(
+        self, name: str, description: str, items: Sequence[Item], size: Callable[[Item], int], *options: Any
+    ) -> list[Any]:
+        """The results of items in batches of similar sizes, the largest first, in the order of the items."""
+        order = sorted(range(len(items)), key=lambda index: -size(items[index]))
+        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        found: dict[int, Any] = {}
+        with progress_bar(description, len(items)) as advance:
+            for batch, results in self._batches(name, batches, items, options):
+                found |= dict(zip(batch, results, strict=True))
+                advance(len(batch))
+        return [found[index] for index in range(len(items))]
+
+    def _batches(
+        self, name: str, batches: Sequence[Sequence[int]], items: Sequence[Any], options: tuple[Any, ...]
+    ) -> Iterator[tuple[Sequence[int], list[Any]]]:
+        """Each batch with its results, as they come."""
+        if self._executor is None:
+            for batch in batches:
+                yield batch, getattr(self.first, name)([items[index] for index in batch], *options)
+            return
+        running: dict[Future[list[Any]], Sequence[int]] = {}
+        try:
+            for batch in batches:
+                running[self._executor.submit(_call, name, [items[index] for index in batch], *options)] = batch
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a process of the harness ended early, most likely for want of memory: give a smaller batch_size"
+            ) from error
+
+
+_worker: Worker | None = None  # of a process that `Workers` has started
+
+
+def _start(waiting: Any, path: str, weights: str, dtype: str, modules: Sequence[str]) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends this one
+    os.environ[processes.COMPARISON_VARIABLE] = str(os.getppid())
+    processes.follow_parent()
+    plugins.load(modules)
+    _worker = Worker(path, waiting.get(), weights=weights, dtype=dtype)
+
+
+def _call(name: str, *arguments: Any) -> list[Any]:
+    return getattr(_worker, name)(*arguments)

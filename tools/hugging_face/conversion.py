@@ -1,0 +1,376 @@
+"""Token models of longseq and models of other libraries, one made of the other, with the same weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longseq import models
+from longseq.backbones.likeness import find_difference
+from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
+from longseq.mixers import check_revisions
+from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
+from longseq.model_card import model_card
+from longseq.tokenizer_files import read_folder, tokenizer_files
+from longseq.tools.hugging_face.families import FAMILIES
+from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
+from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
+
+# The config.json of a converted model's source: its keys that our models do not have return on the way back.
+SOURCE_CONFIG = "source_config.json"
+
+# Files beside the weights that a converted model needs as its source did.
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class TokenModel:
+    """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
+
+    `label` names its source in messages, and `folder` is the source if it is a folder. `text` is that of
+    `longseq.models.PretrainedModel`.
+    """
+
+    label: str
+    arguments: Mapping[str, Any]
+    weights: Mapping[str, Weight]
+    folder: Path | None = None
+    text: Mapping[str, Any] | None = None
+
+    def backbone(self) -> TokenBackbone:
+        """The model without values, on the meta device."""
+        with torch.device("meta"):
+            return TokenBackbone(**self.arguments)
+
+
+def read_model(source: Path) -> TokenModel:
+    """A token model from a folder of longseq, a checkpoint of `longseq train`, or a folder of another library.
+
+    Raises:
+        ValueError: in one line: the source is none of these, our models cannot compute what it does, a weight is
+            missing, has another shape, or would not be read.
+    """
+    path = source / models.CONFIG_FILE
+    if source.is_file():
+        saved = models.read(source)
+        weights = {name: Weight.of(tensor) for name, tensor in saved.state.items()}
+        return _ours(str(source), saved.config, weights, None, saved.text)
+    if not path.is_file():
+        raise ValueError(f"source={source} is neither a folder with a {models.CONFIG_FILE} nor a checkpoint")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: it is no JSON") from error
+    if config.get("library_name") == "longseq":
+        tokenizer = read_folder(source)
+        text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
+        return _ours(str(source), config, read_weights(source), source, text)
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"{path}: model_type={kind} is unknown; longseq converts {', '.join(FAMILIES)}")
+    try:
+        arguments = FAMILIES[kind].read_config(config)
+        model = TokenModel(str(source), arguments, {}, source)
+        backbone = model.backbone()
+    except (TypeError, ValueError) as error:  # a value of another type
+        raise ValueError(f"{path}: {error}") from error
+    return TokenModel(str(source), arguments, _join(FAMILIES[kind], backbone, read_weights(source), source), source)
+
+
+def write_model(model: TokenModel, folder: Path) -> None:
+    """Write a folder for `longseq.from_pretrained`, with the files of the source's tokenizer."""
+    backbone = model.backbone()
+    backbone.text = model.text
+    config = models.describe(backbone)
+    folder.mkdir(parents=True, exist_ok=True)
+    _copy_files(model, folder, (*COPIED, SOURCE_CONFIG))
+    if model.folder is not None and not _is_ours(model.folder):
+        shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
+    write_weights(folder, model.weights)
+    (folder / models.CARD_FILE).write_text(model_card(backbone, config, {}), encoding="utf-8")
+    _write_json(folder / models.CONFIG_FILE, config)
+
+
+def write_family(model: TokenModel, family: Family, folder: Path) -> None:
+    """Write a folder as another library saves a family of models, with the files of the source's tokenizer.
+
+    Raises:
+        ValueError: in one line: the family has no models that compute what this one does.
+    """
+    config = _config_of(model, family)
+    weights = _split(family, model)
+    former: dict[str, Any] = {}
+    if model.folder is not None and (model.folder / SOURCE_CONFIG).is_file():
+        former = json.loads((model.folder / SOURCE_CONFIG).read_text(encoding="utf-8"))
+        former = former if former.get("model_type") == family.model_type else {}
+    former = {key: value for key, value in former.items() if key not in ("rope_parameters", "torch_dtype")}
+    dtype = str(model.weights["embedding.weight"].dtype).removeprefix("torch.")
+    stated = {"model_type": family.model_type, "architectures": [family.architecture], "dtype": dtype}
+    folder.mkdir(parents=True, exist_ok=True)
+    _copy_files(model, folder, COPIED)
+    write_weights(folder, weights)
+    _write_json(folder / models.CONFIG_FILE, {**former, **config, **stated})
+
+
+def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any], seed: int = 0) -> TokenModel:
+    """The model with other mixers in place of attention, ready to be trained further.
+
+    Embeddings, norms, MLPs and the head are kept, and so are the projections of queries, keys, values and outputs.
+    Layers that the pattern leaves at their mixer stay as they are. New parameters are initialised as in a new model, in
+    the type of the weights. `options` are those of the new mixers, as `mixer_options` of `TokenBackbone`.
+
+    Source: Gated Slot Attention (Zhang et al., 2024), section 4.2: GLA and RetNet with ReLU as feature map and without
+    an output gate, GSA with grouped keys. SUPRA is that of Mercat et al., 2024.
+
+    Raises:
+        ValueError: in one line: a mixer is not one of those, or a layer has parameters that have no place in it.
+    """
+    before, own = layers_of(model.arguments)
+    after = expand_pattern(pattern, len(before))
+    chosen = options_by_name(pattern, options)
+    made: dict[str, dict[str, Any]] = {}
+    for old, new in zip(before, after, strict=True):
+        if old == new and not chosen[new]:
+            made.setdefault(new, own[new])
+            continue
+        if old not in SOFTMAX or new not in CARRIED:
+            raise ValueError(
+                f"layers of {old} do not become {new}: layers of {' and '.join(SOFTMAX)} become {', '.join(CARRIED)}"
+            )
+        carried = {**CARRIED[new](own[old], model.arguments["d_model"]), **chosen[new]}
+        if made.setdefault(new, carried) != carried:
+            raise ValueError(f"mixer={pattern}: the layers of {new} would have different options")
+    arguments = {**model.arguments, **choose_layers(after, made)}
+    result = replace(model, arguments=arguments, weights={})
+    return replace(result, weights=_carry(model, result.backbone(), before, after, seed))
+
+
+def _gsa_options(attention: Values, d_model: int) -> dict[str, Any]:
+    return {key: attention[key] for key in ("num_heads", "num_kv_heads", "head_dim")}
+
+
+def _gla_options(attention: Values, d_model: int) -> dict[str, Any]:
+    width = attention["num_heads"] * attention["head_dim"] / d_model
+    heads = {key: attention[key] for key in ("num_heads", "num_kv_heads")}
+    return {**heads, "expand_k": width, "expand_v": width, "feature_map": "relu", "output_gate": False}
+
+
+def _supra_options(attention: Values, d_model: int) -> dict[str, Any]:
+    positions = {key: attention[key] for key in ("rotary_base", "rotary_scaling")} if attention["rotary"] else {}
+    return {**_gsa_options(attention, d_model), **positions}
+
+
+def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+    return {**_supra_options(attention, d_model), "expand_v": 1.0, "feature_map": "relu", "output_gate": False}
+
+
+def _attention_options(attention: Values, d_model: int) -> dict[str, Any]:
+    return {key: value for key, value in attention.items() if key != "window"}
+
+
+# Mixers that attention becomes, and their options. The first rows of their input projections are those of attention:
+# queries, keys and values.
+CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
+    "gsa": _gsa_options,
+    "gla": _gla_options,
+    "retnet": _retnet_options,
+    "supra": _supra_options,
+    "attention": _attention_options,
+    "window_attention": _attention_options,
+}
+SOFTMAX = ("attention", "window_attention")
+
+
+def _carry(
+    model: TokenModel, backbone: TokenBackbone, before: tuple[str, ...], after: tuple[str, ...], seed: int
+) -> dict[str, Weight]:
+    """The weights of `model` by the names of `backbone`, and initialised ones where it has more."""
+    wanted, left = backbone.state_dict(), dict(model.weights)
+    found: dict[str, Weight] = {}
+    for name, tensor in wanted.items():
+        old, shape = left.pop(name, None), tuple(tensor.shape)
+        if old is not None and old.shape == shape:
+            found[name] = old
+            continue
+        layer = int(name.split(".")[1])
+        if old is not None and not name.endswith("mixer.in_proj.weight"):
+            raise ValueError(
+                f"{model.label}: {name} has the shape {list(old.shape)}, which layers of {after[layer]} have no "
+                f"place for: theirs is {list(shape)}"
+            )
+        dtype = model.weights["embedding.weight"].dtype if old is None else old.dtype
+        found[name] = Weight(shape, dtype, _new_part(backbone, layer, name, old, dtype, seed))
+    if left:
+        name = min(left)
+        layer = int(name.split(".")[1])
+        raise ValueError(f"{model.label}: layers of {after[layer]} have no place for {name} of {before[layer]}")
+    return found
+
+
+def _new_part(
+    backbone: TokenBackbone, layer: int, name: str, old: Weight | None, dtype: torch.dtype, seed: int
+) -> Callable[[], Tensor]:
+    """Reads an initialised parameter of a block; its first rows are those of `old`."""
+
+    def read() -> Tensor:
+        block = backbone.blocks[layer]
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed + layer)
+            block.to_empty(device="cpu")
+            backbone.init_part(block)
+        value = block.state_dict()[name.split(".", 2)[2]].detach().to(dtype).clone()
+        block.to("meta")
+        if old is not None:
+            value[: old.shape[0]] = old.read()
+        return value
+
+    return read
+
+
+def _ours(
+    label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
+) -> TokenModel:
+    if config.get("kind") != "token":
+        raise ValueError(f"{label} holds a model of the kind {config.get('kind')}, and not a token model")
+    with torch.device("meta"):
+        backbone = models.build(config, label=label)
+    check_revisions(backbone, config.get("revisions"))
+    wanted = backbone.state_dict()
+    if wanted.keys() != weights.keys():
+        name = min(wanted.keys() ^ weights.keys())
+        raise ValueError(f"{label}: the weight {name} is {'missing' if name in wanted else 'not part of its model'}")
+    for name, tensor in wanted.items():
+        if weights[name].shape != tuple(tensor.shape):
+            raise ValueError(f"{label}: {name} has the shape {list(weights[name].shape)}, not {list(tensor.shape)}")
+    return TokenModel(label, models.describe(backbone)["model_args"], weights, folder, text)
+
+
+def _is_ours(folder: Path) -> bool:
+    return json.loads((folder / models.CONFIG_FILE).read_text(encoding="utf-8")).get("library_name") == "longseq"
+
+
+def _spell(family: Family, backbone: TokenBackbone) -> dict[str, dict[str, int]]:
+    """For each weight of ours, those of the family whose rows it has, one below the other."""
+    names = family.names([block.mixer for block in backbone.blocks])
+    spelled = {}
+    for name, tensor in backbone.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        other = names.get(name, names.get(module))
+        if other is None:
+            raise ValueError(f"{family.architecture} has no place for {name}")
+        suffix = "" if name in names else f".{kind}"
+        parts = {other: tensor.shape[0]} if isinstance(other, str) else other
+        spelled[name] = {part + suffix: rows for part, rows in parts.items()}
+    return spelled
+
+
+def _their_shape(name: str, rows: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of `rows` rows of a weight of ours; torch's convolutions over channels have one input each."""
+    rest = shape[1:]
+    return (rows, 1, *rest) if name.endswith("conv1d.weight") else (rows, *rest)
+
+
+def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight], source: Path) -> dict[str, Weight]:
+    """Our weights, of those of a family."""
+    found: dict[str, Weight] = {}
+    read: set[str] = set()
+    wanted = backbone.state_dict()
+    for name, parts in _spell(family, backbone).items():
+        shape = tuple(wanted[name].shape)
+        for part, rows in parts.items():
+            if part not in theirs:
+                raise ValueError(f"{source} lacks the weight {part}")
+            expected = _their_shape(part, rows, shape)
+            if theirs[part].shape != expected:
+                raise ValueError(f"{source}: {part} has the shape {list(theirs[part].shape)}, not {list(expected)}")
+        weights = [theirs[part] for part in parts]
+        kinds = {weight.dtype for weight in weights}
+        if len(kinds) > 1:
+            raise ValueError(f"{source}: {' and '.join(parts)} are of different types")
+        found[name] = Weight(shape, weights[0].dtype, _joined(weights, shape))
+        read |= parts.keys()
+    for name in sorted(theirs.keys() - read):
+        if name.endswith("rotary_emb.inv_freq"):  # computed from config.json
+            continue
+        head, embedding = family.ends.get("head"), family.ends["embedding"]
+        if backbone.head is None and name == f"{head}.weight":
+            if torch.equal(theirs[name].read(), theirs[f"{embedding}.weight"].read()):
+                continue
+            raise ValueError(f"{source}: {name} is not the embedding, to which config.json ties it")
+        raise ValueError(f"{source} has the weight {name}, which no part of the model reads")
+    return found
+
+
+def _joined(weights: list[Weight], shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    return lambda: torch.cat([weight.read().reshape(-1, *shape[1:]) for weight in weights])
+
+
+def _split(family: Family, model: TokenModel) -> dict[str, Weight]:
+    """The weights of a family, of ours."""
+    found: dict[str, Weight] = {}
+    for name, parts in _spell(family, model.backbone()).items():
+        weight, start = model.weights[name], 0
+        for part, rows in parts.items():
+            shape = _their_shape(part, rows, weight.shape)
+            found[part] = Weight(shape, weight.dtype, _rows(weight, start, rows, shape))
+            start += rows
+        assert start == weight.shape[0], name
+    return found
+
+
+def _rows(weight: Weight, start: int, rows: int, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    return lambda: weight.read()[start : start + rows].reshape(shape)
+
+
+def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
+    """The family's config.json of a model, if it means the same model."""
+    own = models.describe(model.backbone())["model_args"]
+    layers, _ = layers_of(own)
+    if strange := sorted(set(layers) - set(family.mixers)):
+        raise ValueError(
+            f"{model.label} has layers of {strange[0]}, and {family.architecture} has {', '.join(family.mixers)} alone"
+        )
+    config = family.config(own)
+    try:
+        again = family.read_config(config)
+    except ValueError as error:
+        raise ValueError(f"{model.label} is no {family.architecture}: {error}") from error
+    with torch.device("meta"):
+        read = models.describe(TokenBackbone(**again))["model_args"]
+    if (found := find_difference(own, read, ignored=("share_directions", "merge"))) is not None:
+        name, value, only = found
+        raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {value}, not {only}")
+    return config
+
+
+def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
+    if model.folder is None and model.text is not None:
+        for name, text in tokenizer_files(model.text["tokenizer"]).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    for name in names:
+        if model.folder is not None and (model.folder / name).is_file():
+            shutil.copyfile(model.folder / name, folder / name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
