@@ -31,6 +31,7 @@ config.json:
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -232,7 +233,12 @@ def _write(
     )
     for name, keys in split.filename_to_tensors.items():
         shard = {key: state[key] for key in keys}
-        save_file(shard, _partial(folder / name), metadata={"format": "pt", CHECKSUM: checksum(shard)})
+        try:
+            save_file(shard, _partial(folder / name), metadata={"format": "pt", CHECKSUM: checksum(shard)})
+        except SafetensorError as error:
+            if "No space left on device" not in str(error):
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / name)) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}

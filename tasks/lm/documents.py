@@ -63,15 +63,17 @@ def score_documents(
     """
     totals = Totals()
     partial = partial_path(output)
-    with context, progress_bar("evaluating", len(parts)) as advance, partial.open("w", encoding="utf-8") as file:
-        for block in _blocks(_read(parts, columns, advance)):
-            for row in _score_block(model, tokenizer, block, batch_size, totals):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    if totals.documents == 0:
-        partial.unlink()
-        told = f": {totals.named[0]}" if totals.named else ""
-        raise ValueError(f"the input holds no document, {totals.malformed} malformed lines or files{told}")
-    partial.replace(output)
+    try:
+        with context, progress_bar("evaluating", len(parts)) as advance, partial.open("w", encoding="utf-8") as file:
+            for block in _blocks(_read(parts, columns, advance)):
+                for row in _score_block(model, tokenizer, block, batch_size, totals):
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if totals.documents == 0:
+            told = f": {totals.named[0]}" if totals.named else ""
+            raise ValueError(f"the input holds no document, {totals.malformed} malformed lines or files{told}")
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
     return totals
 
 

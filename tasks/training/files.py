@@ -1,5 +1,6 @@
 """Atomic writing of files: an interruption leaves the old file or the new one, never a part."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,25 @@ class WholeCheckpoints(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(Path(path))
-        torch.save(checkpoint, partial)
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            if not _is_of_full_disk(error):
+                raise
+            partial.unlink()
+            raise ValueError(
+                f"{path}: the disk is full; a former checkpoint stays as it was, from which the same command with "
+                "resume=true continues once there is room"
+            ) from error
         os.replace(partial, path)
+
+
+def _is_of_full_disk(error: BaseException | None) -> bool:
+    """True if the disk is full; torch raises another error of its own while it handles the system's."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def partial_path(path: Path) -> Path:

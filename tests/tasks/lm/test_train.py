@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import email
+import errno
 import json
 import random
 import shutil
@@ -23,6 +24,7 @@ from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.text import corpora
 from longseq.tasks.training import muon
 from longseq.tasks.training.callbacks import throughput
+from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.muon import create_muon
 
 FILES = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
@@ -112,7 +114,8 @@ def test_a_run_reports_bits_per_byte_beside_gzip_positions_and_samples(run, caps
     assert "The model writes, from the start of a document:" in printed
     events = EventAccumulator(str(folder)).Reload()
     assert len(events.Tensors("val/sample/text_summary")) == 3
-    assert {"train/loss", "val/bits_per_byte", "throughput/tokens_per_second"} <= set(events.Tags()["scalars"])
+    charts = {"train/loss", "train/lr", "val/bits_per_byte", "throughput/tokens_per_second", "train/gradient_norm"}
+    assert charts <= set(events.Tags()["scalars"])
     rates, used = (events.Scalars(f"throughput/{name}") for name in ("tokens_per_second", "mfu"))
     model = longseq.from_pretrained(folder / "model")
     wanted = rates[-1].value * 3 * model.flops(16) / 16 / 1e12
@@ -217,6 +220,14 @@ def test_what_cannot_be_is_one_line(words, message, compose_config, tmp_path):
         train.run(compose_config("train", *WORDS, *words, f"output={tmp_path / 'run'}"))
 
 
+def test_text_that_is_too_short_for_an_update_is_refused_before_anything_is_written(compose_config, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"windows of 16 tokens, and an update needs 1000000 \(recipe\.batch_size=16000000"
+    ):
+        train.run(compose_config("train", *WORDS, "recipe.batch_size=16000000", f"output={tmp_path / 'run'}"))
+    assert not any((tmp_path / "run").iterdir())
+
+
 def make_model():
     torch.manual_seed(0)
     return TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer="gated_deltanet")
@@ -319,13 +330,14 @@ def kill_before(name):
 if place == "writing":
     save = torch.save
 
-    def write_half(content, path):
-        if content.get("global_step") == update and Path(path).name == "last.ckpt.partial":
+    def write_half(content, file):
+        if content.get("global_step") == update and Path(file.name).name == "last.ckpt.partial":
             written = io.BytesIO()
             save(content, written)
-            Path(path).write_bytes(written.getvalue()[: written.tell() // 2])
+            file.write(written.getvalue()[: written.tell() // 2])
+            file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        save(content, path)
+        save(content, file)
 
     torch.save = write_half
 elif place:
@@ -375,6 +387,25 @@ def test_a_checkpoint_that_is_being_written_when_the_process_is_killed_leaves_th
     run("cut", *KILLED, "resume=true")
     assert not (tmp_path / "cut" / "checkpoints" / "last.ckpt.partial").exists()
     assert_same_run(whole, tmp_path / "cut")
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    WholeCheckpoints().save_checkpoint({"weights": torch.zeros(3)}, path)
+    before = path.read_bytes()
+
+    def save_on_full_disk(content, file):
+        file.write(b"the beginning")
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 14592 vs 14486")  # torch, when it closes its archive
+
+    monkeypatch.setattr(torch, "save", save_on_full_disk)
+    with pytest.raises(ValueError, match=r"last\.ckpt: the disk is full; a former checkpoint stays as it was"):
+        WholeCheckpoints().save_checkpoint({"weights": torch.ones(3)}, path)
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.soak
