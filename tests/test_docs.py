@@ -126,7 +126,7 @@ def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.setattr(tasks, "_registered", dict(tasks._registered))
     monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # a file of an example is a module, as in a folder of one's own
     for module in ("my_module", "majority"):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, module)
