@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longseq import models
+from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.files import replacing
 from longseq.mixers import check_revisions
@@ -39,10 +40,6 @@ COPIED = (
     "chat_template.json",
     "generation_config.json",
 )
-
-# Arguments that change nothing in what a trained model computes.
-_TRAINING = ("dropout", "drop_path", "share_directions", "merge", "residual_in_float32", "max_length")
-_TRAINING_OF_MIXERS = ("dt_min", "dt_max")
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
     the type of the weights. `options` are those of the new mixers, as `mixer_options` of `TokenBackbone`.
 
     Source: Gated Slot Attention (Zhang et al., 2024), section 4.2: GLA and RetNet with ReLU as feature map and without
-    an output gate, GSA with grouped keys.
+    an output gate, GSA with grouped keys. SUPRA is that of Mercat et al., 2024.
 
     Raises:
         ValueError: in one line: a mixer is not one of those, or a layer has parameters that have no place in it.
@@ -177,10 +174,13 @@ def _gla_options(attention: Values, d_model: int) -> dict[str, Any]:
     return {**heads, "expand_k": width, "expand_v": width, "feature_map": "relu", "output_gate": False}
 
 
-def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+def _supra_options(attention: Values, d_model: int) -> dict[str, Any]:
     positions = {key: attention[key] for key in ("rotary_base", "rotary_scaling")} if attention["rotary"] else {}
-    bare = {"expand_v": 1.0, "feature_map": "relu", "output_gate": False}
-    return {**_gsa_options(attention, d_model), **bare, **positions}
+    return {**_gsa_options(attention, d_model), **positions}
+
+
+def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+    return {**_supra_options(attention, d_model), "expand_v": 1.0, "feature_map": "relu", "output_gate": False}
 
 
 def _attention_options(attention: Values, d_model: int) -> dict[str, Any]:
@@ -193,6 +193,7 @@ CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
     "gsa": _gsa_options,
     "gla": _gla_options,
     "retnet": _retnet_options,
+    "supra": _supra_options,
     "attention": _attention_options,
     "window_attention": _attention_options,
 }
@@ -355,26 +356,10 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
         raise ValueError(f"{model.label} is no {family.architecture}: {error}") from error
     with torch.device("meta"):
         read = models.describe(TokenBackbone(**again))["model_args"]
-    for name in own:
-        if name in _TRAINING or (own["mlp"] is None and name.startswith("mlp_")):
-            continue
-        if name == "mixer_options":
-            _compare_options(model, family, layers_of(own)[1], layers_of(read)[1])
-        elif name == "mixer" and layers == layers_of(read)[0]:  # different patterns can give the same layers
-            continue
-        elif own[name] != read[name]:
-            raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {own[name]}, not {read[name]}")
+    if (found := find_difference(own, read, ignored=("share_directions", "merge"))) is not None:
+        name, value, only = found
+        raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {value}, not {only}")
     return config
-
-
-def _compare_options(model: TokenModel, family: Family, own: Mapping[str, Values], read: Mapping[str, Values]) -> None:
-    for mixer, options in own.items():
-        for name, value in options.items():
-            if name not in _TRAINING_OF_MIXERS and value != read[mixer][name]:
-                raise ValueError(
-                    f"{model.label} is no {family.architecture}: {name} of its {mixer} layers is {value}, not "
-                    f"{read[mixer][name]}"
-                )
 
 
 def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
