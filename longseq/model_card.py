@@ -48,7 +48,7 @@ def _usage(config: Mapping[str, Any]) -> Iterator[str]:
             'transformers loads it, too (`pip install "longseq[text]"`):',
             "",
             "```python",
-            "import longseq.tools.hugging_face",
+            "import longseq.tools.hugging_face.causal_lm",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             'model = AutoModelForCausalLM.from_pretrained("FOLDER or OWNER/NAME")',

@@ -21,7 +21,7 @@ config.json:
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
     architectures, model_type: of language models, so that transformers loads the folder (see
-        `longseq.tools.hugging_face`).
+        `longseq.tools.hugging_face.causal_lm`).
     window: of models that were trained on text: the tokens of a training window.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
@@ -31,7 +31,6 @@ config.json:
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import os
@@ -53,6 +52,7 @@ from torch import Tensor, distributed, nn
 from longseq.arguments import KeepsArguments, complete
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
 from longseq.checksum import CHECKSUM, checksum
+from longseq.files import partial_path, writing
 from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.mixers import get as get_mixer
 from longseq.mixers.pattern import options_by_name
@@ -233,20 +233,16 @@ def _write(
     )
     for name, keys in split.filename_to_tensors.items():
         shard = {key: state[key] for key in keys}
-        try:
-            save_file(shard, _partial(folder / name), metadata={"format": "pt", CHECKSUM: checksum(shard)})
-        except SafetensorError as error:
-            if "No space left on device" not in str(error):
-                raise
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / name)) from error
+        with writing(folder / name) as partial:
+            save_file(shard, partial, metadata={"format": "pt", CHECKSUM: checksum(shard)})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}
     for name, text in texts.items():
-        _partial(folder / name).write_text(text, encoding="utf-8")
+        partial_path(folder / name).write_text(text, encoding="utf-8")
     written = {*split.filename_to_tensors, *texts}
     for name in written:
-        os.replace(_partial(folder / name), folder / name)
+        os.replace(partial_path(folder / name), folder / name)
     for path in folder.iterdir():  # the weights of another model that was here
         if path.name not in written and (path.name in (WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(path.name)):
             path.unlink()
@@ -666,10 +662,6 @@ def _origin(config: Mapping[str, Any]) -> str:
     version, plugins = config.get("longseq_version", _version()), config.get("plugins") or ()
     other = "" if version == _version() else f"; it was saved by longseq {version}, and this is {_version()}"
     return other + (f"; {', '.join(plugins)} defines parts of it" if plugins else "")
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
 
 
 def _version() -> str:

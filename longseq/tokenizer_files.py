@@ -2,7 +2,8 @@
 
 A tokenizer is a dictionary of plain values. `{"kind": "bytes"}` is the 256 bytes of UTF-8 and the separator, number
 256. `{"kind": "file", "json": TEXT, "separator": NAME}` is a file of the library `tokenizers`: `separator` names the
-token that begins and ends each document, None where the files do not tell. Reading and writing need no other library.
+token that begins and ends each document, None where the files do not tell. Its key `start` names the token in front of
+a text that the model continues, if that is another one, as in Llama. Reading and writing need no other library.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> dict[str, Any] | None:
-    """The tokenizer in a folder; None where it holds no tokenizer.json."""
+    """The tokenizer in the folder of a model; None where it holds no tokenizer.json."""
     path = folder / TOKENIZER_FILE
-    return read_tokenizer(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    tokenizer = read_tokenizer(path)
+    start = None if tokenizer["kind"] == "bytes" else _first_token(json.loads(tokenizer["json"]))
+    return tokenizer if start in (None, tokenizer.get("separator")) else {**tokenizer, "start": start}
 
 
 def tokenizer_files(tokenizer: Mapping[str, Any]) -> dict[str, str]:
     """The files of a tokenizer, their contents by name.
 
-    With them transformers does what `longseq generate` does: a text begins with the separator and ends with it, and
-    shorter texts of a batch are padded on the left. A file that adds tokens of its own choice is left as it is.
+    With them transformers does what `longseq generate` does: a text begins with the separator, or with `start`, and
+    ends with the separator; shorter texts of a batch are padded on the left.
     """
     content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(tokenizer["json"])
     files = {}
@@ -67,10 +72,12 @@ def tokenizer_files(tokenizer: Mapping[str, Any]) -> dict[str, str]:
     }
     if (found := find_separator(tokenizer)) is not None:
         name, number = found
-        settings |= {"bos_token": name, "eos_token": name, "pad_token": name}
-        if (content.get("post_processor") or {}).get("type") in (None, "ByteLevel"):  # neither adds a token
-            content = {**content, "post_processor": _beginning_with(name, number)}
-        generation = {"bos_token_id": number, "eos_token_id": number, "pad_token_id": number}
+        start = tokenizer.get("start") or name
+        first = number if start == name else _numbers(content)[start]
+        settings |= {"bos_token": start, "eos_token": name, "pad_token": name}
+        if _first_token(content) != start:
+            content = {**content, "post_processor": _beginning_with(start, first)}
+        generation = {"bos_token_id": first, "eos_token_id": number, "pad_token_id": number}
         files[GENERATION_FILE] = json.dumps(generation, indent=2) + "\n"
     files[SETTINGS_FILE] = json.dumps(settings, indent=2) + "\n"
     files[TOKENIZER_FILE] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
@@ -128,6 +135,15 @@ def _is_of_bytes(content: Mapping[str, Any]) -> bool:
         and not splitter.get("add_prefix_space")
         and _numbers(content) == {**_byte_names(), _BYTE_SEPARATOR[0]: _BYTE_SEPARATOR[1]}
     )
+
+
+def _first_token(content: Mapping[str, Any]) -> str | None:
+    """The token that a tokenizer file puts in front of a text."""
+    outer = content.get("post_processor") or {}
+    for part in (outer, *(outer.get("processors") or ())):
+        if part.get("type") == "TemplateProcessing" and part["single"] and "SpecialToken" in part["single"][0]:
+            return part["special_tokens"][part["single"][0]["SpecialToken"]["id"]]["tokens"][0]
+    return None
 
 
 def _beginning_with(name: str, number: int) -> dict[str, Any]:

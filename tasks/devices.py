@@ -18,3 +18,8 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name}: this machine has {torch.cuda.device_count()} GPU(s), counted from cuda:0")
     return device
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -19,18 +19,19 @@ from longseq.backbones.continuation import Continuation
 from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.step_graph import can_record, check_step_graph
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
 from longseq.tasks.data.seeds import derive_seed
-from longseq.tasks.devices import choose_device
+from longseq.tasks.devices import choose_device, is_out_of_memory
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.text.stream import StopStrings, TextStream
 from longseq.tasks.text.tokenizer import Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
-from longseq.tasks.training.files import write_text
+from longseq.tasks.training.files import prepare_file, write_text
 from longseq.tasks.training.options import Length, Range
 
 # The tasks whose models write text.
@@ -90,18 +91,42 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return what is new."""
     keys = read_command(GenerateKeys, cfg)
     assert keys.checkpoint is not None
+    for key in ("output", "save_state"):
+        if (file := getattr(keys, key)) is not None:
+            prepare_file(Path(file), key)
     device = choose_device(keys.device)
     prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
-    if empty := [index for index, prompt in enumerate(prompts, 1) if not prompt]:
-        place = "prompt" if keys.input is None else f"{keys.input}: prompt {empty[0]}"
-        raise ValueError(f"{place} is empty: give the text to continue")
+    for number, prompt in enumerate(prompts, 1):
+        _check_prompt(prompt, "prompt" if keys.input is None else f"{keys.input}: prompt {number}")
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=TASKS)
     info = TextInfo.from_dict(loaded.data)
     tokenizer = info.make_tokenizer()
     model: Any = loaded.backbone.to(getattr(torch, keys.dtype)).eval()
-    writer = Writer(model, tokenizer, keys)
-    if keys.state is not None:
-        results = [writer.resume(Path(keys.state), show=_show)]
+    try:
+        results = _write_and_show(Writer(model, tokenizer, keys), prompts)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # stopped by hand: what has been written stands on the screen
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        together = min(len(prompts), keys.batch_size) or 1
+        raise ValueError(
+            f"out of memory with {together} prompts at once and max_new_tokens={keys.max_new_tokens}: give a smaller "
+            "batch_size or max_new_tokens, for which attention reserves room, or dtype=bfloat16"
+        ) from error
+    rows = [
+        {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
+        for prompt, written in zip_longest(prompts, results)
+    ]
+    if keys.output is not None:
+        write_text(Path(keys.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return rows
+
+
+def _write_and_show(writer: Writer, prompts: Sequence[str]) -> list[Written]:
+    """A single text is shown as it is written, several ones when all are."""
+    if writer.keys.state is not None:
+        results = [writer.resume(Path(writer.keys.state), show=_show)]
         print()
     elif len(prompts) == 1:
         _show(prompts[0])
@@ -110,15 +135,18 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     else:
         results = writer.write(prompts)
         for prompt, written in zip(prompts, results, strict=True):
-            print(f"{prompt}{written.text}\n")
-    rows = [
-        {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
-        for prompt, written in zip_longest(prompts, results)
-    ]
-    if keys.output is not None:
-        Path(keys.output).parent.mkdir(parents=True, exist_ok=True)
-        write_text(Path(keys.output), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return rows
+            _show(f"{prompt}{written.text}\n\n")
+    return results
+
+
+def _check_prompt(prompt: str, place: str) -> None:
+    """Raise ValueError for a prompt that is empty, or has parts that are no characters, as JSON and terminals allow."""
+    if not prompt:
+        raise ValueError(f"{place} is empty: give the text to continue")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} is no UTF-8: {error.reason} at character {error.start + 1}") from error
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -182,6 +210,7 @@ class Writer:
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
         read, written = saved["read"], saved["written"]
+        self._check_positions(len(read) + len(written), f"the text of state={path}")
         with torch.inference_mode():
             tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
             state = fill_state(self.model.initial_state(1), tensors)
@@ -190,16 +219,18 @@ class Writer:
 
     @torch.inference_mode()
     def _write(self, requests: Sequence[Request], show: Callable[[str], None] | None) -> list[Written]:
-        lengths = [len(request.tokens) for request in requests]
-        # Packed, prompts of different lengths need no padding.
-        tokens = torch.tensor([token for request in requests for token in request.tokens], device=self.device)
-        borders = torch.tensor([0, *accumulate(lengths)])
-        packing = None if len(requests) == 1 else Packing(borders, device=self.device)
-        features, state = self.model.forward_features(
-            tokens[None], cu_seqlens=packing, max_length=max(lengths) + self.keys.max_new_tokens
-        )
-        scores = self.model.forward_head(features[0, (borders[1:] - 1).to(self.device)])
-        del features  # of all prompts, and not needed while tokens are drawn
+        rows = [torch.tensor(request.tokens, device=self.device) for request in requests]
+        lengths = [len(row) for row in rows]
+        room = max(lengths) + self.keys.max_new_tokens
+        if len(set(lengths)) == 1:
+            features, state = self.model.forward_features(torch.stack(rows), max_length=room)
+            last = features[:, -1]
+        else:  # packed, they need no padding
+            packing = Packing(torch.tensor([0, *accumulate(lengths)]), device=self.device)
+            features, state = self.model.forward_features(torch.cat(rows)[None], cu_seqlens=packing, max_length=room)
+            last = features[0, packing.cu_seqlens[1:] - 1]
+        scores = self.model.forward_head(last)
+        del features, last  # of all prompts, and not needed while tokens are drawn
         return self._continue(requests, state, scores, [[] for _ in requests], show)
 
     @torch.inference_mode()
@@ -223,7 +254,7 @@ class Writer:
         sampler = TokenSampler(self.sampling, seeds.to(self.device), drawn=len(before[0]), seen=seen)
         writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
         del state, scores
-        for drawn in _draw(writing, keys.max_new_tokens):
+        for drawn in draw_tokens(writing, keys.max_new_tokens):
             for one, text, token in zip(written, texts, drawn, strict=True):
                 self._take(one, text, token, show)
             if all(one.reason is not None for one in written):
@@ -259,19 +290,22 @@ class Writer:
             written.reason = "stop"
 
     def _encode(self, prompt: str) -> list[int]:
-        tokens = [self.tokenizer.separator, *map(int, self.tokenizer.encode(prompt))]
-        most = self.model.max_length
+        tokens = [self.tokenizer.start, *map(int, self.tokenizer.encode(prompt))]
         if max(tokens) >= self.model.vocab_size:
             raise ValueError(
                 f"the prompt has the token {max(tokens)}, and the model knows {self.model.vocab_size}: the tokenizer "
                 "is not that of the model"
             )
-        if most is not None and len(tokens) + self.keys.max_new_tokens > most:
+        self._check_positions(len(tokens), "the prompt")
+        return tokens
+
+    def _check_positions(self, tokens: int, what: str) -> None:
+        most = self.model.max_length
+        if most is not None and tokens + self.keys.max_new_tokens > most:
             raise ValueError(
-                f"the prompt of {len(tokens)} tokens and max_new_tokens={self.keys.max_new_tokens} are more than the "
+                f"{what} of {tokens} tokens and max_new_tokens={self.keys.max_new_tokens} are more than the "
                 f"{most} positions that the model has learned: give fewer"
             )
-        return tokens
 
     def _seen(self, requests: Sequence[Request], before: Sequence[list[int]], vocabulary: int) -> Tensor | None:
         if self.sampling.repetition_penalty == 1:
@@ -282,7 +316,7 @@ class Writer:
         return seen.to(self.device)
 
 
-def _draw(writing: Continuation, count: int) -> Iterator[list[int]]:
+def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
     """Yield the next tokens of all rows, so many times.
 
     A GPU draws the next ones while the host handles these. So one more may have been drawn when a caller stops.
@@ -327,19 +361,18 @@ def _add(written: Written, text: str, show: Callable[[str], None] | None) -> Non
 
 
 def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Print text at once; a question mark takes the place of what the terminal's encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def _save_state(
     path: Path, model: TokenBackbone, state: Any, scores: Tensor, request: Request, written: list[int]
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
     tensors = {name: tensor.cpu() for name, tensor in state_tensors(state)}
     content = {"state": tensors, "scores": scores.cpu(), "read": request.tokens, "written": written}
-    torch.save({**content, "model": _fingerprint(model)}, partial)
-    partial.replace(path)
+    with replacing(path) as partial:
+        torch.save({**content, "model": _fingerprint(model)}, partial)
 
 
 def _fingerprint(model: TokenBackbone) -> str:

@@ -21,6 +21,7 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
+from longseq.tasks.devices import is_out_of_memory
 from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
@@ -37,7 +38,7 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.trainer import build_callbacks, build_trainer
 
-RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms")
+RUN_FACTS = ("epochs", "updates", "seconds", "parameters", "data_wait_ms", "gpu_memory_gib")
 
 
 class Parts(NamedTuple):
@@ -83,8 +84,9 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     try:
         with stoppable():
             _fit(trainer, module, datamodule, config, checkpoint)
+            memory = _peak_memory(trainer)
             metrics = _test(trainer, module, datamodule, config)
-        metrics |= _run_facts(trainer, module)
+        metrics |= _run_facts(trainer, module) | memory
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         if isinstance(trainer.logger, RunLogger):
@@ -143,8 +145,21 @@ def _refuse_distributed_sweep(config: dict[str, Any]) -> None:
 def _fit(
     trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config, checkpoint: Path | None
 ) -> None:
+    if _trains_on_gpu(trainer):
+        torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
     with _memory_explained(trainer, module, datamodule, config["task"]["unit"]):
         trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+
+
+def _trains_on_gpu(trainer: Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda"
+
+
+def _peak_memory(trainer: Trainer) -> dict[str, float]:
+    """The most memory that tensors of this process have taken on its GPU, in GiB."""
+    if not _trains_on_gpu(trainer):
+        return {}
+    return {"gpu_memory_gib": round(torch.cuda.max_memory_allocated(trainer.strategy.root_device) / 2**30, 2)}
 
 
 @contextmanager
@@ -152,7 +167,7 @@ def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: Tas
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         # Lightning has forgotten the stage by now; the module is still in the mode in which it failed.
         if module.training:
@@ -165,10 +180,6 @@ def _memory_explained(trainer: Trainer, module: LightningModule, datamodule: Tas
             batch = datamodule.eval_batch_size
             remedy = f"evaluate fewer at a time with data.eval_batch_size={max(1, batch // 2)}"
         raise ValueError(f"out of memory with {batch} {unit} on a device at a time: {remedy}") from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData, config: Config) -> dict[str, Any]:
@@ -259,7 +270,9 @@ def _record(
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
     rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
-    rows.append(("time", f"{metrics['seconds']:.0f} s{rate}"))
+    memory = metrics.get("gpu_memory_gib")
+    most = "" if memory is None else f", {memory} GiB of GPU memory"
+    rows.append(("time", f"{metrics['seconds']:.0f} s{rate}{most}"))
     best = best_checkpoint(trainer)
     if best:
         if kind_of(module.backbone) is not None:

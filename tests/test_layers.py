@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     ("longseq.kernels", ROOT / "kernels"),
     ("longseq.state", ROOT / "longseq" / "state.py"),
+    ("longseq.files", ROOT / "longseq" / "files.py"),
     ("longseq.parameters", ROOT / "longseq" / "parameters.py"),
     ("longseq.arguments", ROOT / "longseq" / "arguments.py"),
     ("longseq.plugins", ROOT / "longseq" / "plugins.py"),

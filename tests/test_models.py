@@ -473,13 +473,3 @@ def test_a_sharded_model_is_of_its_own_kind() -> None:
     expected = models.describe(model)
     model.__class__ = type("FSDPImageBackbone", (FSDPModule, ImageBackbone), {})
     assert models.describe(model) == expected
-
-
-def test_a_full_disk_is_the_error_of_the_system(tmp_path, monkeypatch):
-    def save_on_full_disk(*arguments, **options):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(models, "save_file", save_on_full_disk)
-    model = TokenBackbone(vocab_size=11, d_model=16, depth=1, mixer="deltanet")
-    with pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors"):
-        model.save_pretrained(tmp_path / "model")

@@ -133,9 +133,7 @@ def main() -> int:
     overrides = arguments[words:]
     try:
         check_arguments(name, overrides)
-        overrides = load_plugins(_take_task(name, overrides))
-        if name in NAME_A_MIXER:
-            overrides = [_as_name(override) for override in overrides]
+        overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
@@ -176,6 +174,10 @@ def _run_verb(name: str, overrides: list[str]) -> None:
             plugins.check_loaded(cfg.plugins, "the configuration")  # a plug-in that only a file names is not imported
             check_choices(cfg, HydraConfig.get().runtime)
             return run(cfg)
+        except BrokenPipeError:
+            # Who reads the output has enough of it, as `head` has. What is left of it goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise SystemExit(1) from None
         except Exception as error:
             if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
                 raise
@@ -193,6 +195,11 @@ def _run_verb(name: str, overrides: list[str]) -> None:
         hydra.main(version_base="1.3", config_path="pkg://longseq.conf", config_name=name.replace(" ", "_"))(task)()
     finally:
         sys.argv = command_line
+
+
+def overrides_for_hydra(name: str, overrides: list[str]) -> list[str]:
+    """A verb's overrides as Hydra takes them."""
+    return [_as_name(override) for override in overrides] if name in NAME_A_MIXER else overrides
 
 
 def _as_name(override: str) -> str:

@@ -72,7 +72,8 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         return _unknown_option(error.missing_cfg_file, error.options)
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         place = "" if error.filename is None else f"{error.filename}: "
-        return f"{place}{(error.strerror or str(error)).lower()}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return place + ("the disk is full: make room first" if full else (error.strerror or str(error)).lower())
     if isinstance(error, ConfigCompositionException) and (match := _NOT_THERE.match(str(error))):
         return _unknown_key(match["key"], verb, arguments) or " ".join(str(error).split())
     if isinstance(error, OverrideParseException):

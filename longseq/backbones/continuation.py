@@ -24,7 +24,8 @@ class Continuation:
         cuda_graph: record the step and the sampler as one `StepGraph`, and replay it.
 
     Attributes:
-        state, logits: after all drawn tokens but the last, and after `read` after all.
+        state: after all drawn tokens but the last, and after `read` after all. So is `logits`.
+        graph: the `StepGraph`, once there is one.
 
     Raises:
         ValueError: a graph cannot record the model or its state.
@@ -39,10 +40,16 @@ class Continuation:
         *,
         cuda_graph: bool = False,
     ) -> None:
-        self.model, self.state, self.logits, self.sampler = model, state, logits, sampler
+        self.model, self.state, self.sampler = model, state, sampler
         self.cuda_graph = cuda_graph
-        self._graph: StepGraph | None = None
+        self.graph: StepGraph | None = None
+        self._logits = logits
         self._token: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """The scores `[B, vocab_size]` of the token that follows what was read."""
+        return self._logits if self.graph is None else self.graph.logits
 
     def draw(self) -> Tensor:
         """Return the next token of each row: `[B]`."""
@@ -62,12 +69,12 @@ class Continuation:
         if self.cuda_graph:
             self._replay(self._token)
         else:
-            self.logits, self.state = self.model.step(self._token, self.state)
+            self._logits, self.state = self.model.step(self._token, self.state)
 
     def _replay(self, token: Tensor) -> Tensor:
-        if self._graph is None:
-            self._graph = StepGraph(self.model, self.state, self.sampler)
-            self.state, self.logits = self._graph.state, self._graph.logits
-            self._graph.token.copy_(token)
-        self._graph.replay()
-        return self._graph.token
+        if self.graph is None:
+            self.graph = StepGraph(self.model, self.state, self.sampler)
+            self.state = self.graph.state
+            self.graph.token.copy_(token)
+        self.graph.replay()
+        return self.graph.token

@@ -48,8 +48,13 @@ class StepGraph:
         self.room = model.room(self.state)
         self._check_room()
         rows = next(tensor.shape[0] for _, tensor in state_tensors(self.state))
-        device = next(model.parameters()).device
-        self.token = torch.zeros(rows, dtype=torch.long, device=device)
+        self.model, self.sampler = model, sampler
+        self.token = torch.zeros(rows, dtype=torch.long, device=next(model.parameters()).device)
+        self.logits: Tensor
+        self._record()
+
+    def _record(self) -> None:
+        device = self.token.device
         # Autocast's cache of weights is freed when autocast ends, but a graph would still read it.
         casts = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with torch.no_grad(), casts, torch.cuda.device(device):
@@ -58,20 +63,24 @@ class StepGraph:
             with torch.cuda.stream(side):
                 # The first calls compile kernels and choose those of libraries, which cannot be recorded. What they
                 # write into preallocated keys and values is at the place of the next token.
-                rehearsing = copy.deepcopy(sampler)
+                rehearsing = copy.deepcopy(self.sampler)
                 for _ in range(3):
-                    logits, _ = model.step(self.token, self.state)
+                    logits, _ = self.model.step(self.token, self.state)
                     if rehearsing is not None:
                         rehearsing(logits)
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph, stream=side):
-                    self.logits, following = model.step(self.token, self.state)
-                    for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
-                        if kept is not new:  # written in place
-                            kept.copy_(new)
-                    if sampler is not None:
-                        self.token.copy_(sampler(self.logits))
+                    self._advance()
             torch.cuda.current_stream().wait_stream(side)
+
+    def _advance(self) -> None:
+        """What a replay runs."""
+        self.logits, following = self.model.step(self.token, self.state)
+        for (_, kept), (_, new) in zip(state_tensors(self.state), state_tensors(following), strict=True):
+            if kept is not new:  # written in place
+                kept.copy_(new)
+        if self.sampler is not None:
+            self.token.copy_(self.sampler(self.logits))
 
     def __call__(self, token: Tensor) -> Tensor:
         """Read one more token `[B]`; returns logits `[B, vocab_size]`, which the next call overwrites."""

@@ -31,6 +31,14 @@ class AlignedLinear(nn.Linear):
         return y if keep_padding else y[..., : self.out_features]
 
 
+class UpcastLinear(nn.Linear):
+    """`nn.Linear` that computes in the type of its input, whatever that of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(x, self.weight.to(x.dtype), bias)
+
+
 def project_padded(layer: nn.Linear, x: Tensor) -> Tensor:
     """Project by a layer and keep the padding of an `AlignedLinear`. The caller ignores the padded channels.
 

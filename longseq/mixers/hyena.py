@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.packing import front_places, gather_tokens, pack_rows, rows_of, scatter_tokens, unpack_rows
+from longseq.blocks.linear import UpcastLinear
+from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse, halves, turn
+from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
 LOWEST_BAND = 1e-4  # the lowest frequency in the inputs of filters
@@ -135,20 +135,14 @@ class Hyena(Mixer[HyenaState]):
         )
         if packing is not None:
             mixed, mask = unpack_rows(mixed, packing), rows_of(packing)
-        if state is None and mask is None:
-            y, inputs = self._convolve(mixed, None, None, reverse)
-            inputs = [turn(x, reverse) for x in inputs]
-            length = torch.full((y.shape[0],), y.shape[1], device=y.device)
-        else:
-            real = torch.ones_like(mixed[..., 0], dtype=torch.bool) if mask is None else mask
-            start = real.new_zeros(real.shape[0], dtype=torch.long) if state is None else state.length
-            kept = mixed.new_zeros(mixed.shape[0], 0, self.order - 1, self.d_model) if state is None else state.inputs
-            place = turn(front_places(turn(real, reverse), start), reverse)
-            y, inputs = self._convolve(mixed * real.unsqueeze(-1), kept, place)
-            length = start + real.sum(1)
+        reading = Reading.of(mixed, None if state is None else state.length, mask, reverse)
+        y, inputs = self._convolve(mixed, None if state is None else state.inputs, reading)
         if packing is not None:
             y = pack_rows(y, packing)
-        return y, HyenaState(required(convolution), torch.stack(inputs, dim=2), length) if output_final_state else None
+        if not output_final_state:
+            return y, None
+        kept = torch.stack([reading.keep(row) for row in inputs], dim=2)
+        return y, HyenaState(required(convolution), kept, reading.length)
 
     def scan_step(self, projected: Tensor, state: HyenaState) -> tuple[Tensor, HyenaState]:
         y, following = self.scan(projected.unsqueeze(1), state)
@@ -161,13 +155,10 @@ class Hyena(Mixer[HyenaState]):
         inputs = torch.zeros(batch, 0, self.order - 1, self.d_model, device=device, dtype=dtype)
         return HyenaState(convolution, inputs, torch.zeros(batch, dtype=torch.long, device=device))
 
-    def _convolve(
-        self, mixed: Tensor, past: Tensor | None, place: Tensor | None, reverse: Reverse = False
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _convolve(self, mixed: Tensor, past: Tensor | None, reading: Reading) -> tuple[Tensor, list[Tensor]]:
         """Gate and convolve `mixed [B, T, (N + 1) d_model]`; returns `[B, T, d_model]` and the convolutions' inputs.
 
-        With `past [B, P, N - 1, d_model]`, token t of row b is at index `place[b, t]` of the P + T tokens in the order
-        of reading. Without `past`, tokens are read in their own order, or from the end as `reverse` says.
+        `past [B, P, N - 1, d_model]` are their inputs in earlier calls.
         """
         *gates, z = mixed.chunk(self.order + 1, dim=-1)
         length = z.shape[1] if past is None else past.shape[1] + z.shape[1]
@@ -177,27 +168,20 @@ class Hyena(Mixer[HyenaState]):
         inputs = []
         for index, gate in enumerate(reversed(gates[1:])):
             own = gate * z
-            row = own
-            if past is not None and place is not None:
-                row = functional.pad(past[:, :, index].to(own.dtype), (0, 0, 0, own.shape[1]))
-                row = scatter_tokens(own, place, row)
+            row = reading.join(own, None if past is None else past[:, :, index])
             inputs.append(row)
-            z = long_convolution(row, filters[..., index], reverse)
-            if place is not None:
-                z = gather_tokens(z, place)
+            z = reading.convolve(row, filters[..., index])
             z = (z + skips[index] * own).to(own.dtype)
         return gates[0] * z, inputs
 
     def scan_flops(self, tokens: int) -> int:
-        # For each channel: three transforms of twice the length, and six operations for each product of complex
-        # numbers.
-        transform = 5 * 2 * tokens * math.ceil(math.log2(2 * tokens))
-        channel = 3 * transform + 6 * tokens + 3 * tokens
         filters = self.filter.flops(tokens)
+        # Each channel of a convolution has a gate, a skip and their sum.
+        channel = convolution_flops(tokens) + 3 * tokens
         return (self.order - 1) * self.d_model * channel + filters + self.convolution.flops(tokens)
 
 
-class FilterLinear(nn.Linear):
+class FilterLinear(UpcastLinear):
     """A linear layer of a filter, without weight decay."""
 
     no_weight_decay_names = ("weight", "bias")
@@ -262,9 +246,9 @@ class ImplicitFilter(nn.Module):
             h = torch.cat([time, angle.cos(), -angle.sin()], dim=-1)
             *hidden, last = self.layers
             for layer in hidden:
-                h = torch.sin(self.frequency.to(wide) * _apply(layer, h))
+                h = torch.sin(self.frequency.to(wide) * layer(h))
             time = time.to(dtype)
-            return _apply(last, h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
+            return last(h.to(dtype)) * (torch.exp(-time * self._rates(time)) + self.bias)
 
     def _rates(self, time: Tensor) -> Tensor:
         """α of each channel, from slow to fast."""
@@ -274,32 +258,3 @@ class ImplicitFilter(nn.Module):
     def flops(self, length: int) -> int:
         """Count the floating-point operations of the network at `length` distances."""
         return 2 * length * sum(layer.weight.numel() for layer in self.layers)
-
-
-def _apply(layer: Any, x: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return functional.linear(x, layer.weight.to(x.dtype), bias)
-
-
-def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Tensor:
-    """Causal convolution of each channel of `x [B, L, D]` with `filters [L, D]`, in the type of the filters.
-
-    With `reverse` it is the correlation, in which a token sees the later ones; with "second_half", this holds for the
-    second half of the rows.
-
-    It is computed by Fourier transforms of twice the length. Exported graphs have a convolution with L taps instead,
-    because the Fourier transforms of ONNX runtimes have errors of 1e-4.
-    """
-    if reverse == "second_half":
-        forward, backward = halves(x)
-        return torch.cat((long_convolution(forward, filters), long_convolution(backward, filters, True)))
-    length = x.shape[1]
-    with without_autocast(x):
-        x = x.to(filters.dtype)
-        if is_exporting():
-            window = functional.pad(x.mT, (0, length - 1) if reverse else (length - 1, 0))
-            taps = filters if reverse else filters.flip(0)
-            return functional.conv1d(window, taps.mT.unsqueeze(1), groups=filters.shape[1]).mT
-        response = torch.fft.rfft(filters, n=2 * length, dim=0)
-        spectrum = torch.fft.rfft(x, n=2 * length, dim=1) * (response.conj() if reverse else response)
-        return torch.fft.irfft(spectrum, n=2 * length, dim=1)[:, :length]

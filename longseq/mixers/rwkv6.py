@@ -11,13 +11,14 @@ from typing_extensions import Self
 
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels import linear_attention, linear_attention_step, short_convolution
+from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 
 PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, each mix two tokens
 
@@ -122,14 +123,13 @@ class RWKV6(Mixer[RWKV6State]):
         shift, memory = (None, None) if state is None else state
         packing = pack_like(cu_seqlens, projected)
         keep = self.needs_state(output_final_state)
-        previous, latest = short_convolution(
+        previous, latest = previous_tokens(
             projected,
-            _previous_tap(projected),
-            initial_state=shift,
-            output_final_state=output_final_state,
+            shift,
             cu_seqlens=packing,
             mask=mask,
             reverse=reverse,
+            output_final_state=output_final_state,
             backend=self.backend,
         )
         r, k, v, decay, gate = self._project(projected, previous)
@@ -138,7 +138,9 @@ class RWKV6(Mixer[RWKV6State]):
             k, decay = k * mask[..., None, None], decay * mask[..., None, None]
         o, memory = self._recur(r, k, v, decay, memory, packing, reverse, keep)
         if keep:
-            r_last, k_last, v_last, decay_last = (_latest(x, packing, reverse) for x in (r, k, v, decay))
+            r_last, k_last, v_last, decay_last = (
+                latest_token(x, packing=packing, reverse=reverse) for x in (r, k, v, decay)
+            )
             _, memory = linear_attention_step(
                 r_last, k_last, v_last, required(memory), g=decay_last, backend=self.step_backend
             )
@@ -150,8 +152,7 @@ class RWKV6(Mixer[RWKV6State]):
         if backward is self:  # one projection for the rows of both directions
             y, _ = self.scan(repeat_rows(projected), mask=repeat_rows(mask), reverse="second_half")
             return y.unflatten(0, (2, -1)).sum(0)
-        taps = _previous_tap(projected).expand(2, -1, -1)
-        previous, _ = short_convolution(projected, taps, mask=mask, reverse="second_half", backend=self.backend)
+        previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair = (self, backward)
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
@@ -188,12 +189,15 @@ class RWKV6(Mixer[RWKV6State]):
         A token reads the state that the token before it has left. Therefore keys, values and decays enter the operation
         one token later, and those of the last token do not enter.
         """
-        first = None if packing is None else _first_places(packing, reverse)
+        rows = r.shape[0] if packing is None else packing.count
+        k, v, decay = (
+            shift_tokens(x, x.new_zeros(rows, *x.shape[2:]), packing=packing, reverse=reverse) for x in (k, v, decay)
+        )
         o, memory = linear_attention(
             r,
-            _later(k, first, reverse),
-            _later(v, first, reverse),
-            g=_later(decay, first, reverse),
+            k,
+            v,
+            g=decay,
             initial_state=memory,
             output_final_state=keep,
             cu_seqlens=packing,
@@ -230,37 +234,3 @@ class RWKV6(Mixer[RWKV6State]):
         # The decay takes K V, writing and reading 2 K V each, and the bonus 3 K and 2 V.
         recurrence = 5 * self.d_model * self.head_dim + 5 * self.d_model
         return tokens * (2 * weights + recurrence)
-
-
-def _previous_tap(x: Tensor) -> Tensor:
-    """The taps `[D, 2]` that shift `x [B, T, D]` by one token."""
-    return torch.arange(1, -1, -1, device=x.device, dtype=x.dtype).expand(x.shape[-1], 2)
-
-
-def _later(x: Tensor, first: Tensor | None, reverse: Reverse) -> Tensor:
-    """Shift `x [B, T, ...]` by one token in the order of reading. Zeros come first; in packed rows, at the tokens
-    `first`.
-    """
-    if reverse == "second_half":
-        ahead, behind = halves(x)
-        return torch.cat((_later(ahead, None, False), _later(behind, None, True)))
-    zeros = torch.zeros_like(x[:, :1])
-    x = torch.cat([x[:, 1:], zeros] if reverse else [zeros, x[:, :-1]], dim=1)
-    return x if first is None else x.masked_fill(first.view(-1, *[1] * (x.dim() - 2)), 0)
-
-
-def _latest(x: Tensor, packing: Packing | None, reverse: Reverse) -> Tensor:
-    """The token of each sequence of `x [B, T, ...]` that is read last; zeros for an empty packed sequence."""
-    if reverse == "second_half":
-        ahead, behind = halves(x)
-        return torch.cat((ahead[:, -1], behind[:, 0]))
-    if packing is None:
-        return x[:, 0] if reverse else x[:, -1]
-    place = packing.cu_seqlens[:-1] if reverse else packing.cu_seqlens[1:] - 1
-    latest = x[0, place.clamp(0, x.shape[1] - 1)]
-    return latest.masked_fill((packing.lengths == 0).view(-1, *[1] * (latest.dim() - 1)), 0)
-
-
-def _first_places(packing: Packing, reverse: Reverse) -> Tensor:
-    """A mask `[T]` of the tokens that are read first in their sequence."""
-    return packing.positions == (packing.lengths[packing.sequence] - 1 if reverse else 0)

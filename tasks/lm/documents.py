@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
 from longseq.tasks.lm.likelihood import document_rows, score_rows
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.documents import Document
 from longseq.tasks.text.sources import Columns, Malformed, Part, read_part
 from longseq.tasks.text.tokenizer import Tokenizer
-from longseq.tasks.training.files import partial_path
 
 # Documents whose text is in memory; those of similar lengths among them are read together.
 _BLOCK = 1024
@@ -62,8 +62,7 @@ def score_documents(
     ValueError, in one line: no document can be read, or the tokenizer is not that of the model.
     """
     totals = Totals()
-    partial = partial_path(output)
-    try:
+    with replacing(output) as partial:
         with context, progress_bar("evaluating", len(parts)) as advance, partial.open("w", encoding="utf-8") as file:
             for block in _blocks(_read(parts, columns, advance)):
                 for row in _score_block(model, tokenizer, block, batch_size, totals):
@@ -71,9 +70,6 @@ def score_documents(
         if totals.documents == 0:
             told = f": {totals.named[0]}" if totals.named else ""
             raise ValueError(f"the input holds no document, {totals.malformed} malformed lines or files{told}")
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
     return totals
 
 

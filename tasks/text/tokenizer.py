@@ -22,11 +22,13 @@ _INSTALL = 'tokenizer files need the library tokenizers: pip install "longseq[te
 class Tokenizer(ABC):
     """Maps text to numbers below `vocab_size` and back.
 
-    `separator` is the token that begins and ends each document. No text maps to it.
+    `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
+    text that a model continues: the separator, or what a model of another library was trained with.
     """
 
     vocab_size: int
     separator: int
+    start: int
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -53,7 +55,7 @@ class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and the separator, 256."""
 
     vocab_size = 257
-    separator = 256
+    separator = start = 256
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         # A lone surrogate raises UnicodeEncodeError, which is a ValueError.
@@ -72,12 +74,15 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`, from the JSON text of its file.
 
-    `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. Tokens that a
+    `separator` is the name of a token; by default the end-of-text token of well-known vocabularies. `start` is the name
+    of the token in front of a text, by default the separator. Tokens that a
     tokenizer adds around a text by itself are left out. ValueError if the text is not a tokenizer, if it has no such
     token, or if the library is not installed.
     """
 
-    def __init__(self, text: str, separator: str | None = None, name: str = "the tokenizer") -> None:
+    def __init__(
+        self, text: str, separator: str | None = None, name: str = "the tokenizer", start: str | None = None
+    ) -> None:
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as error:
@@ -99,6 +104,10 @@ class FileTokenizer(Tokenizer):
                 f"{name} has no {wanted}: give separator=TOKEN, a token of its vocabulary that no text has"
             )
         self.separator_name, self.separator = found
+        begins = _find_separator(self._tokenizer, start) if start else found
+        if begins is None:
+            raise ValueError(f"{name} has no {start!r}, with which its texts begin")
+        self.start_name, self.start = begins
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         for text in texts:
@@ -112,7 +121,8 @@ class FileTokenizer(Tokenizer):
         return self._tokenizer.decode([t for t in tokens if t != self.separator], skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "file", "separator": self.separator_name, "json": self._text}
+        own = {} if self.start == self.separator else {"start": self.start_name}
+        return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
 
     def describe(self) -> str:
         return f"{json.loads(self._text)['model'].get('type') or 'tokenizer'} of {self.vocab_size} tokens"
@@ -141,7 +151,7 @@ def tokenizer_from_dict(values: Mapping[str, Any], name: str = "the tokenizer") 
     if values["kind"] == "bytes":
         return ByteTokenizer()
     if values["kind"] == "file":
-        return FileTokenizer(values["json"], values["separator"], name)
+        return FileTokenizer(values["json"], values["separator"], name, values.get("start"))
     raise ValueError(f"tokenizers of the kind {values['kind']!r} are unknown: this file is of a later version")
 
 

@@ -39,12 +39,14 @@ class Holder(NamedTuple):
 def locked(folder: Path, key: str = "hydra.run.dir") -> Iterator[None]:
     """Hold the lock of a run folder, which a person chooses by `key`.
 
-    Raises ValueError, in one line, if another process that may be alive holds it.
+    Raises ValueError, in one line, if another process that may be alive holds it, or the folder is read-only.
 
     The lock of an ended process of this host is taken over. The lock file is written beside its destination and then
     linked there. The link fails if the file exists, also on network file systems.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} is read-only: choose another {key}")
     path, own = folder / LOCK_FILE, Holder(os.getpid(), socket.gethostname(), _start_of(os.getpid()), _job())
     while not _create(path, own):
         holder = _read(path)

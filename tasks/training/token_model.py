@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
+from longseq.models import describe
 from longseq.tasks.training.model import TaskModel, mixer_options, without_weights
-from longseq.tasks.training.options import Range
+from longseq.tasks.training.options import Range, spell
 
 # The only model of these tasks, as `config.model` names it.
 MODEL = "token"
@@ -31,6 +33,7 @@ class TokenModelKeys:
     mlp_ratio: Annotated[float | None, Range(above=0)] = None
     mlp_bias: bool | None = None
     norm: Literal["rms", "layer"] | None = None
+    norm_eps: Annotated[float | None, Range(above=0)] = None
     norm_order: Literal["pre", "post"] | None = None
     positions: Literal["none", "learned"] | None = None
     max_length: Annotated[int | None, Range(1)] = None
@@ -44,6 +47,22 @@ class TokenModelKeys:
 
 class TokenModel(TaskModel):
     """Builds token models; each task's own class passes the vocabulary."""
+
+    def initialize(self, model: Any, trained: Any) -> None:
+        """As `TaskModel.initialize`; ValueError also if the models compute different functions of the same weights."""
+        super().initialize(model, trained)
+        own, its = (describe(one)["model_args"] for one in (model, trained))
+        if (
+            found := find_difference(own, its, ignored=("vocab_size", "direction", "share_directions", "merge"))
+        ) is None:
+            return
+        option, _, mixer = found.name.partition(" of ")
+        place = f"+mixer.options.{mixer}.{option}" if "+" in own["mixer"] else f"mixer.options.{option}"
+        key = place if mixer else "mixer" if found.name == "mixer" else f"model.{found.name}"
+        raise ValueError(
+            f"init: {found.name} is {spell(found.one)} in the new model and {spell(found.other)} in that of the file: "
+            f"give {key}={spell(found.other)}"
+        )
 
     def check(self, config: Mapping[str, Any]) -> None:
         with without_weights():

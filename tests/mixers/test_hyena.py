@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq import mixers
-from longseq.mixers.hyena import long_convolution
+from longseq.mixers.long_convolution import long_convolution
 
 D_MODEL, TOKENS = 8, 21
 OPTIONS: list[dict[str, Any]] = [

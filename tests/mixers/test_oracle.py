@@ -7,7 +7,6 @@ recurrences, norms and shifts are fla's own torch references; the others have no
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fla_reference import Fla, heads_first, load
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,16 +53,6 @@ ORACLES: dict[str, Callable[[pytest.MonkeyPatch], Oracle]] = {}
 def oracle(make: Callable[[pytest.MonkeyPatch], Oracle]) -> Callable[[pytest.MonkeyPatch], Oracle]:
     ORACLES[make.__name__] = make
     return make
-
-
-def load(module: str) -> Any:
-    """A module of a peer; the test is skipped if the peer is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            # The suite has imported Triton in this mode (see tests/conftest.py), and fla creates kernels at its import.
-            patch.setenv("TRITON_INTERPRET", "1")
-        pytest.importorskip(module.partition(".")[0])
-        return importlib.import_module(module)
 
 
 def transformers_layer(
@@ -205,6 +195,44 @@ def recurrent_gemma(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 
 @oracle
+def rwkv(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    """RWKV-4, whose keys are large here, so that its memory needs the exponent."""
+    module = load("transformers.models.rwkv.modeling_rwkv")
+    config = load("transformers").RwkvConfig(hidden_size=D_MODEL, num_hidden_layers=1, attention_hidden_size=D_MODEL)
+    ours = mixers.create("rwkv4", D_MODEL)
+    peer = module.RwkvSelfAttention(config)
+    with torch.no_grad():
+        peer.time_decay.copy_(ours.decay)
+        peer.time_first.copy_(ours.bonus)
+        peer.key.weight.mul_(20)
+        for name in ("key", "value", "receptance"):
+            getattr(peer, f"time_mix_{name}").fill_(0.5)
+    last: list[Tensor] = []
+
+    def run(peer: nn.Module, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # the peer writes into its state
+            return peer(x)[0]
+        # The tokens before the first, of both its layers; numerator, denominator and exponent.
+        state = [torch.zeros(len(x), D_MODEL, 1) for _ in range(5)]
+        state[4] -= 1e30
+        y, (_, shift, *memory) = peer(x, state=state, use_cache=True)
+        last[:] = [shift, *memory]
+        return y
+
+    def convert(p: Weights) -> Weights:
+        parts = ("key", "value", "receptance")
+        return {
+            "mix": torch.cat([p[f"time_mix_{part}"].flatten(0, 1) for part in parts]),
+            "decay": p["time_decay"],
+            "bonus": p["time_first"],
+            **{f"{part}.weight": p[f"{part}.weight"] for part in parts},
+            "out_proj.weight": p["output.weight"],
+        }
+
+    return Oracle(ours, peer, convert, run, lambda: torch.cat(last, -1))
+
+
+@oracle
 def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     """Gated DeltaNet, whose projections are sorted by heads here."""
     _, _, peer = transformers_layer(
@@ -226,70 +254,6 @@ def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     return Oracle(ours, peer, convert, lambda peer, x: peer(x), tolerance=5e-6)
 
 
-class Fla:
-    """fla with torch references in place of its kernels."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.patch = monkeypatch
-        self.final: Tensor | None = None
-        norms = load("fla.modules.norm.layernorm")
-        modules = load("fla.modules")
-        monkeypatch.setattr(modules.RMSNorm, "forward", lambda m, x: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps))
-        monkeypatch.setattr(
-            modules.FusedRMSNormGated,
-            "forward",
-            lambda m, x, g: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps) * functional.silu(g),
-        )
-        monkeypatch.setattr(
-            modules.GroupNorm,
-            "forward",
-            lambda m, x: norms.group_norm_ref(x, m.weight, m.bias, num_groups=m.num_groups, eps=m.eps),
-        )
-        monkeypatch.setattr(modules.ShortConvolution, "forward", _convolve)
-
-    def layer(self, module: str, name: str, **options: Any) -> nn.Module:
-        return getattr(load(f"fla.layers.{module}"), name)(hidden_size=D_MODEL, layer_idx=0, **options)
-
-    def recur_by(self, module: str, names: tuple[str, ...], recurrence: Callable[..., tuple[Tensor, Any]]) -> None:
-        """Replace a layer's kernels by a recurrence, and keep its last state."""
-
-        def run(**arguments: Any) -> tuple[Tensor, Any]:
-            given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name == "scale"}
-            o, self.final = recurrence(**given)
-            return o, None
-
-        for name in names:
-            self.patch.setattr(load(f"fla.layers.{module}"), name, run)
-
-    def norm_and_project(self, module: str) -> None:
-        """The fused norm and output projection of a layer."""
-        norms = load("fla.modules.norm.layernorm")
-
-        def run(x: Tensor, weight: Tensor, bias: Tensor, project: Tensor, offset: Tensor) -> Tensor:
-            return functional.linear(norms.rms_norm_ref(x, weight, bias, eps=1e-5), project, offset)
-
-        self.patch.setattr(load(f"fla.layers.{module}"), "rms_norm_linear", run)
-
-    def memory(self) -> Tensor:
-        assert self.final is not None
-        return self.final
-
-
-def _convolve(m: Any, x: Tensor, **options: Any) -> tuple[Tensor, None]:
-    y = functional.conv1d(functional.pad(x.mT, (m.weight.shape[-1] - 1, 0)), m.weight, m.bias, groups=len(m.weight)).mT
-    return (functional.silu(y) if m.activation else y), None
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _heads_first(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Call a reference that wants `[B, H, T, D]`."""
-    o, state = function(*(x.transpose(1, 2) for x in tensors), **options)
-    return o.transpose(1, 2), state
-
-
 def _run_fla(peer: nn.Module, x: Tensor) -> Tensor:
     y = peer(x)
     return y[0] if isinstance(y, tuple) else y
@@ -309,36 +273,20 @@ def _taps(p: Weights) -> Tensor:
 @oracle
 def fla_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
-    reference = load("fla.ops.delta_rule.naive").delta_rule_recurrence
-
-    def recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        return _heads_first(reference, _unit(q), _unit(k), v, beta)
-
-    fla.recur_by("delta_net", ("fused_recurrent_delta_rule", "chunk_delta_rule"), recurrence)
+    fla.recur_deltanet()
 
     def convert(p: Weights) -> Weights:
         weights = _projections(p, "q_proj", "k_proj", "v_proj", "b_proj")
         return {**weights, "convolution.weight": _taps(p), "norm.weight": p["o_norm.weight"]}
 
-    peer = fla.layer("delta_net", "DeltaNet", num_heads=2)
+    peer = fla.layer(D_MODEL, "delta_net", "DeltaNet", num_heads=2)
     return Oracle(mixers.create("deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
 
 
 @oracle
 def fla_gated_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
-    reference = load("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
-    gate = load("fla.ops.gated_delta_rule.gate").naive_gdn_gate
-
-    def recurrence(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        g = gate(g, A_log, dt_bias)
-        return reference(_unit(q), _unit(k), v, beta.sigmoid(), g, output_final_state=True)
-
-    kernels = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")
-    fla.recur_by("gated_deltanet", kernels, recurrence)
-    monkeypatch.setattr(load("fla.layers.gated_deltanet").GatedDeltaNet, "_use_fused_qkv_conv", lambda *_, **__: False)
+    fla.recur_gated_deltanet()
 
     def convert(p: Weights) -> Weights:
         return {
@@ -347,16 +295,14 @@ def fla_gated_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
             **{name: p[name] for name in ("A_log", "dt_bias")},
         }
 
-    peer = fla.layer("gated_deltanet", "GatedDeltaNet", num_heads=2, head_dim=12)
+    peer = fla.layer(D_MODEL, "gated_deltanet", "GatedDeltaNet", num_heads=2, head_dim=12)
     return Oracle(mixers.create("gated_deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
 
 
 @oracle
 def fla_gla(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
-    reference = load("fla.ops.gla.naive").naive_recurrent_gla
-    kernels = ("fused_recurrent_gla", "chunk_gla")
-    fla.recur_by("gla", kernels, lambda **all: reference(**all, output_final_state=True))
+    fla.recur_gla("gla")
 
     def convert(p: Weights) -> Weights:
         return {
@@ -366,23 +312,21 @@ def fla_gla(monkeypatch: pytest.MonkeyPatch) -> Oracle:
             "norm.weight": p["g_norm_swish_gate.weight"],
         }
 
-    peer = fla.layer("gla", "GatedLinearAttention", num_heads=2)
+    peer = fla.layer(D_MODEL, "gla", "GatedLinearAttention", num_heads=2)
     return Oracle(mixers.create("gla", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
 
 
 @oracle
 def fla_hgrn2(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
-    reference = load("fla.ops.gla.naive").naive_recurrent_gla
-    kernels = ("fused_recurrent_gla", "chunk_gla")
-    fla.recur_by("hgrn2", kernels, lambda **all: reference(**all, output_final_state=True))
+    fla.recur_gla("hgrn2")
     fla.norm_and_project("hgrn2")
     monkeypatch.setattr(load("fla.layers.hgrn2"), "swish", functional.silu)
 
     def convert(p: Weights) -> Weights:
         return {**_projections(p, "q_proj", "f_proj", "i_proj"), "norm.weight": p["g_norm.weight"]}
 
-    peer = fla.layer("hgrn2", "HGRN2Attention", num_heads=2, expand_ratio=16)
+    peer = fla.layer(D_MODEL, "hgrn2", "HGRN2Attention", num_heads=2, expand_ratio=16)
     return Oracle(mixers.create("hgrn2", D_MODEL, num_heads=2), peer, convert, _run_fla, fla.memory)
 
 
@@ -393,11 +337,8 @@ def _slots(p: Weights) -> Weights:
 @oracle
 def fla_gsa(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
-    reference = load("fla.ops.gsa.naive").naive_recurrent_gsa
-    kernels = ("fused_recurrent_gsa", "chunk_gsa")
-    fla.recur_by("gsa", kernels, lambda **all: reference(**all, output_final_state=True))
-    fla.norm_and_project("gsa")
-    peer = fla.layer("gsa", "GatedSlotAttention", num_heads=2, num_slots=6, feature_map="relu")
+    fla.recur_gsa()
+    peer = fla.layer(D_MODEL, "gsa", "GatedSlotAttention", num_heads=2, num_slots=6, feature_map="relu")
     ours = mixers.create("gsa", D_MODEL, num_heads=2, num_slots=6, feature_map="relu")
     # The keys of slots are [K, M] there.
     return Oracle(ours, peer, _slots, _run_fla, lambda: torch.cat((fla.memory()[0].mT, fla.memory()[1]), -1))
@@ -418,7 +359,7 @@ class AbcLayer(nn.Module):
         projected = [functional.silu(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj)]
         tensors = [part.unflatten(-1, (self.heads, -1)) for part in (*projected, self.f_proj(x))]
         reference = load("fla.ops.abc.naive").naive_recurrent_abc
-        o, self.final = _heads_first(lambda *tensors: reference(*tensors, scale=1.0, output_final_state=True), *tensors)
+        o, self.final = heads_first(lambda *tensors: reference(*tensors, scale=1.0, output_final_state=True), *tensors)
         return self.o_proj(self.g_norm(functional.silu(o.flatten(-2))))
 
 
@@ -447,14 +388,14 @@ def fla_retnet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     monkeypatch.setattr(rotary.RotaryEmbedding, "forward", turn)
     kernels = ("fused_recurrent_retention", "chunk_retention")
     fla.recur_by(
-        "multiscale_retention", kernels, lambda q, k, v: _heads_first(lambda *x: (reference(*x), None), q, k, v)
+        "multiscale_retention", kernels, lambda q, k, v: heads_first(lambda *x: (reference(*x), None), q, k, v)
     )
 
     def convert(p: Weights) -> Weights:
         weights = _projections(p, "q_proj", "k_proj", "v_proj", "g_proj")
         return {**weights, "norm.weight": p["g_norm_swish_gate.weight"]}
 
-    peer = fla.layer("multiscale_retention", "MultiScaleRetention", num_heads=2)
+    peer = fla.layer(D_MODEL, "multiscale_retention", "MultiScaleRetention", num_heads=2)
     return Oracle(mixers.create("retnet", D_MODEL, num_heads=2), peer, convert, _run_fla)
 
 
@@ -464,7 +405,7 @@ def fla_linear_attention(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     reference = load("fla.ops.linear_attn.naive").naive_recurrent_linear_attn
     kernels = ("fused_recurrent_linear_attn", "chunk_linear_attn")
     fla.recur_by("linear_attn", kernels, lambda **all: (reference(**all, normalize=True)[0], None))
-    peer = fla.layer(
+    peer = fla.layer(D_MODEL,
         "linear_attn", "LinearAttention", num_heads=2, feature_map="elu", output_norm="identity",
         do_feature_map_norm=True,
     )  # fmt: skip
@@ -491,7 +432,7 @@ def fla_rwkv6(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     monkeypatch.setattr(load("fla.layers.rwkv6"), "token_shift", load("fla.modules.token_shift").token_shift_ref)
 
     def recurrence(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return _heads_first(lambda *tensors: reference(*tensors, u, scale=scale, output_final_state=True), r, k, v, w)
+        return heads_first(lambda *tensors: reference(*tensors, u, scale=scale, output_final_state=True), r, k, v, w)
 
     fla.recur_by("rwkv6", ("fused_recurrent_rwkv6", "chunk_rwkv6"), recurrence)
 
@@ -518,7 +459,7 @@ def fla_rwkv6(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
     sizes = {"proj_low_rank_dim": 3, "gate_low_rank_dim": 4}
     with pytest.warns(UserWarning, match="RWKV"):
-        peer: Any = fla.layer("rwkv6", "RWKV6Attention", num_heads=2, expand_k=1.0, norm_eps=64e-5, **sizes)
+        peer: Any = fla.layer(D_MODEL, "rwkv6", "RWKV6Attention", num_heads=2, expand_k=1.0, norm_eps=64e-5, **sizes)
     peer.gate_fn = functional.silu
     ours = mixers.create("rwkv6", D_MODEL, num_heads=2, shift_rank=3, decay_rank=4)
     return Oracle(ours, peer, convert, _run_fla, fla.memory)
@@ -588,6 +529,8 @@ def test_parts_and_steps_are_the_peers_whole(pair: Oracle) -> None:
 
 
 def _memory(state: Any) -> Tensor:
-    """The recurrent memory; for slots, the keys and the values."""
+    """The recurrent memory; for slots, the keys and the values; for RWKV-4, the whole state."""
     tensors = dict(state_tensors(state))
+    if "exponent" in tensors:
+        return torch.cat([tensors.pop("shift"), *(part.unsqueeze(-1) for part in tensors.values())], -1)
     return tensors["memory"] if "memory" in tensors else torch.cat((tensors["keys"], tensors["values"]), -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -30,3 +31,4 @@ def test_a_recipe_trains_on_a_gpu(name, compose_config, tmp_path, monkeypatch):
         length += ("recipe.batch_size=1024", "recipe.tokens=null", "recipe.validate_every_updates=null")
     config = compose_config("train", *RECIPES[name], "trainer=gpu", *length, f"output={tmp_path / 'run'}")
     assert math.isfinite(train.run(config))
+    assert 0 < json.loads((tmp_path / "run" / "metrics.json").read_text())["gpu_memory_gib"] < 4

@@ -348,8 +348,20 @@ def test_models_are_measured_beside_attention(tmp_path):
     assert len(text) == len(ours) + (importlib.util.find_spec("transformers") is not None)
     assert all(row["training_tokens_of_first"] > 0 for row in text)
     assert all(row["decoding_tokens_of_first"] > 0 for row in decoding)
+    assert all(row["generation_tokens_of_first"] > 0 for row in decoding if "mixer" in row)
     assert not any(name.endswith("_s") for row in result["rows"] for name in row), "speeds of a CPU"
     assert models.ON_CPU in (tmp_path / "rows.md").read_text()
+
+
+@pytest.mark.parametrize("mixer", ["attention", "deltanet+window_attention"])
+def test_generation_is_measured_for_as_long_as_it_takes(mixer, graphs_on_cpu, monkeypatch, tmp_path):
+    """The room of a cache is used again and again; the tokens that are timed are not all of the first ones."""
+    monkeypatch.setattr(models, "can_record", lambda model: True)
+    small = [*SMALL_MODELS, "image=null", "text.lengths=[]", "text.peers=[]", "text.depth=2", "seconds=0.2"]
+    result = run(models, "models", *small, f"text.mixers=[{mixer}]", f"output={tmp_path}/rows.json")
+    (row,) = result["rows"]
+    assert "remark" not in row
+    assert row["decoding_graph_tokens_of_first"] == row["generation_tokens_of_first"] == 1
 
 
 def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
@@ -375,6 +387,7 @@ def test_a_model_that_fails_is_a_row_with_a_remark(tmp_path):
         (["text.lengths=[]", "text.decoding_batches=[]"], "text.lengths=[] text.decoding_batches=[] leaves nothing"),
         (["image.mixers=deltanet"], "image.mixers=deltanet must be a list"),
         (["text.lengths=8"], "text.lengths=8 must be a list, each entry a whole number of at least 1"),
+        (["text.sampling.top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
         (["compile=fast"], "compile=fast must be one of default, "),
         (["backend=foo"], "backend=foo must be one of auto, reference, torch, triton"),
         (["device=cuda"], "device=cuda: torch sees no GPU here"),

@@ -121,6 +121,7 @@ def test_a_verb_helps(monkeypatch, capsys):
         ("train", ["seed=0", "init=null"]),
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
         ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+        ("prepare", ["input=null", "validation=0.01", "test=0.01"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
         ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
     ],
@@ -146,7 +147,8 @@ def test_a_verb_whose_help_lists_its_keys_has_them():
     [
         (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), "runs: is a directory"),
         (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: permission denied"),
-        (OSError(errno.ENOSPC, "No space left on device"), "no space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: make room first"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "runs/a: the disk is full: make room first"),
     ],
 )
 def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, told):
@@ -161,7 +163,7 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
 def test_the_help_names_what_a_key_takes():
     told = key_help.describe_keys("predict").splitlines()
     (top_k,) = (line for line in told if line.startswith("top_k=5 "))
-    assert top_k.endswith("the most probable classes of each image; a whole number of at least 1")
+    assert top_k.endswith("classes that are written for each image; a whole number of at least 1")
     (checkpoint,) = (line for line in told if line.startswith("checkpoint=null "))
     assert checkpoint.endswith("; text, needed")
 

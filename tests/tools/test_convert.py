@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fla_reference import Fla, load
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import longseq
 from longseq.backbones.tokens import TokenBackbone
+from longseq.tokenizer_files import BYTES
 from longseq.tools.cli import main
 
 TOKENS = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -49,6 +52,10 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     ),
     "olmo2": ("Olmo2", {}),
+    "mamba": ("Mamba", {"state_size": 5, "use_mambapy": False}),
+    "mamba untied": ("Mamba", {"tie_word_embeddings": False, "time_step_rank": 3, "conv_kernel": 3, "expand": 1}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 6, "chunk_size": 8}),
+    "mamba2 groups": ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "tie_word_embeddings": True}),
 }  # fmt: skip
 
 
@@ -64,7 +71,9 @@ def save_peer(family: str, folder: Path, options: dict[str, Any], **saving: Any)
     """A random model of transformers, saved; its logits."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})
+    attention = {} if "Mamba" in family else {key: SMALL[key] for key in SMALL if "head" in key or "inter" in key}
+    sizes = {key: SMALL[key] for key in SMALL if not ("head" in key or "inter" in key)}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **attention, **options})
     peer = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in peer.parameters():
@@ -102,6 +111,84 @@ def test_a_transformer_becomes_ours_and_goes_back(name: str, tmp_path: Path, mon
     assert kept["max_position_embeddings"] == 64, "keys that our models do not have return"
 
 
+FLA: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deltanet": ("delta_net", "DeltaNet", {"num_heads": 2, "allow_neg_eigval": True, "intermediate_size": 40}),
+    "deltanet without convolution": ("delta_net", "DeltaNet", {"num_heads": 4, "use_short_conv": False}),
+    "deltanet elu": ("delta_net", "DeltaNet", {"num_heads": 2, "qk_activation": "elu", "norm_eps": 1e-3}),
+    "gated_deltanet": ("gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "head_dim": 12}),
+    "gated_deltanet without gate": (
+        "gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "head_dim": 8, "expand_v": 1.5, "use_gate": False}
+    ),
+    "gla": ("gla", "GLA", {"num_heads": 2, "tie_word_embeddings": True}),
+    "gla grouped": (
+        "gla", "GLA", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False}
+    ),
+    "gsa": ("gsa", "GSA", {"num_heads": 2, "num_slots": 6, "feature_map": "swish"}),
+    "gsa grouped": ("gsa", "GSA", {"num_heads": 4, "num_kv_heads": 1, "num_slots": 6, "feature_map": "relu"}),
+}  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", FLA)
+def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, family, options = FLA[name]
+    load("fla.models")
+    fla = Fla(monkeypatch)
+    {
+        "delta_net": fla.recur_deltanet,
+        "gated_deltanet": fla.recur_gated_deltanet,
+        "gla": partial(fla.recur_gla, "gla"),
+        "gsa": fla.recur_gsa,
+    }[module]()
+    mlp = load("fla.modules.mlp")
+    monkeypatch.setattr(mlp, "swiglu", lambda gate, x: torch.nn.functional.silu(gate) * x)
+    models = load("fla.models")
+    torch.manual_seed(0)
+    config = getattr(models, f"{family}Config")(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, fuse_swiglu=False, fuse_cross_entropy=False, **options
+    )
+    peer = getattr(models, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        expected = peer(TOKENS, use_cache=False).logits
+    peer.save_pretrained(tmp_path / "peer")
+    assert convert(monkeypatch, source=tmp_path / "peer", output=tmp_path / "ours") == 0
+    torch.testing.assert_close(logits(tmp_path / "ours"), expected, rtol=1e-4, atol=1e-4)
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "back", format=module) == 0
+    assert same_weights(tmp_path / "peer", tmp_path / "back")
+    again = type(peer).from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS, use_cache=False).logits, expected)
+
+
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "delta_net": ("deltanet", {"num_heads": 2, "feature_map": "relu"}),
+    "gated_deltanet": ("gated_deltanet", {"num_heads": 2, "expand_k": 1.25, "dt_max": 0.2}),
+    "gla": ("gla", {"num_heads": 4, "num_kv_heads": 2}),
+    "gsa": ("gsa", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5}),
+    "mamba": ("mamba", {"state_size": 3}),
+    "mamba2": ("mamba2", {"head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_a_model_of_ours_becomes_another_library_s(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixer, options = OWN[family]
+    torch.manual_seed(0)
+    mlp = (
+        {"mlp": None, "mlp_ratio": 3.0} if family.startswith("mamba") else {"mlp_ratio": 1.25, "tie_embeddings": False}
+    )
+    model = TokenBackbone(vocab_size=50, d_model=16, mixer=mixer, mixer_options=options, dropout=0.1, **mlp).eval()
+    model.save_pretrained(tmp_path / "ours")
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format=family) == 0
+    assert convert(monkeypatch, source=tmp_path / "theirs", output=tmp_path / "again") == 0
+    assert same_weights(tmp_path / "ours", tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "ours"), logits(tmp_path / "again"))
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as transformers saves a Llama, written without it."""
@@ -127,7 +214,7 @@ def edited(folder: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "window_attention", "gsa+attention"])
+@pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "supra", "window_attention", "gsa+attention"])
 def test_attention_becomes_another_mixer(
     mixer: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +233,10 @@ def test_attention_becomes_another_mixer(
         assert first.in_proj.out_features == (4 + 2 + 2) * 6 + (16 if mixer == "gla" else 0)
     if mixer == "retnet":
         assert after.keys() - before.keys() == {f"blocks.{i}.mixer.norm.weight" for i in range(2)}
+    if mixer == "supra":
+        added = ("query_map.weight", "query_map.bias", "key_map.weight", "key_map.bias")
+        assert after.keys() - before.keys() == {f"blocks.{i}.mixer.{name}" for i in range(2) for name in added}
+        assert first.in_proj.out_features == (4 + 2 + 2) * 6
     assert logits(tmp_path / "new").isfinite().all()
     random = torch.get_rng_state()
     assert convert(monkeypatch, source=llama, output=tmp_path / "again", mixer=mixer) == 0
@@ -250,7 +341,7 @@ def test_mistakes_in_the_command(
     refuses(monkeypatch, capsys, "give mixer=NAME, too", source=llama, output=out, **{"mixer.options.window": 8})
     refuses(
         monkeypatch, capsys, "layers of attention do not become mamba: layers of attention and window_attention become "
-        "gsa, gla, retnet, attention, window_attention", source=llama, output=out, mixer="mamba",
+        "gsa, gla, retnet, supra, attention, window_attention", source=llama, output=out, mixer="mamba",
     )  # fmt: skip
     assert convert(monkeypatch, source=llama, output=tmp_path / "gsa", mixer="gsa") == 0
     words = "has layers of gsa, and LlamaForCausalLM has attention, window_attention alone"
@@ -260,10 +351,21 @@ def test_mistakes_in_the_command(
     words = "is no LlamaForCausalLM: its norm is layer, not rms"
     refuses(monkeypatch, capsys, words, source=tmp_path / "layer", output=out, format="llama")
     TokenBackbone(vocab_size=9, d_model=16, mixer="attention").save_pretrained(tmp_path / "biased")
-    words = "is no LlamaForCausalLM: rotary of its attention layers is False, not True"
+    words = "is no LlamaForCausalLM: its rotary of attention is False, not True"
     refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, format="llama")
     words = "layers of gsa have no place for blocks.0.mixer.in_proj.bias of attention"
     refuses(monkeypatch, capsys, words, source=tmp_path / "biased", output=out, mixer="gsa")
+
+
+def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = {"qkv_bias": False, "out_bias": False, "rotary": True}
+    model = TokenBackbone(vocab_size=257, d_model=16, mixer="attention", mixer_options=bare)
+    model.text = {"tokenizer": BYTES, "window": 64}
+    model.save_pretrained(tmp_path / "ours")
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "gsa", mixer="gsa") == 0
+    assert longseq.from_pretrained(tmp_path / "gsa").text == {"tokenizer": BYTES, "window": 64}
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format="llama") == 0
+    assert (tmp_path / "theirs" / "tokenizer_config.json").is_file()
 
 
 @pytest.mark.slow

@@ -19,13 +19,17 @@ from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the image models
 from longseq import mixers
-from longseq.backbones.step_graph import StepGraph
-from longseq.backbones.tokens import TokenBackbone, mlp_width
+from longseq.backbones.continuation import Continuation
+from longseq.backbones.sampling import Sampling, TokenSampler
+from longseq.backbones.step_graph import StepGraph, can_record
+from longseq.backbones.tokens import TokenBackbone, TokenState, mlp_width
 from longseq.kernels import list_ops, token_loss
 from longseq.kernels.dispatch import backends
 from longseq.kernels.self_test import CACHE_VARIABLE
+from longseq.mixers.attention import KeyValueCache
 from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
+from longseq.tasks.generate import draw_tokens
 from longseq.tasks.training.command import CommandKeys, compile_modes, read_command
 from longseq.tasks.training.options import OneOf, Range
 from longseq.tools.benchmark.measure import Run, added_bytes, environment, one_line, time_in_turn, time_once
@@ -38,7 +42,8 @@ NOTES = (
     "First step: seconds of the first training step, from empty caches; the self-test and the compilation of kernels "
     "included where an earlier row had not done them.",
     "Decoding: tokens of all sequences a second, one step of the model a token after a prompt, with bfloat16 weights; "
-    "graph: the step as a CUDA graph, for states that do not grow.",
+    "graph: the step as a CUDA graph. Generation: each token is also drawn, as text.sampling says, and read by the "
+    "host; on a GPU the graph holds both. Keys and values of attention have room for the prompt and the new tokens.",
 )
 COMPILED = "The models were compiled for training, and image models for inference too; decoding ran eager."
 ON_CPU = "Measured on a CPU: speeds are relative to the first row of the same task and size."
@@ -81,6 +86,7 @@ class LanguageModelsKeys:
     decoding_batches: Counts
     prompt: Annotated[int, Range(1)]
     new_tokens: Annotated[int, Range(1)]
+    sampling: Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +354,7 @@ def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: ModelsKeys
     assert text is not None
     prompt = torch.randint(text.vocabulary, (batch, text.prompt), device=device)
     token = prompt[:, -1].clone()
-    _, start = model(prompt)
+    start, logits = _read_prompt(model, prompt, text.new_tokens)
 
     def decode() -> None:
         state = start
@@ -361,17 +367,67 @@ def measure_decoding(make: Callable[[], nn.Module], batch: int, keys: ModelsKeys
     row["decoding_tokens_per_s"] = _rate(decode, batch * text.new_tokens, keys, device)
     if device.type == "cuda":
         row["decoding_gib"] = round((_allocated(device) - before + added_bytes(decode, device)) / 2**30, 2)
-        row |= _measure_graph(model, start, token, keys, device)
+    if isinstance(model, TokenBackbone):
+        row |= _measure_generation(model, start, logits, token, keys, device)
     return row
 
 
-def _measure_graph(model: nn.Module, start: Any, token: Tensor, keys: ModelsKeys, device: torch.device) -> Row:
-    """The step as a CUDA graph, for models whose state does not grow."""
-    layers = [layer for layer in model.modules() if isinstance(layer, mixers.Mixer)]
-    if not isinstance(model, TokenBackbone) or any(layer.growing_state for layer in layers):
-        return {}
+def _read_prompt(model: nn.Module, prompt: Tensor, new_tokens: int) -> tuple[Any, Tensor]:
+    """The state after a prompt, with room for new tokens, and the scores `[B, V]` of the next one."""
+    if not isinstance(model, TokenBackbone):
+        logits, state = model(prompt)
+        return state, logits[:, -1].clone()
+    features, state = model.forward_features(prompt, max_length=prompt.shape[1] + new_tokens)
+    return state, model.forward_head(features[:, -1])
+
+
+def _measure_generation(
+    model: TokenBackbone, start: TokenState, logits: Tensor, token: Tensor, keys: ModelsKeys, device: torch.device
+) -> Row:
+    """The step as a CUDA graph, where one can record it; and the step with the choice of the token."""
+    text = keys.text
+    assert text is not None
+    row: Row = {}
+    count, rows = text.new_tokens, token.shape[0]
+    in_graph = can_record(model)
     try:
-        graph = StepGraph(model, start)
+        if in_graph:
+            graph = StepGraph(model, start)
+
+            def replay() -> None:
+                for _ in range(count):
+                    graph(token)
+                _rewind(graph, count)
+
+            row["decoding_graph_tokens_per_s"] = _rate(replay, rows * count, keys, device)
+        seen = torch.zeros(rows, text.vocabulary, dtype=torch.bool, device=device)
+        sampler = TokenSampler(text.sampling, torch.arange(rows, device=device), seen=seen)
+        recorded = None
+        if in_graph:
+            recorded = Continuation(model, start, logits, sampler, cuda_graph=True)
+            recorded.draw()  # from here on, each draw is one replay
+
+        def write() -> None:
+            # Without a graph each run starts again: states that grow are not larger in the next one.
+            writing = recorded or Continuation(model, start, logits, sampler)
+            for _ in draw_tokens(writing, count):
+                pass
+            if writing.graph is not None:
+                _rewind(writing.graph, count)
+
+        row["generation_tokens_per_s"] = _rate(write, rows * count, keys, device)
+        sampler.check()
     except RuntimeError as error:
-        return {"remark": f"no graph: {one_line(error)}"}
-    return {"decoding_graph_tokens_per_s": _rate(lambda: graph(token), token.shape[0], keys, device)}
+        if not in_graph:
+            raise
+        row["remark"] = f"no graph: {one_line(error)}"
+    return row
+
+
+def _rewind(graph: StepGraph, tokens: int) -> None:
+    """Make room for the same number of tokens again; the other states go on."""
+    for layer in graph.state.layers:
+        if isinstance(layer, KeyValueCache):
+            layer.length.sub_(tokens)
+    if graph.room is not None:
+        graph.room += tokens

@@ -27,8 +27,8 @@ _YAML = (".yaml", ".yml")
 class Adapter(TemplateLM):
     """Answers the requests of lm-evaluation-harness with the models of `workers`.
 
-    A context is read behind the separator, with which documents begin in training. So an empty context is the start of
-    a document.
+    A context is read behind the token with which documents begin in training. So an empty context is the start of a
+    document.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -40,8 +40,12 @@ class Adapter(TemplateLM):
     def eot_token_id(self) -> int:
         return self.tokenizer.separator
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self.tokenizer.start
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        start = [] if add_special_tokens is False else [self.eot_token_id]
+        start = [] if add_special_tokens is False else [self.prefix_token_id]
         return start + self.tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from longseq import models
+from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
+from longseq.mixers import check_revisions
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.model_card import model_card
-from longseq.tools.hugging_face.families import FAMILIES, Family, Values, choose_layers, layers_of
+from longseq.tokenizer_files import read_folder, tokenizer_files
+from longseq.tools.hugging_face.families import FAMILIES
+from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
 from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
 
 # The config.json of a converted model's source: its keys that our models do not have return on the way back.
@@ -36,22 +41,20 @@ COPIED = (
     "generation_config.json",
 )
 
-# Arguments that change nothing in what a trained model computes.
-_TRAINING = ("dropout", "drop_path", "share_directions", "merge", "residual_in_float32", "max_length")
-_TRAINING_OF_MIXERS = ("dt_min", "dt_max")
-
 
 @dataclass(frozen=True)
 class TokenModel:
     """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
 
-    `label` names its source in messages, and `folder` is the source if it is a folder.
+    `label` names its source in messages, and `folder` is the source if it is a folder. `text` is that of
+    `longseq.models.PretrainedModel`.
     """
 
     label: str
     arguments: Mapping[str, Any]
     weights: Mapping[str, Weight]
     folder: Path | None = None
+    text: Mapping[str, Any] | None = None
 
     def backbone(self) -> TokenBackbone:
         """The model without values, on the meta device."""
@@ -70,7 +73,7 @@ def read_model(source: Path) -> TokenModel:
     if source.is_file():
         saved = models.read(source)
         weights = {name: Weight.of(tensor) for name, tensor in saved.state.items()}
-        return _ours(str(source), saved.config, weights, None)
+        return _ours(str(source), saved.config, weights, None, saved.text)
     if not path.is_file():
         raise ValueError(f"source={source} is neither a folder with a {models.CONFIG_FILE} nor a checkpoint")
     try:
@@ -78,7 +81,9 @@ def read_model(source: Path) -> TokenModel:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON") from error
     if config.get("library_name") == "longseq":
-        return _ours(str(source), config, read_weights(source), source)
+        tokenizer = read_folder(source)
+        text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
+        return _ours(str(source), config, read_weights(source), source, text)
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"{path}: model_type={kind} is unknown; longseq converts {', '.join(FAMILIES)}")
@@ -94,6 +99,7 @@ def read_model(source: Path) -> TokenModel:
 def write_model(model: TokenModel, folder: Path) -> None:
     """Write a folder for `longseq.from_pretrained`, with the files of the source's tokenizer."""
     backbone = model.backbone()
+    backbone.text = model.text
     config = models.describe(backbone)
     folder.mkdir(parents=True, exist_ok=True)
     _copy_files(model, folder, (*COPIED, SOURCE_CONFIG))
@@ -133,7 +139,7 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
     the type of the weights. `options` are those of the new mixers, as `mixer_options` of `TokenBackbone`.
 
     Source: Gated Slot Attention (Zhang et al., 2024), section 4.2: GLA and RetNet with ReLU as feature map and without
-    an output gate, GSA with grouped keys.
+    an output gate, GSA with grouped keys. SUPRA is that of Mercat et al., 2024.
 
     Raises:
         ValueError: in one line: a mixer is not one of those, or a layer has parameters that have no place in it.
@@ -154,8 +160,8 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
         if made.setdefault(new, carried) != carried:
             raise ValueError(f"mixer={pattern}: the layers of {new} would have different options")
     arguments = {**model.arguments, **choose_layers(after, made)}
-    result = TokenModel(model.label, arguments, {}, model.folder)
-    return TokenModel(model.label, arguments, _carry(model, result.backbone(), before, after, seed), model.folder)
+    result = replace(model, arguments=arguments, weights={})
+    return replace(result, weights=_carry(model, result.backbone(), before, after, seed))
 
 
 def _gsa_options(attention: Values, d_model: int) -> dict[str, Any]:
@@ -168,10 +174,13 @@ def _gla_options(attention: Values, d_model: int) -> dict[str, Any]:
     return {**heads, "expand_k": width, "expand_v": width, "feature_map": "relu", "output_gate": False}
 
 
-def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+def _supra_options(attention: Values, d_model: int) -> dict[str, Any]:
     positions = {key: attention[key] for key in ("rotary_base", "rotary_scaling")} if attention["rotary"] else {}
-    bare = {"expand_v": 1.0, "feature_map": "relu", "output_gate": False}
-    return {**_gsa_options(attention, d_model), **bare, **positions}
+    return {**_gsa_options(attention, d_model), **positions}
+
+
+def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+    return {**_supra_options(attention, d_model), "expand_v": 1.0, "feature_map": "relu", "output_gate": False}
 
 
 def _attention_options(attention: Values, d_model: int) -> dict[str, Any]:
@@ -184,6 +193,7 @@ CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
     "gsa": _gsa_options,
     "gla": _gla_options,
     "retnet": _retnet_options,
+    "supra": _supra_options,
     "attention": _attention_options,
     "window_attention": _attention_options,
 }
@@ -236,17 +246,22 @@ def _new_part(
     return read
 
 
-def _ours(label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None) -> TokenModel:
+def _ours(
+    label: str, config: Values, weights: Mapping[str, Weight], folder: Path | None, text: Mapping[str, Any] | None
+) -> TokenModel:
     if config.get("kind") != "token":
         raise ValueError(f"{label} holds a model of the kind {config.get('kind')}, and not a token model")
-    backbone = models.build({**config, "model_args": config["model_args"]}, label=label)
-    assert isinstance(backbone, TokenBackbone)
-    mixers_of = models.describe(backbone)["model_args"]
+    with torch.device("meta"):
+        backbone = models.build(config, label=label)
+    check_revisions(backbone, config.get("revisions"))
     wanted = backbone.state_dict()
     if wanted.keys() != weights.keys():
         name = min(wanted.keys() ^ weights.keys())
         raise ValueError(f"{label}: the weight {name} is {'missing' if name in wanted else 'not part of its model'}")
-    return TokenModel(label, mixers_of, weights, folder)
+    for name, tensor in wanted.items():
+        if weights[name].shape != tuple(tensor.shape):
+            raise ValueError(f"{label}: {name} has the shape {list(weights[name].shape)}, not {list(tensor.shape)}")
+    return TokenModel(label, models.describe(backbone)["model_args"], weights, folder, text)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -341,35 +356,21 @@ def _config_of(model: TokenModel, family: Family) -> dict[str, Any]:
         raise ValueError(f"{model.label} is no {family.architecture}: {error}") from error
     with torch.device("meta"):
         read = models.describe(TokenBackbone(**again))["model_args"]
-    for name in own:
-        if name in _TRAINING:
-            continue
-        if name == "mixer_options":
-            _compare_options(model, family, layers_of(own)[1], layers_of(read)[1])
-        elif name == "mixer" and layers == layers_of(read)[0]:  # different patterns can give the same layers
-            continue
-        elif own[name] != read[name]:
-            raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {own[name]}, not {read[name]}")
+    if (found := find_difference(own, read, ignored=("share_directions", "merge"))) is not None:
+        name, value, only = found
+        raise ValueError(f"{model.label} is no {family.architecture}: its {name} is {value}, not {only}")
     return config
 
 
-def _compare_options(model: TokenModel, family: Family, own: Mapping[str, Values], read: Mapping[str, Values]) -> None:
-    for mixer, options in own.items():
-        for name, value in options.items():
-            if name not in _TRAINING_OF_MIXERS and value != read[mixer][name]:
-                raise ValueError(
-                    f"{model.label} is no {family.architecture}: {name} of its {mixer} layers is {value}, not "
-                    f"{read[mixer][name]}"
-                )
-
-
 def _copy_files(model: TokenModel, folder: Path, names: tuple[str, ...]) -> None:
+    if model.folder is None and model.text is not None:
+        for name, text in tokenizer_files(model.text["tokenizer"]).items():
+            (folder / name).write_text(text, encoding="utf-8")
     for name in names:
         if model.folder is not None and (model.folder / name).is_file():
             shutil.copyfile(model.folder / name, folder / name)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +11,14 @@ from typing import Annotated, Any
 
 from omegaconf import DictConfig
 
+from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
+from longseq.mixers.pattern import options_by_name
+from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, Required
+from longseq.tasks.training.token_model import TokenModelKeys
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
 from longseq.tools.hugging_face.families import FAMILIES
 
@@ -66,4 +73,33 @@ def run(cfg: DictConfig) -> Path:
     backbone = model.backbone()
     count = sum(parameter.numel() for parameter in backbone.parameters())
     print(f"{output}: {count:,} parameters, {backbone.mixer_name}, format={keys.format}")
+    if keys.format == OURS:
+        print(f"to train it further: {train_command(backbone, output)}")
     return output
+
+
+def train_command(backbone: TokenBackbone, folder: Path) -> str:
+    """The command that trains a saved model further: its options where they are not the defaults."""
+    arguments = describe(backbone)["model_args"]
+    pattern = arguments["mixer"]
+    chosen = options_by_name(pattern, arguments["mixer_options"])
+    hybrid = len(chosen) > 1
+    words = [f"init={folder}", f"mixer=hybrid mixer.name={pattern}" if hybrid else f"mixer={pattern}"]
+    for name, options in chosen.items():
+        usual = mixers.options(name)
+        place = f"+mixer.options.{name}" if hybrid else "mixer.options"
+        words += [f"{place}.{key}={_write(value)}" for key, value in options.items() if value != usual[key]]
+    usual = {name: one.default for name, one in inspect.signature(TokenBackbone).parameters.items()}
+    for key in TokenModelKeys.__annotations__:
+        if key in arguments and (key in ("d_model", "depth", "mlp_ratio") or arguments[key] != usual[key]):
+            words.append(f"model.{key}={_write(arguments[key])}")
+    return " ".join(["longseq train task=lm", *words])
+
+
+def _write(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_write(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    return str(value)

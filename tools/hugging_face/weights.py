@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longseq.checksum import CHECKSUM, checksum
+from longseq.files import replacing
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -108,7 +109,8 @@ def write_weights(folder: Path, weights: Mapping[str, Weight], max_shard_size: i
         shard = {key: weights[key].read().contiguous() for key in keys}
         for key, tensor in shard.items():
             assert (tuple(tensor.shape), tensor.dtype) == (weights[key].shape, weights[key].dtype), key
-        save_file(shard, folder / name, metadata={"format": "pt", CHECKSUM: checksum(shard)})
+        with replacing(folder / name) as partial:
+            save_file(shard, partial, metadata={"format": "pt", CHECKSUM: checksum(shard)})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

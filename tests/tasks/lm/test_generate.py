@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from types import SimpleNamespace
 
@@ -23,11 +24,13 @@ KEYS = {
 }  # fmt: skip
 
 
-def make_writer(mixer="gated_deltanet", **keys):
+def make_writer(mixer="gated_deltanet", device="cpu", **keys):
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=257, d_model=16, depth=2, mixer=mixer).double().eval()
     with torch.no_grad():
         model.embedding.weight.mul_(30)
+    if device != "cpu":
+        model = model.float().to(device)  # the Triton kernels take no float64
     return Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **keys}))
 
 
@@ -40,6 +43,11 @@ def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
         start = torch.tensor([[256, *prompt.encode()]])
         wanted = writer.model.generate(start, 6, temperature=0)[0, start.shape[1] :].tolist()
         assert written.tokens == (wanted[: wanted.index(256)] if 256 in wanted else wanted)
+
+
+def test_prompts_of_one_length_need_no_mixer_that_packs(monkeypatch):
+    monkeypatch.setattr(generate, "Packing", None)
+    assert len(make_writer().write(["one", "two"])) == 2
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_number_of_the_prompt_alone():
@@ -63,6 +71,52 @@ def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path)
     second = make_writer(mixer, max_new_tokens=4, save_state=again, **options).resume(tmp_path / "text.state")
     third = make_writer(mixer, max_new_tokens=15, **options).resume(tmp_path / "again.state")
     assert first.tokens + second.tokens + third.tokens == whole.tokens
+
+
+def test_a_text_begins_with_the_token_that_the_tokenizer_names():
+    writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
+    writer.tokenizer.start = 7
+    wanted = writer.model.generate(torch.tensor([[7, *b"some"]]), 6, temperature=0)[0, -6:]
+    assert writer.write(["some"])[0].tokens == wanted.tolist()
+
+
+def check_that_graphs_change_nothing(mixer, device, folder):
+    options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device}
+    plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
+    whole = plain.write(PROMPTS)
+    assert [one.tokens for one in graph.write(PROMPTS)] == [one.tokens for one in whole]
+    assert len({token for one in whole for token in one.tokens}) > 20
+    options |= {"end": False, "cuda_graph": True}
+    whole = make_writer(mixer, **options).write(["début"])[0].tokens
+    first = make_writer(mixer, max_new_tokens=5, save_state=f"{folder}/text.state", **options).write(["début"])[0]
+    rest = make_writer(mixer, max_new_tokens=7, **options).resume(folder / "text.state")
+    assert first.tokens + rest.tokens == whole
+    single = make_writer(mixer, max_new_tokens=1, save_state=f"{folder}/one.state", **options).write(["début"])[0]
+    assert single.tokens == whole[:1]
+    without = make_writer(mixer, max_new_tokens=11, **{**options, "cuda_graph": False}).resume(folder / "one.state")
+    assert single.tokens + without.tokens == whole
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
+def test_what_a_graph_records_writes_the_same_text(mixer, graphs_on_cpu, tmp_path):
+    check_that_graphs_change_nothing(mixer, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
+def test_a_graph_writes_the_same_text(mixer, tmp_path):
+    check_that_graphs_change_nothing(mixer, "cuda", tmp_path)
+
+
+def test_a_state_keeps_the_keys_of_real_tokens_alone(tmp_path):
+    sizes = []
+    for most in (5, 500):
+        writer = make_writer("attention", max_new_tokens=most, save_state=str(tmp_path / "text.state"), end=False)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generate, "draw_tokens", lambda writing, count: [writing.draw().tolist() for _ in range(5)])
+            writer.write(["some text"])
+        sizes.append((tmp_path / "text.state").stat().st_size)
+    assert sizes[0] == sizes[1]
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
@@ -139,9 +193,65 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
             generate.read_prompts(tmp_path / "bad.jsonl")
 
 
-def test_a_prompt_that_the_model_cannot_read_is_one_line():
+def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
+    trained, command_here, tmp_path, monkeypatch
+):
+    words = ("generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
+    closed = []
+    for stop, code in ((BrokenPipeError(32, "Broken pipe"), 1), (KeyboardInterrupt(), 130)):
+
+        def write(*_, stop=stop, **__):
+            raise stop
+
+        monkeypatch.setattr(Writer, "write", write)
+        monkeypatch.setattr("os.dup2", lambda _, descriptor: closed.append(descriptor))
+        result = command_here(tmp_path, *words)
+        assert (result.returncode, result.stderr) == (code, "")
+        monkeypatch.undo()
+    assert closed == [1]
+
+
+def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypatch):
+    def write(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 600 GiB.")
+
+    monkeypatch.setattr(Writer, "_write", write)
+    result = command_here(tmp_path, "generate", f"checkpoint={trained.checkpoint}", "prompt=abc", "device=cpu")
+    assert result.returncode == 2
+    assert "error: out of memory with 1 prompts at once and max_new_tokens=256: give a smaller" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("prompt=abc", "output=."), "output=. is a folder: name a file"),
+        (("prompt=abc", "save_state=."), "save_state=. is a folder: name a file"),
+        (("prompt=''",), "prompt is empty: give the text to continue"),
+        (("prompt='ab\udcff'",), "prompt is no UTF-8: surrogates not allowed at character 3"),
+        (("input=bad.jsonl",), "bad.jsonl: prompt 2 is no UTF-8"),
+        (("prompt=abc", "max_new_tokens=0"), "max_new_tokens=0 must be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_the_model_is_read(words, message, command_here, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('"fine"\n"half \\ud800"\n')
+    result = command_here(tmp_path, "generate", "checkpoint=none.ckpt", *words)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"longseq: error: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    generate._show("été\n")
+    assert written.getvalue() == b"?t?\n"
+    monkeypatch.setattr("sys.stdout", None)  # closed by the shell: >&-
+    generate._show("text")
+
+
+def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
     writer = make_writer()
-    writer.tokenizer = SimpleNamespace(separator=256, encode=lambda text: [300])
+    writer.tokenizer = SimpleNamespace(separator=256, start=256, encode=lambda text: [300])
     with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
         writer.write(["x"])
     model = TokenBackbone(
@@ -149,5 +259,9 @@ def test_a_prompt_that_the_model_cannot_read_is_one_line():
     )
     with pytest.raises(ValueError, match=r"more than the 8 positions"):
         Writer(model, ByteTokenizer(), GenerateKeys(**KEYS)).write(["x"])
+    saving = {"max_new_tokens": 4, "save_state": str(tmp_path / "text.state"), "end": False}
+    Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **saving})).write(["x"])
+    with pytest.raises(ValueError, match=r"the text of state=.* of 6 tokens .* more than the 8 positions"):
+        Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, "max_new_tokens": 3})).resume(tmp_path / "text.state")
     with pytest.raises(ValueError, match="give one of prompt=TEXT, input=FILE and state=FILE; there is none of them"):
         GenerateKeys(**{**KEYS, "prompt": None})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import email
-import errno
 import json
 import random
 import shutil
@@ -24,8 +23,8 @@ from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.text import corpora
 from longseq.tasks.training import muon
 from longseq.tasks.training.callbacks import throughput
-from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.muon import create_muon
+from longseq.tools.hugging_face.conversion import read_model, write_model
 
 FILES = [str(path) for part in (json, email) for path in sorted(Path(part.__file__).parent.glob("[_a-e]*.py"))]
 WORDS = (
@@ -148,6 +147,9 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     )
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
 
+    write_model(read_model(folder / "checkpoints" / "best.ckpt"), tmp_path / "converted")
+    for path in (folder / "model").glob("*.json"):
+        assert json.loads((tmp_path / "converted" / path.name).read_text()) == json.loads(path.read_text())
     saved = f"checkpoint={folder / 'model'}"  # the folder that the run leaves for other programs
     options = ("prompt='import '", "max_new_tokens=8", "device=cpu", "end=false")
     generate.run(compose_config("generate", saved, *options))
@@ -184,6 +186,35 @@ def test_runs_of_every_mixer_resume_bitwise(mixer, run):
     cut = run("cut", *words, stop=random.Random(mixer).randrange(1, 8))
     run("cut", *words, "resume=true")
     assert_same_run(whole, cut)
+
+
+@pytest.mark.slow
+def test_a_hybrid_of_all_mixers_trains_is_tested_and_writes(run):
+    """One layer of each: packed documents, telemetry, a sample, and the text that its checkpoint writes."""
+    names = mixers.mixer_names()
+    folder = run(
+        "all",
+        "mixer=hybrid",
+        f"mixer.name={'+'.join(names)}",
+        f"model.depth={len(names)}",
+        "data.reset_state=true",
+        "recipe.updates=2",
+        "recipe.validate_every_updates=2",
+        "++trainer.limit_val_batches=1",
+        "++trainer.limit_test_batches=1",
+        "callbacks.text_samples.tokens=1",
+        "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 1}",
+    )
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert 1 < metrics["test/bits_per_byte"] < 9
+    model = longseq.from_pretrained(folder / "checkpoints" / "last.ckpt").eval()
+    assert [type(block.mixer) for block in model.blocks] == [mixers.get(name) for name in names]
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        whole, _ = model(tokens)
+        first, state = model(tokens[:, :19])
+        last, _ = model.step(tokens[:, 19], state)
+    torch.testing.assert_close(torch.cat((first, last[:, None]), 1), whole, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -330,14 +361,13 @@ def kill_before(name):
 if place == "writing":
     save = torch.save
 
-    def write_half(content, file):
-        if content.get("global_step") == update and Path(file.name).name == "last.ckpt.partial":
+    def write_half(content, path):
+        if content.get("global_step") == update and Path(path).name.startswith("last.ckpt"):
             written = io.BytesIO()
             save(content, written)
-            file.write(written.getvalue()[: written.tell() // 2])
-            file.flush()
+            Path(path).write_bytes(written.getvalue()[: written.tell() // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        save(content, file)
+        save(content, path)
 
     torch.save = write_half
 elif place:
@@ -387,25 +417,6 @@ def test_a_checkpoint_that_is_being_written_when_the_process_is_killed_leaves_th
     run("cut", *KILLED, "resume=true")
     assert not (tmp_path / "cut" / "checkpoints" / "last.ckpt.partial").exists()
     assert_same_run(whole, tmp_path / "cut")
-
-
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_former_one(tmp_path, monkeypatch):
-    path = tmp_path / "last.ckpt"
-    WholeCheckpoints().save_checkpoint({"weights": torch.zeros(3)}, path)
-    before = path.read_bytes()
-
-    def save_on_full_disk(content, file):
-        file.write(b"the beginning")
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        finally:
-            raise RuntimeError("unexpected pos 14592 vs 14486")  # torch, when it closes its archive
-
-    monkeypatch.setattr(torch, "save", save_on_full_disk)
-    with pytest.raises(ValueError, match=r"last\.ckpt: the disk is full; a former checkpoint stays as it was"):
-        WholeCheckpoints().save_checkpoint({"weights": torch.ones(3)}, path)
-    assert path.read_bytes() == before
-    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.soak

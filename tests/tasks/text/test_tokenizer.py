@@ -9,11 +9,12 @@ import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 
 from longseq.tasks.data.units import count_units
 from longseq.tasks.text.batch import Carry, TokenInputs
 from longseq.tasks.text.tokenizer import ByteTokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer
-from longseq.tokenizer_files import same_tokenizer, tokenizer_files
+from longseq.tokenizer_files import read_folder, same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]
 
@@ -63,12 +64,31 @@ def test_the_files_of_a_tokenizer_are_those_of_its_library(kind: str, tmp_path: 
     assert not same_tokenizer(again.to_dict(), other.to_dict())
 
 
-def test_a_tokenizer_that_adds_tokens_of_its_own_keeps_them() -> None:
-    trained = train_tokenizer(TEXTS, 300).to_dict()
-    content = json.loads(trained["json"])
-    content["post_processor"] = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
-    files = tokenizer_files({**trained, "json": json.dumps(content)})
-    assert json.loads(files["tokenizer.json"]) == content
+def test_a_published_model_begins_with_its_own_token(tmp_path: Path) -> None:
+    """Llama begins a text with <s> and ends it with </s>; our models with that tokenizer have </s> at both places."""
+    library = Library.from_str(train_tokenizer(TEXTS * 20, 300).to_dict()["json"])
+    library.add_special_tokens(["<s>", "</s>"])
+    first, last = library.token_to_id("<s>"), library.token_to_id("</s>")
+    library.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", first)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    of_model = read_folder(tmp_path)
+    of_data = read_tokenizer(str(tmp_path)).to_dict()
+    assert of_model is not None
+    for values, start in ((of_model, first), (of_data, last)):
+        tokenizer = tokenizer_from_dict(values)
+        assert (tokenizer.start, tokenizer.separator) == (start, last)
+        assert tokenizer.to_dict() == values
+        folder = tmp_path / str(start)
+        folder.mkdir()
+        for name, text in tokenizer_files(values).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        assert Library.from_file(str(folder / "tokenizer.json")).encode("cat").ids[0] == start
+        assert json.loads((folder / "generation_config.json").read_text())["bos_token_id"] == start
+        again = read_folder(folder)
+        assert again is not None
+        assert again.get("start") == values.get("start")
+    assert same_tokenizer(of_model, of_data)
 
 
 def test_a_folder_names_its_separator(tmp_path: Path) -> None:

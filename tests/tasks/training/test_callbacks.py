@@ -17,6 +17,7 @@ from longseq.tasks.image.pictures import SamplePredictions, draw_confusion_matri
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
+from longseq.tasks.training.callbacks.telemetry import Telemetry
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.files import WholeCheckpoints
 from longseq.tasks.training.trainer import build_trainer
@@ -145,6 +146,17 @@ def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
     fit(tiny("trainer.log_every_n_steps=5"), throughput)
     assert throughput.data_wait_ms > 20
     assert 0 < throughput.rate < 64 / 0.02
+
+
+@pytest.mark.slow
+def test_the_time_of_other_callbacks_is_no_training(tiny, monkeypatch):
+    monkeypatch.setattr(Telemetry, "on_train_batch_end", lambda *_: time.sleep(0.2))
+    config = tiny("trainer.log_every_n_steps=5", "recipe.epochs=1")
+    datamodule, task = train.build(config)
+    trainer = build_trainer(config, train.build_callbacks(config, task))
+    trainer.fit(task, datamodule=datamodule)
+    (rate,) = [callback.rate for callback in trainer.callbacks if isinstance(callback, Throughput)]
+    assert rate > 64 / 0.2
 
 
 def test_pictures_show_what_they_should():

@@ -107,3 +107,10 @@ def test_resume_passes_over_a_run_that_is_being_continued(tiny, tmp_path):
             assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
             (tmp_path / "older" / "metrics.json").write_text("{}")
             assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
+
+
+def test_a_folder_that_is_read_only_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(ValueError, match=f"{tmp_path} is read-only: choose another hydra.run.dir"), locked(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())

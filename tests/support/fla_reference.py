@@ -1,0 +1,127 @@
+"""Layers of flash-linear-attention (fla) on a CPU, which its Triton kernels do not run on."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def load(module: str) -> Any:
+    """A module of a peer; the test is skipped if the peer is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            # The suite has imported Triton in this mode (see tests/conftest.py), and fla creates kernels at its import.
+            patch.setenv("TRITON_INTERPRET", "1")
+        pytest.importorskip(module.partition(".")[0])
+        return importlib.import_module(module)
+
+
+class Fla:
+    """fla with torch references in place of its kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+        self.final: Tensor | None = None
+        norms = load("fla.modules.norm.layernorm")
+        modules = load("fla.modules")
+
+        def norm(m: Any, x: Tensor, residual: Tensor | None = None, prenorm: bool = False) -> Any:
+            total = x if residual is None else x + residual
+            y = norms.rms_norm_ref(total, m.weight, m.bias, eps=m.eps)
+            return (y, total) if prenorm else y
+
+        monkeypatch.setattr(modules.RMSNorm, "forward", norm)
+        monkeypatch.setattr(
+            modules.FusedRMSNormGated,
+            "forward",
+            lambda m, x, g: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps) * functional.silu(g),
+        )
+        monkeypatch.setattr(
+            modules.GroupNorm,
+            "forward",
+            lambda m, x: norms.group_norm_ref(x, m.weight, m.bias, num_groups=m.num_groups, eps=m.eps),
+        )
+        monkeypatch.setattr(modules.ShortConvolution, "forward", _convolve)
+
+    def layer(self, width: int, module: str, name: str, **options: Any) -> nn.Module:
+        return getattr(load(f"fla.layers.{module}"), name)(hidden_size=width, layer_idx=0, **options)
+
+    def recur_by(self, module: str, names: tuple[str, ...], recurrence: Callable[..., tuple[Tensor, Any]]) -> None:
+        """Replace a layer's kernels by a recurrence, and keep its last state."""
+
+        def run(**arguments: Any) -> tuple[Tensor, Any]:
+            given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name == "scale"}
+            o, self.final = recurrence(**given)
+            return o, None
+
+        for name in names:
+            self.patch.setattr(load(f"fla.layers.{module}"), name, run)
+
+    def norm_and_project(self, module: str) -> None:
+        """The fused norm and output projection of a layer."""
+        norms = load("fla.modules.norm.layernorm")
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor, project: Tensor, offset: Tensor) -> Tensor:
+            return functional.linear(norms.rms_norm_ref(x, weight, bias, eps=1e-5), project, offset)
+
+        self.patch.setattr(load(f"fla.layers.{module}"), "rms_norm_linear", run)
+
+    def recur_deltanet(self) -> None:
+        reference = load("fla.ops.delta_rule.naive").delta_rule_recurrence
+
+        def recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+            return heads_first(reference, _unit(q), _unit(k), v, beta)
+
+        self.recur_by("delta_net", ("fused_recurrent_delta_rule", "chunk_delta_rule"), recurrence)
+
+    def recur_gated_deltanet(self) -> None:
+        reference = load("fla.ops.gated_delta_rule.naive").naive_recurrent_gated_delta_rule
+        gate = load("fla.ops.gated_delta_rule.gate").naive_gdn_gate
+
+        def recurrence(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            g = gate(g, A_log, dt_bias)
+            return reference(_unit(q), _unit(k), v, beta.sigmoid(), g, output_final_state=True)
+
+        kernels = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")
+        self.recur_by("gated_deltanet", kernels, recurrence)
+        layer = load("fla.layers.gated_deltanet").GatedDeltaNet
+        self.patch.setattr(layer, "_use_fused_qkv_conv", lambda *_, **__: False)
+
+    def recur_gla(self, module: str) -> None:
+        reference = load("fla.ops.gla.naive").naive_recurrent_gla
+        kernels = ("fused_recurrent_gla", "chunk_gla")
+        self.recur_by(module, kernels, lambda **all: reference(**all, output_final_state=True))
+
+    def recur_gsa(self) -> None:
+        reference = load("fla.ops.gsa.naive").naive_recurrent_gsa
+        kernels = ("fused_recurrent_gsa", "chunk_gsa")
+        self.recur_by("gsa", kernels, lambda **all: reference(**all, output_final_state=True))
+        self.norm_and_project("gsa")
+        self.patch.setattr(load("fla.modules.feature_map"), "swish", functional.silu)
+
+    def memory(self) -> Tensor:
+        assert self.final is not None
+        return self.final
+
+
+def _convolve(m: Any, x: Tensor, **options: Any) -> tuple[Tensor, None]:
+    y = functional.conv1d(functional.pad(x.mT, (m.weight.shape[-1] - 1, 0)), m.weight, m.bias, groups=len(m.weight)).mT
+    return (functional.silu(y) if m.activation else y), None
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def heads_first(function: Callable[..., Any], *tensors: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """Call a reference that wants `[B, H, T, D]`."""
+    o, state = function(*(x.transpose(1, 2) for x in tensors), **options)
+    return o.transpose(1, 2), state

@@ -1,0 +1,75 @@
+"""Files that the system refuses to write: the old file stays, nothing else is left, and the error names the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+import longseq
+from longseq.backbones.tokens import TokenBackbone
+from longseq.files import replacing
+from longseq.tasks.training.files import WholeCheckpoints, write_text
+
+
+@pytest.fixture
+def little_room():
+    """No file may have more than 64 KiB, which the system refuses as it refuses a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_checkpoint(path: Path) -> None:
+    WholeCheckpoints().save_checkpoint({"weights": torch.zeros(1 << 16)}, path)
+
+
+def save_model(path: Path) -> None:
+    longseq.save_pretrained(TokenBackbone(vocab_size=2000, d_model=16, depth=1, mixer="linear_attention"), path.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [
+        ("last.ckpt", save_checkpoint),
+        ("model.safetensors", save_model),
+        ("metrics.json", lambda path: write_text(path, "0" * (1 << 17))),
+    ],
+)
+def test_a_file_without_room_leaves_the_old_one(name, save, tmp_path, little_room):
+    (tmp_path / name).write_text("old")
+    with pytest.raises(OSError, match=name) as refused:
+        save(tmp_path / name)
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(tmp_path / name))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "old"}
+
+
+def test_other_errors_are_told_as_they_are(tmp_path):
+    with pytest.raises(FileNotFoundError) as missing, replacing(tmp_path / "made"):
+        (tmp_path / "read").read_text()
+    assert missing.value.filename == str(tmp_path / "read")
+    with pytest.raises(UnicodeEncodeError), replacing(tmp_path / "made") as partial:
+        partial.write_text("\ud800")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    path = tmp_path / "absent" / "state"
+    with pytest.raises(FileNotFoundError) as refused, replacing(path) as partial:
+        torch.save({}, partial)
+    assert refused.value.filename == str(path)
+
+
+def test_a_pipe_is_written_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()

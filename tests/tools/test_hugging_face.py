@@ -1,0 +1,333 @@
+"""Language models in transformers: the same folder, the same numbers, generation, training and adapters."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import longseq
+from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
+
+pytest.importorskip("transformers", reason='needs transformers: pip install "longseq[text]"')
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
+
+from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
+
+VOCABULARY = 40
+PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [10, 11], [12])
+TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4]])
+
+
+def make(mixer: Any = "gated_deltanet", **options: Any) -> Any:
+    """A small model in float64, whose scores differ clearly."""
+    torch.manual_seed(0)
+    arguments = {"vocab_size": VOCABULARY, "d_model": 16, "depth": 1, "mixer": mixer, **options}
+    model = LongseqForCausalLM(LongseqConfig(model_args=arguments)).double().eval()
+    with torch.no_grad():
+        model.model.embedding.weight.mul_(30)
+    return model
+
+
+def pad(prompts: Any, side: str = "left") -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    rows, masks = [], []
+    for prompt in prompts:
+        padding = [0] * (longest - len(prompt))
+        real = [1] * len(prompt)
+        rows.append(padding + prompt if side == "left" else prompt + padding)
+        masks.append(padding + real if side == "left" else real + padding)
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
+
+
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -> None:
+    model = make(mixer)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    written = model.generate(**pad(PROMPTS), **options)[:, -5:]
+    for row, prompt in zip(written, PROMPTS, strict=True):
+        assert torch.equal(row, model.model.generate(torch.tensor([prompt]), 5, temperature=0)[0, -5:])
+    beams = model.generate(**pad(PROMPTS[:2]), num_beams=3, **options)
+    assert torch.equal(beams, model.generate(**pad(PROMPTS[:2]), num_beams=3, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("mixer", [*mixers.mixer_names(), "deltanet+attention"])
+def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    options = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    model = make(mixer, depth=2 if "+" in mixer else 1)
+    plain = model(TOKENS).logits.detach()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **options)).double().eval()
+    output = adapted(input_ids=TOKENS, labels=TOKENS, use_cache=False)
+    output.loss.backward()
+    learning = {name: value.grad for name, value in adapted.named_parameters() if value.requires_grad}
+    layers = sum(isinstance(part, nn.Linear) for part in make(mixer, depth=2 if "+" in mixer else 1).modules())
+    assert len(learning) == 2 * layers
+    assert not [name for name, grad in learning.items() if grad is None or not grad.any()]
+    scores = output.logits.detach()
+    assert not torch.allclose(scores, plain, rtol=0, atol=1e-3)
+    with torch.no_grad():
+        cache = adapted(input_ids=TOKENS[:, :5]).past_key_values
+        step = adapted(input_ids=TOKENS[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(step[:, 0], scores[:, -1], rtol=0, atol=1e-9)
+    merged = adapted.merge_and_unload()
+    assert isinstance(merged, LongseqForCausalLM)
+    torch.testing.assert_close(merged(TOKENS).logits, scores, rtol=0, atol=1e-9)
+
+
+def test_an_adapter_of_the_embedding_also_changes_the_tied_head() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    adapted = peft.get_peft_model(
+        make(), peft.LoraConfig(r=2, target_modules=["embedding"], init_lora_weights=False)
+    ).double()
+    adapted = adapted.eval()
+    scores = adapted(input_ids=TOKENS).logits.detach()
+    backbone = adapted.base_model.model.model
+    summed = backbone.summed_loss(backbone.forward_features(TOKENS)[0], TOKENS).objective
+    wanted = functional.cross_entropy(scores.flatten(0, 1), TOKENS.flatten(), reduction="sum")
+    torch.testing.assert_close(summed.detach(), wanted)
+    torch.testing.assert_close(adapted.merge_and_unload()(TOKENS).logits, scores)
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "lattice"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_one_folder_serves_both_libraries(mixer: str, shards: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=2, mixer=mixer, tie_embeddings=shards).eval()
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": 64}
+    options: dict[str, Any] = {"max_shard_size": 9000} if shards else {}
+    model.save_pretrained(tmp_path / "ours", **options)
+    random = torch.get_rng_state()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert isinstance(theirs, LongseqForCausalLM)
+    assert theirs.generation_config.eos_token_id == 256
+    assert torch.equal(theirs(TOKENS).logits, model(TOKENS)[0])
+
+    theirs.save_pretrained(tmp_path / "theirs", **options)
+    AutoTokenizer.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    back = longseq.from_pretrained(tmp_path / "theirs")
+    assert back.text == model.text
+    for name, value in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value)
+    config = AutoConfig.from_pretrained(tmp_path / "theirs")
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (257, 16, 2)
+
+
+def test_half_precision_and_placement(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="auto")
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    assert model(TOKENS.to(model.device)).logits.dtype == torch.bfloat16
+
+
+def test_the_pipeline_writes_text_of_a_byte_tokenizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=1).eval()
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": None}
+    model.save_pretrained(tmp_path)
+    written = pipeline("text-generation", model=str(tmp_path), device="cpu")(
+        "état", max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    tokens = model.generate(torch.tensor([[256, *"état".encode()]]), 6, temperature=0)[0].tolist()
+    assert written[0]["generated_text"] == bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def test_the_loss_is_that_of_transformers() -> None:
+    model = make()
+    labels = TOKENS.clone()
+    labels[0, :3] = -100
+    output = model(TOKENS, labels=labels)
+    wanted = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    targets = int((labels[:, 1:] != -100).sum())
+    torch.testing.assert_close(output.loss.double(), wanted / targets, rtol=1e-5, atol=0)
+    summed = model(TOKENS, labels=labels, num_items_in_batch=4).loss
+    torch.testing.assert_close(summed.double(), wanted / 4, rtol=1e-5, atol=0)
+    assert model(TOKENS, labels=labels, return_dict=False)[0] == output.loss
+
+
+def test_only_the_wanted_logits_are_computed() -> None:
+    model = make()
+    whole = model(TOKENS).logits
+    assert torch.equal(model(TOKENS, logits_to_keep=2).logits, whole[:, -2:])
+    assert torch.equal(model(TOKENS, logits_to_keep=torch.tensor([1, 4])).logits, whole[:, [1, 4]])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cache_goes_on_where_it_ended(side: str) -> None:
+    """In parts of several tokens, in steps beyond the room of attention's first cache, and in a copy."""
+    model = make("deltanet+attention", depth=2)
+    batch = pad(PROMPTS[:2], side)
+    with torch.no_grad():
+        cache = model(**batch).past_key_values
+        assert cache.get_seq_length() == 7
+        further = torch.randint(0, VOCABULARY, (2, 300))
+        other = copy.deepcopy(cache)
+        steps = [model(further[:, :3], past_key_values=cache).logits]
+        steps += [model(further[:, i : i + 1], past_key_values=cache).logits for i in range(3, 300)]
+        for row, prompt in enumerate(PROMPTS[:2]):
+            alone = model(torch.cat([torch.tensor(prompt), further[row]])[None]).logits[0, len(prompt) :]
+            torch.testing.assert_close(torch.cat(steps, 1)[row], alone)
+        torch.testing.assert_close(model(further[:, :1], past_key_values=other).logits, steps[0][:, :1])
+
+
+def test_packed_sequences_do_not_see_each_other() -> None:
+    model = make()
+    row = torch.cat([TOKENS[0, :4], TOKENS[1]])[None]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    borders = torch.tensor([0, 4, 10])
+    for packed in ({"position_ids": positions}, {"cu_seq_lens_q": borders, "position_ids": positions}):
+        scores = model(row, use_cache=False, **packed).logits[0]
+        torch.testing.assert_close(scores[:4], model(TOKENS[:1, :4]).logits[0])
+        torch.testing.assert_close(scores[4:], model(TOKENS[1:]).logits[0])
+    assert torch.equal(model(TOKENS[:1], position_ids=torch.arange(6)[None]).logits, model(TOKENS[:1]).logits)
+    with pytest.raises(ValueError, match="put packed sequences into one row"):
+        model(row.repeat(2, 1), position_ids=positions.repeat(2, 1))
+
+
+def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
+    for tied in (True, False):
+        model = make(tie_embeddings=tied).float()
+        before = model(TOKENS).logits
+        model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+        assert model.config.vocab_size == VOCABULARY + 3
+        after = model(TOKENS).logits
+        torch.testing.assert_close(after[..., :VOCABULARY], before)
+        model.save_pretrained(tmp_path / str(tied))
+        again = longseq.from_pretrained(tmp_path / str(tied))
+        torch.testing.assert_close(again(TOKENS)[0], after)
+        assert longseq.models.describe(again)["model_args"]["vocab_size"] == VOCABULARY + 3
+
+
+def test_blocks_are_recomputed_where_that_is_wanted() -> None:
+    model = make().train()
+    gradients, calls = [], []
+    model.model.blocks[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+    for turn in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+        turn()
+        model.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append(model.model.embedding.weight.grad.clone())
+        calls.append(0)
+    assert calls == [1, 1, 0, 1, 0]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = make().float()
+    before = model.model.embedding.weight.detach().clone()
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    assert trainer.train().training_loss > 0
+    assert not torch.equal(model.model.embedding.weight, before)
+    losses = [trainer.evaluate()["eval_loss"], float(model.eval()(TOKENS, labels=TOKENS).loss)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert trainer.predict(rows).predictions.shape == (2, 6, VOCABULARY)
+    trainer.save_model(str(tmp_path / "model"))
+    saved = longseq.from_pretrained(tmp_path / "model")
+    assert torch.equal(saved.embedding.weight, model.model.embedding.weight)
+
+
+@pytest.mark.slow
+def test_both_harnesses_score_and_write_the_same(tmp_path: Path) -> None:
+    """`longseq harness`, and the class that lm-evaluation-harness has for models of transformers."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from longseq.tools.harness.evaluation import Adapter
+    from longseq.tools.harness.workers import Workers
+
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="gated_deltanet")
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": None}
+    with torch.no_grad():
+        model.embedding.weight.mul_(10)
+    model.save_pretrained(tmp_path)
+    ours = Adapter(Workers(str(tmp_path), ["cpu"], weights="auto", dtype="float32", batch_size=64, modules=[]))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=2, add_bos_token=True, max_length=64)
+    pairs = [("a short one", " goes on"), ("another, which is longer", "!"), ("état", " é"), ("", "begins")]
+    ask = {
+        "loglikelihood": pairs,
+        "loglikelihood_rolling": [("a whole document",)],
+        "generate_until": [("to be", {"until": ["\n"], "max_gen_toks": 6, "do_sample": False})],
+    }
+    for kind, wanted in ask.items():
+        theirs.add_bos_token = kind != "loglikelihood_rolling"  # which puts the first token in front by itself
+        asked = [Instance(kind, {}, one, index) for index, one in enumerate(wanted)]  # type: ignore[arg-type]
+        answers = [getattr(harness, kind)(asked, disable_tqdm=True) for harness in (ours, theirs)]
+        if kind == "generate_until":
+            assert answers[0] == answers[1]
+            continue
+        mine, other = (torch.tensor([one[0] if isinstance(one, tuple) else one for one in found]) for found in answers)
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+        if kind == "loglikelihood":
+            assert [one[1] for one in answers[0]] == [one[1] for one in answers[1]]
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    TokenBackbone(vocab_size=8, d_model=16, depth=1, mixer="gated_deltanet").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    missing = next(name for name in weights if "in_proj" in name)
+    save_file({name: value for name, value in weights.items() if name != missing}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"lacks 1 of the weights of its model, such as {missing}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    edit(tmp_path, revisions={"gated_deltanet": 1})
+    with pytest.raises(ValueError, match="gated_deltanet layers are of revision 1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    edit(tmp_path, config_version=99)
+    with pytest.raises(ValueError, match="is of config_version 99"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is of no language model"):
+        make(direction="bidirectional")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"past_key_values": DynamicCache()}, "give the LongseqCache"),
+        ({"output_hidden_states": True}, "output_hidden_states: these models return logits and a cache alone"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask has the shape"),
+        ({"inputs_embeds": torch.ones(2, 6, 16)}, "inputs_embeds"),
+    ],
+)
+def test_what_a_recurrent_model_cannot_do_is_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(TOKENS, **options)
+
+
+def test_a_state_cannot_be_taken_back() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
+        model.generate(TOKENS[:1], assistant_model=make(), max_new_tokens=2)
+
+
+def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "longseq.tools.hugging_face.causal_lm")
+    with pytest.raises(ImportError, match=r'need transformers 5: pip install "longseq\[text\]"'):
+        importlib.import_module("longseq.tools.hugging_face.causal_lm")

@@ -1,0 +1,127 @@
+"""The recurrent state of a model as the cache of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from longseq.backbones.tokens import TokenBackbone, TokenState
+from longseq.state import map_state, select_state
+
+# Layers whose state grows get room for at least so many tokens.
+_LEAST_ROOM = 256
+
+
+class LongseqCache(Cache):
+    """The state after the tokens that a model has read, for all layers together.
+
+    Attributes:
+        state: None before the first token.
+        tokens: how many columns of the batch were read, padding included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state: TokenState | None = None
+        self.tokens = 0
+        self._room = 0
+
+    def keep(self, state: TokenState | None, tokens: int) -> None:
+        """Replace the state by the one after `tokens` more columns, which `forward` has returned."""
+        self.state, self._room = state, 0
+        self.tokens += tokens
+
+    def step(self, model: TokenBackbone, token: Tensor) -> Tensor:
+        """Read one more token `[B]`: logits `[B, V]`. A state that grows is moved to twice the room when it is full."""
+        assert self.state is not None
+        if self._room <= self.tokens:
+            self._room = max(2 * self.tokens, _LEAST_ROOM)
+            self.state = model.preallocate(self.state, self._room)
+        logits, self.state = model.step(token, self.state)
+        self.tokens += 1
+        return logits
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # none
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.state is not None
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        """The rows of the state, -1 before the first token."""
+        found: list[int] = []
+        map_state(lambda tensor: found.append(tensor.shape[0]) or tensor, self.state)  # type: ignore[func-returns-value]
+        return found[0] if found else -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        self.state, self.tokens, self._room = None, 0, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state = select_state(self.state, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.state = select_state(self.state, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.state = map_state(lambda tensor: tensor.repeat_interleave(repeats, dim=0), self.state)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing for 0; ValueError otherwise: a recurrent state cannot forget its last tokens."""
+        if tokens_to_remove:
+            raise ValueError(
+                "a recurrent state cannot forget tokens that it has read: assisted decoding is not possible"
+            )
+
+    def activate_past_recording(self) -> None:
+        raise ValueError("a recurrent state cannot forget tokens that it has read: assisted decoding is not possible")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(tokens={self.tokens})"
+
+
+def cache_of(given: Any) -> LongseqCache:
+    """A cache that was given to a model, or a new one for None. ValueError for the cache of another library's model."""
+    if given is None:
+        return LongseqCache()
+    if not isinstance(given, LongseqCache):
+        raise ValueError(
+            f"past_key_values is a {type(given).__name__}: give the LongseqCache that the model has returned"
+        )
+    return given
+
+
+def rows_with_padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The mask `[B, tokens]` of the last tokens, True at real ones; None where there is no padding.
+
+    ValueError for a mask of another form than `[B, T]`.
+    """
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2 or attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask has the shape {list(attention_mask.shape)}; give [batch, tokens], 1 at real ones"
+        )
+    mask = attention_mask[:, -tokens:] != 0
+    return None if bool(torch.all(mask)) else mask
