@@ -178,12 +178,12 @@ def plan(own: CompareKeys, given: Sequence[str]) -> list[Trial]:
 def _makes_samples(overrides: Sequence[str]) -> bool:
     """True if the data is generated, so that all runs share it, and no folder was given for it."""
     groups = tuple(word for word in overrides if _key(word) in ("task", "data", "experiment"))
-    return all(_key(word) != "data.cache" for word in overrides) and _has_cache(groups)
+    return all(_key(word) != "data.cache" for word in overrides) and _are_drawn(groups)
 
 
 @lru_cache
-def _has_cache(groups: tuple[str, ...]) -> bool:
-    return "cache" in compose("train", list(groups)).data
+def _are_drawn(groups: tuple[str, ...]) -> bool:
+    return "draw_seed" in compose("train", list(groups)).data
 
 
 def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
@@ -301,6 +301,7 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
         "learning_rate": trial.learning_rate,
         "seed": trial.seed,
         "overrides": trial.overrides,
+        "folder": f"{RUNS}/{trial.folder.name}",
     }
     metrics = runs.finished(trial.folder)
     with suppress(OSError, ValueError):
@@ -349,7 +350,7 @@ def _line(trial: Trial, row: Mapping[str, Any], report: str) -> str:
     if row["status"] != "finished":
         return f"{trial.describe()}: failed ({row['error']})"
     metrics = row["metrics"]
-    value = f"{report} {metrics[report]:.4f}" if report in metrics else f"no {report}"
+    value = f"{report} {metrics[report]:.4f}" if comparison.is_number(metrics.get(report)) else f"no {report}"
     return f"{trial.describe()}: {value}, {metrics['seconds']:.0f} s"
 
 
@@ -360,7 +361,7 @@ def _conclude(results: Mapping[str, Any], plotted: bool, folder: Path) -> None:
     rates, metric = {row["learning_rate"] for row in finished}, results["selected_by"]
     if len(rates) > 1 and comparison.find_direction([row["metrics"] for row in finished], metric) is None:
         raise ValueError(f"{metric} does not say which values are better: give one of learning_rates={sorted(rates)}")
-    if measured := {key for row in results["rows"] if row["status"] == "finished" for key in row["metrics"]}:
+    if measured := {key for row in finished for key, value in row["metrics"].items() if comparison.is_number(value)}:
         if report not in measured:
             known = ", ".join(sorted(key for key in measured if key.startswith("test/")))
             raise ValueError(f"report={report} was not measured: choose one of {known}")

@@ -41,7 +41,12 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
         for rate, listed in finished.items()
     }
     rate = max(merit, key=lambda candidate: merit[candidate])
-    names = {key for metrics in finished[rate] for key in metrics if key == report or key.startswith(f"{report}_")}
+    names = {
+        key
+        for metrics in finished[rate]
+        for key, value in metrics.items()
+        if is_number(value) and (key == report or key.startswith(f"{report}_"))
+    }
     return {
         "name": group[0]["name"],
         "setting": group[0]["setting"],
@@ -54,6 +59,11 @@ def _best(group: Sequence[Row], report: str, selected_by: str) -> dict[str, Any]
             if key in names
         },
     }
+
+
+def is_number(value: Any) -> bool:
+    """True for a metric; metrics.json also has lists, such as the perplexity by position."""
+    return isinstance(value, int | float)
 
 
 def find_direction(found: Sequence[Mapping[str, Any]], metric: str) -> bool | None:

@@ -109,9 +109,9 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        rows = min(len(prompts), keys.batch_size) or 1
+        together = min(len(prompts), keys.batch_size) or 1
         raise ValueError(
-            f"out of memory with {rows} prompts at once and max_new_tokens={keys.max_new_tokens}: give a smaller "
+            f"out of memory with {together} prompts at once and max_new_tokens={keys.max_new_tokens}: give a smaller "
             "batch_size or max_new_tokens, for which attention reserves room, or dtype=bfloat16"
         ) from error
     rows = [
@@ -210,6 +210,7 @@ class Writer:
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"state={path} is of another model, or dtype, than checkpoint={self.keys.checkpoint}")
         read, written = saved["read"], saved["written"]
+        self._check_positions(len(read) + len(written), f"the text of state={path}")
         with torch.inference_mode():
             tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
             state = fill_state(self.model.initial_state(1), tensors)
@@ -290,18 +291,21 @@ class Writer:
 
     def _encode(self, prompt: str) -> list[int]:
         tokens = [self.tokenizer.start, *map(int, self.tokenizer.encode(prompt))]
-        most = self.model.max_length
         if max(tokens) >= self.model.vocab_size:
             raise ValueError(
                 f"the prompt has the token {max(tokens)}, and the model knows {self.model.vocab_size}: the tokenizer "
                 "is not that of the model"
             )
-        if most is not None and len(tokens) + self.keys.max_new_tokens > most:
+        self._check_positions(len(tokens), "the prompt")
+        return tokens
+
+    def _check_positions(self, tokens: int, what: str) -> None:
+        most = self.model.max_length
+        if most is not None and tokens + self.keys.max_new_tokens > most:
             raise ValueError(
-                f"the prompt of {len(tokens)} tokens and max_new_tokens={self.keys.max_new_tokens} are more than the "
+                f"{what} of {tokens} tokens and max_new_tokens={self.keys.max_new_tokens} are more than the "
                 f"{most} positions that the model has learned: give fewer"
             )
-        return tokens
 
     def _seen(self, requests: Sequence[Request], before: Sequence[list[int]], vocabulary: int) -> Tensor | None:
         if self.sampling.repetition_penalty == 1:

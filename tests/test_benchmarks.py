@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from PIL import Image
 
 from longseq.tasks.image import data, sources
 from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.datasets import TrainingBatches
+from longseq.tasks.text import prepare
 from longseq.tools.benchmark.work import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +52,40 @@ def training_batches(script, root: Path) -> TrainingBatches:
     words = ("experiment=image/cifar10", f"data.root={root}", "data.val_fraction=0.34", "recipe.batch_size=2")
     config = script("augmented").find_overrides(words, ["data.num_workers=0", "seed=3"], root)
     return ImageDataModule.from_config(config, batch_size=2).train_dataloader().dataset
+
+
+@pytest.mark.slow
+def test_language_models_are_measured_beyond_their_training_length(script, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    text = tmp_path / "text.jsonl"
+    lines = [f"document {number} says {number * number} " * (20 + number) for number in range(60)]
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    for name, share in (("short", 0.2), ("long", 0.9)):
+        words = [f"input={text}", f"output={tmp_path / name}", "validation=0.05", f"test={share}", "processes=1"]
+        with initialize_config_module("longseq.conf", version_base="1.3"):
+            prepare.run(compose("prepare", words))
+    folder = tmp_path / "comparison"
+    command = [Path(sys.executable).with_name("longseq"), "compare", "comparison=mixers_110m", "trainer=cpu", "jobs=1"]
+    command += ["rows=null", "mixers=[gla,transformer_plus_plus]", f"data.root={tmp_path / 'short'}"]
+    command += ["scale=1m", "model.d_model=16", "model.depth=1", "data.window=64", "recipe.batch_size=256"]
+    command += ["recipe.tokens=null", "recipe.updates=6", "recipe.schedule.warmup_tokens=null", "plot=false"]
+    command += ["recipe.validate_every_updates=null", "trainer.log_every_n_steps=2", f"output={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    measure = script("language_mixers")
+    monkeypatch.setattr(measure, "WINDOW", 512)
+    monkeypatch.setattr(measure, "SHORTEST", 64)
+    monkeypatch.setattr(measure, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", str(folder), str(tmp_path / "long"), "kept", "A title", "A note."])
+    measure.main()
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert [row["mixer"] for row in kept["rows"]] == ["gla", "transformer_plus_plus"]
+    for row in kept["rows"]:
+        assert row["tokens_per_second"]["0"] > 0
+        lengths = [key for key in row if key.startswith("perplexity_to_")]
+        assert lengths == [f"perplexity_to_{length}" for length in (64, 128, 256, 512)]
+        assert all(1 < row[key]["0"] < 400 for key in (*lengths, "test_perplexity"))
+    assert (tmp_path / "kept.png").stat().st_size > 10_000
 
 
 def test_packed_images_are_those_of_the_folder_and_a_changed_pixel_is_found(script, folder, tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def test_examples_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.setattr(tasks, "_registered", dict(tasks._registered))
     monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # a file of an example is a module, as in a folder of one's own
     for module in ("my_module", "majority"):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, module)
@@ -227,6 +227,12 @@ def test_the_top_level_holds_what_is_listed():
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
     found = {path.name for path in ROOT.iterdir() if not any(fnmatch(path.name, pattern) for pattern in ignored)}
     assert found - {".git"} == TOP
+
+
+def test_every_mixer_has_a_family():
+    table = re.search(r"## The families\n(.*?)\n## ", PAGES["mixers.md"].read_text(), re.S)
+    named = set(re.findall(r"`(\w+)`", "".join(line for line in table[1].splitlines() if line.startswith("|"))))
+    assert named - {"mixer"} == set(registry.mixer_names())
 
 
 def test_the_readme_is_one_screen():

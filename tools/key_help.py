@@ -19,6 +19,7 @@ KEYS = {
     "evaluate": "longseq.tasks.evaluate.EvaluateKeys",
     "predict": "longseq.tasks.predict.PredictKeys",
     "generate": "longseq.tasks.generate.GenerateKeys",
+    "prepare": "longseq.tasks.text.prepare.PrepareKeys",
     "harness": "longseq.tools.harness.HarnessKeys",
     "convert": "longseq.tools.hugging_face.convert.ConvertKeys",
 }

@@ -37,9 +37,15 @@ def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) ->
     k = functional.pad(k, (0, 0, 0, 0, before, after))
     v = functional.pad(v, (0, 0, 0, 0, before, after))
     first = torch.full((batch,), before, device=q.device)
+    return attend_blocks(q, k, v, first, first + tokens, before, after)
+
+
+@torch.jit.script_if_tracing
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, before: int, after: int) -> Tensor:
+    """`attend_window` in as many blocks as the tokens need, also where a trace fixes everything outside scripts."""
+    tokens = q.shape[1]
     block = min(tokens, before + 1 + after)
-    blocks = (tokens + block - 1) // block
-    return attend_window(q, k, v, first, first + tokens, before, after, block, blocks)
+    return attend_window(q, k, v, first, end, before, after, block, (tokens + block - 1) // block)
 
 
 @torch.jit.script_if_tracing

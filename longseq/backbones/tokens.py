@@ -355,7 +355,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
 
         The layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a
         step copies no earlier keys and values; layers with a state of constant size keep it, and those without such a
-        cache (Hyena) go on growing.
+        cache (Hyena, BaseConv) go on growing.
 
         A caller who does not know the number of tokens can double the room whenever `room` is 0, at the price of a
         copy. A state without room takes any number of tokens, and each step copies the keys and values of all tokens.
@@ -391,14 +391,14 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> Tensor:
         """Continue `prompt [B, T]` by sampled tokens: `[B, T + max_new_tokens]`.
 
-        After the prompt, memory does not grow: attention reserves room for all tokens (only the state of Hyena grows).
+        After the prompt, memory does not grow: attention reserves room for all tokens (Hyena and BaseConv alone grow).
         `temperature` divides the logits, 0 takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest
         whose probabilities reach p. `generator` gives the seed of each row. `cuda_graph` records the step and the
         choice of the token as a `StepGraph` and replays it; the tokens are those of the same seed without it.
 
         Raises:
-            ValueError: the model does not read forward; the prompt is empty or has tokens that do not exist; an
-                option has an invalid value; the scores of the model are not finite.
+            ValueError: the model does not read forward; the prompt is empty or has tokens that do not exist; the text
+                would be longer than `max_length`; an option has an invalid value; the model's scores are not finite.
         """
         self._check_forward("generate")
         if cuda_graph:
@@ -412,6 +412,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
         sampling = Sampling(temperature, top_k, top_p)
         if max_new_tokens < 1:
             return prompt.clone()
+        most = self.max_length
+        if most is not None and prompt.shape[1] + max_new_tokens - 1 > most:  # the last token is not read
+            raise ValueError(
+                f"a prompt of {prompt.shape[1]} tokens and max_new_tokens={max_new_tokens} are more than the "
+                f"max_length={most} of the learned positions"
+            )
         features, state = self.forward_features(prompt, max_length=prompt.shape[1] + max_new_tokens)
         assert state is not None
         device = "cpu" if generator is None else generator.device

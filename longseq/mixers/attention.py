@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.packing import gather_tokens, unpack_rows
+from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
 from longseq.blocks.rotary import check_rotary_scaling, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
@@ -317,7 +317,11 @@ class Attention(SoftmaxAttention):
         if state.key.shape[1] > slots or state.key.is_cpu:
             _check_room(state.length, slots, wait=True)
         key, value = (_resize(x, slots, dtype) for x in (state.key, state.value))
-        return KeyValueCache(key, value, state.length)
+        length = state.length
+        if is_exporting():
+            # The check above is no part of a graph. Reading at the length fails in a graph if it is above the slots.
+            length = length + torch.zeros(slots + 1, dtype=length.dtype, device=length.device)[length]
+        return KeyValueCache(key, value, length)
 
     def _attend(
         self,
@@ -349,17 +353,15 @@ class Attention(SoftmaxAttention):
         batch, tokens = q.shape[:2]
         past = self.initial_state(batch, k.device, k.dtype) if state is None else state
         real = torch.ones(batch, tokens, dtype=torch.bool, device=k.device) if mask is None else mask
-        slots = torch.arange(past.key.shape[1], device=k.device)
-        seen = torch.cat([slots < past.length[:, None], real], dim=1)  # [B, P + T]
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()
-        causal = functional.pad(causal, (slots.numel(), 0), value=True)  # [T, P + T]
-        allowed = seen.unsqueeze(1) & causal
-        if mask is not None:
-            # A padded query may see no real token. It sees itself, so that its undefined output is finite.
-            allowed = allowed | functional.pad(_own(mask), (slots.numel(), 0))
-        key, value = torch.cat([past.key.to(k.dtype), k], dim=1), torch.cat([past.value.to(v.dtype), v], dim=1)
-        order = (~seen).to(torch.uint8).argsort(dim=1, stable=True)
-        return attend(q, key, value, allowed), gather_tokens(key, order), gather_tokens(value, order)
+        # Real tokens go behind those of the state, which may keep fewer than it has counted, and padded ones follow. A
+        # token sees the slots up to its own, so that the undefined output of a padded query is finite.
+        place = front_places(real, past.length.clamp(max=past.key.shape[1]))
+        key, value = (
+            scatter_tokens(x, place, functional.pad(kept.to(x.dtype), (0, 0, 0, 0, 0, tokens)))
+            for x, kept in ((k, past.key), (v, past.value))
+        )
+        slots = torch.arange(past.key.shape[1] + tokens, device=k.device)
+        return attend(q, key, value, slots <= place.unsqueeze(-1)), key, value
 
     def _continue_packed(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState, packing: Packing

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 from typing_extensions import Self
 
-from longseq.blocks.norm import RMSNorm
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
@@ -22,8 +21,18 @@ class MemoryState(NamedTuple):
     memory: Tensor
 
 
+class HeadNorm(Protocol):
+    """A norm over the last dimension, and the sum of such norms of two layers that read in both directions."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise x."""
+
+    def norm_pair(self, backward: Any, x: Tensor) -> Tensor:
+        """The sum of the norms of both halves of x `[2 B, ...]`, the second by `backward`."""
+
+
 class GatedLinearMixer(Mixer[StateT]):
-    """Base of GLA, HGRN2, RetNet and Mamba-2: keys written to a decaying memory.
+    """Base of GLA, HGRN2, RetNet, SUPRA and Mamba-2: keys written to a decaying memory.
 
     S ← exp(g) S + k vᵀ;   o = scale Sᵀ q;   g ≤ 0, one for each head or for each key channel
     """
@@ -32,7 +41,7 @@ class GatedLinearMixer(Mixer[StateT]):
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
 
-    norm: RMSNorm
+    norm: HeadNorm
     output_gate: bool = True
 
     def recur(

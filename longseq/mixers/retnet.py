@@ -159,8 +159,12 @@ class RetNet(GatedLinearMixer[RetNetState]):
 
     def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
-        g = torch.log1p(-torch.exp2(-5 - head)).expand(*q.shape[:-1])
+        g = self._log_decays(head).expand(*q.shape[:-1])
         return rotate_pairs(q, cosine, sine), rotate_pairs(k, cosine, sine), g
+
+    def _log_decays(self, head: Tensor) -> Tensor:
+        """log γ of the heads of these numbers."""
+        return torch.log1p(-torch.exp2(-5 - head))
 
     def scan_flops(self, tokens: int) -> int:
         rotary = 6 * self.num_heads * self.key_dim  # queries and keys, three operations for each channel

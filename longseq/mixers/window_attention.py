@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from longseq.blocks.packing import front_places, gather_tokens, last_tokens, scatter_tokens
 from longseq.kernels.packed_attention import packed_attention
-from longseq.kernels.packed_attention.attend import attend_nearby, attend_window
+from longseq.kernels.packed_attention.attend import attend_blocks, attend_nearby, attend_window
 from longseq.kernels.packing import Packing
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 from longseq.mixers.attention import KeyValueCache, KeyValueState, SoftmaxAttention
@@ -169,8 +169,12 @@ class WindowAttention(SoftmaxAttention):
         after = 0 if self.causal else past
         key, value = (functional.pad(x, (0, 0, 0, 0, 0, after)) for x in (key, value))
         first = (past - state.length).clamp_min(0)
-        block, blocks = _plan_blocks(tokens, past + 1 + after)
-        o = attend_window(q, key, value, first, past + count, past, after, block, blocks)
+        if _known(tokens):
+            o = attend_blocks(q, key, value, first, past + count, past, after)
+        else:
+            # At least two blocks: a number of blocks that could be one would be a condition, too.
+            reach = past + 1 + after
+            o = attend_window(q, key, value, first, past + count, past, after, reach, (tokens + 2 * reach - 1) // reach)
         latest = count[:, None] + torch.arange(past, device=q.device)
         kept_key, kept_value = (gather_tokens(x, latest).to(state.key.dtype) for x in (key, value))
         return o if place is None else gather_tokens(o, place), KeyValueState(
@@ -188,15 +192,3 @@ class WindowAttention(SoftmaxAttention):
 def _known(tokens: int) -> bool:
     """True if a number of tokens can be compared. Comparing a symbolic number would add a condition to the export."""
     return torch.jit.is_tracing() or isinstance(tokens, int)
-
-
-def _plan_blocks(tokens: int, reach: int) -> tuple[int, int]:
-    """The length and the number of the blocks of queries.
-
-    A symbolic number of tokens gives at least two blocks: a number of blocks that could be one would be a condition,
-    too.
-    """
-    if not _known(tokens):
-        return reach, (tokens + 2 * reach - 1) // reach
-    block = min(tokens, reach)
-    return block, -(-tokens // block)

@@ -468,6 +468,13 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         make(**options)
 
 
+def test_text_longer_than_its_positions_is_refused() -> None:
+    model = make(positions="learned", max_length=15)
+    assert model.generate(make_tokens(1), 3).shape == (1, 16)
+    with pytest.raises(ValueError, match="max_new_tokens=4 are more than the max_length=15"):
+        model.generate(make_tokens(1), 4)
+
+
 def test_a_sequence_longer_than_its_positions_is_refused() -> None:
     with pytest.raises(ValueError, match="longer than the max_length=12"):
         make(positions="learned", max_length=12)(make_tokens(1))

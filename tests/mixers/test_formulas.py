@@ -149,6 +149,32 @@ def retnet(p: Weights, x: Tensor, o: Options) -> Tensor:
     return torch.stack(y)
 
 
+def supra(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H = o.get("num_heads", 1)
+    G = o.get("num_kv_heads", H)
+    D = o.get("head_dim", D_MODEL // H)
+    q, k, v = cut(project(p, "in_proj", x), H * D, G * D, G * D)
+    own = "key_map" if G < H else "query_map"
+    q = (project(p, "query_map", q) + p["query_map.bias"]).clamp_min(0).unflatten(-1, (H, D))
+    k = (project(p, own, k) + p[f"{own}.bias"]).clamp_min(0).unflatten(-1, (G, D))
+    v = v.unflatten(-1, (G, D))
+    exponents = {1: [8], 2: [4, 8], 3: [4, 8, 2], 4: [2, 4, 6, 8]}[H]
+    slow = o.get("rotary_base", 10000) ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+    S, y = zeros(H, D, D), []
+    for t in range(TOKENS):
+        heads_of_t = []
+        for h, exponent in enumerate(exponents):
+            turn = torch.exp(1j * t * slow)
+            turned = [torch.complex(part[: D // 2], part[D // 2 :]) * turn for part in (q[t, h], k[t, h * G // H])]
+            q_t, k_t = (torch.cat((pair.real, pair.imag)) for pair in turned)
+            S[h] = math.exp(-(2.0**-exponent)) * S[h] + outer(k_t, v[t, h * G // H])
+            o_t = S[h].T @ q_t / math.sqrt(D)
+            o_t = o_t - o_t.mean()
+            heads_of_t.append(o_t / ((o_t**2).mean() + o.get("norm_eps", 1e-5)).sqrt())
+        y.append(torch.cat(heads_of_t))
+    return torch.stack(y)
+
+
 def rwkv4(p: Weights, x: Tensor, o: Options) -> Tensor:
     w, u = p["decay"].exp(), p["bonus"]
     a, b, last, y = zeros(D_MODEL), zeros(D_MODEL), zeros(D_MODEL), []
@@ -374,6 +400,8 @@ CASES: dict[Layer, list[Options]] = {
     retnet: [{}, {"num_heads": 2}, {"expand_v": 1.0, "rotary_base": 10.0}, {"norm_eps": 1.0},
              {"feature_map": "relu", "output_gate": False}],
     rwkv4: [{}],
+    supra: [{}, {"num_heads": 2}, {"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 3, "head_dim": 6},
+            {"rotary_base": 10.0}, {"norm_eps": 1.0}],
     ttt: [{}, {"num_heads": 2}, {"gamma_activation": "softplus", "convolution_width": 2}],
     vla: [{}, {"num_heads": 2}, {"convolution_width": 4}, {"lambda0": 1.0}, {"refresh_period": 3, "refresh": 0.5},
           {"refresh_period": None}, {"eps": 30.0}, {"scale_penalty": False}, {"update_penalty": False},

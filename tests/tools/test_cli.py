@@ -119,6 +119,7 @@ def test_a_verb_helps(monkeypatch, capsys):
         ("train", ["seed=0", "init=null"]),
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
         ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+        ("prepare", ["input=null", "validation=0.01", "test=0.01"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
         ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
     ],
@@ -160,7 +161,7 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
 def test_the_help_names_what_a_key_takes():
     told = key_help.describe_keys("predict").splitlines()
     (top_k,) = (line for line in told if line.startswith("top_k=5 "))
-    assert top_k.endswith("the most probable classes of each image; a whole number of at least 1")
+    assert top_k.endswith("classes that are written for each image; a whole number of at least 1")
     (checkpoint,) = (line for line in told if line.startswith("checkpoint=null "))
     assert checkpoint.endswith("; text, needed")
 

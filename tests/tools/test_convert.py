@@ -218,7 +218,7 @@ def edited(folder: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "window_attention", "gsa+attention"])
+@pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "supra", "window_attention", "gsa+attention"])
 def test_attention_becomes_another_mixer(
     mixer: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +237,10 @@ def test_attention_becomes_another_mixer(
         assert first.in_proj.out_features == (4 + 2 + 2) * 6 + (16 if mixer == "gla" else 0)
     if mixer == "retnet":
         assert after.keys() - before.keys() == {f"blocks.{i}.mixer.norm.weight" for i in range(2)}
+    if mixer == "supra":
+        added = ("query_map.weight", "query_map.bias", "key_map.weight", "key_map.bias")
+        assert after.keys() - before.keys() == {f"blocks.{i}.mixer.{name}" for i in range(2) for name in added}
+        assert first.in_proj.out_features == (4 + 2 + 2) * 6
     assert logits(tmp_path / "new").isfinite().all()
     random = torch.get_rng_state()
     assert convert(monkeypatch, source=llama, output=tmp_path / "again", mixer=mixer) == 0
@@ -358,7 +362,7 @@ def test_mistakes_in_the_command(
     refuses(monkeypatch, capsys, "give mixer=NAME, too", source=llama, output=out, **{"mixer.options.window": 8})
     refuses(
         monkeypatch, capsys, "layers of attention do not become mamba: layers of attention and window_attention become "
-        "gsa, gla, retnet, attention, window_attention", source=llama, output=out, mixer="mamba",
+        "gsa, gla, retnet, supra, attention, window_attention", source=llama, output=out, mixer="mamba",
     )  # fmt: skip
     assert convert(monkeypatch, source=llama, output=tmp_path / "gsa", mixer="gsa") == 0
     words = "has layers of gsa, and LlamaForCausalLM has attention, window_attention alone"

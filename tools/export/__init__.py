@@ -1,10 +1,11 @@
-"""`longseq export`: an image classifier as one ONNX, TorchScript or pt2 file that runs without longseq."""
+"""`longseq export`: an image classifier or a language model as one ONNX, TorchScript or pt2 file without longseq."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig
 
@@ -12,9 +13,24 @@ from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_
 from longseq.tasks.training.options import Length, OneOf, Range
 from longseq.tools.export.formats import FORMATS, SUFFIXES, register_format
 from longseq.tools.export.image_classifier import export_image_classifier
+from longseq.tools.export.language_model import export_language_model
 from longseq.tools.export.report import ExportReport
+from longseq.tools.export.states import StateSpec, state_spec
 
-__all__ = ["FORMATS", "ExportReport", "export_image_classifier", "register_format", "run"]
+__all__ = [
+    "FORMATS",
+    "ExportReport",
+    "StateSpec",
+    "export_image_classifier",
+    "export_language_model",
+    "register_format",
+    "run",
+    "state_spec",
+]
+
+# The keys that only one task's models have, and their values where they are left out.
+IMAGE_KEYS = {"preprocess": False, "softmax": False, "dynamic_resolution": False}
+LANGUAGE_KEYS = {"dynamic_length": False, "max_length": 2048}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +44,8 @@ class ExportKeys(CommandKeys):
     preprocess: bool
     softmax: bool
     dynamic_resolution: bool
+    dynamic_length: bool
+    max_length: Annotated[int, Range(1)]
     opset: Annotated[int, Range(18, 26)]
     batch_sizes: Annotated[list[int], Range(1), Length(1)]
     tolerance: Annotated[float, Range(above=0)]
@@ -44,35 +62,45 @@ def run(cfg: DictConfig) -> ExportReport:
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
+    image_tasks, language_tasks = registry.like("image"), registry.like("lm")
     loaded = checkpoint.load(
         keys.checkpoint,
         weights=keys.weights,
         any_resolution=keys.dynamic_resolution,
-        tasks=registry.like("image"),
+        tasks=(*image_tasks, *language_tasks),
     )
+    model: Any = loaded.backbone
+    is_image = loaded.task_name in image_tasks
+    _check_keys(keys, LANGUAGE_KEYS if is_image else IMAGE_KEYS, loaded.task_name)
     output = Path(keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")))
     prepare_file(output)
-    report = export_image_classifier(
-        loaded.backbone,
-        output,
-        format=format,
-        data=loaded.data,
-        preprocess=keys.preprocess,
-        softmax=keys.softmax,
-        dynamic_resolution=keys.dynamic_resolution,
-        opset=keys.opset,
-        batch_sizes=keys.batch_sizes,
-        tolerance=keys.tolerance,
-        measure_latency=keys.latency,
-        extra_metadata={
+    options: dict[str, Any] = {
+        "format": format,
+        "data": loaded.data,
+        "opset": keys.opset,
+        "batch_sizes": keys.batch_sizes,
+        "tolerance": keys.tolerance,
+        "measure_latency": keys.latency,
+        "extra_metadata": {
+            "task": loaded.task_name,
             "checkpoint_sha256": checkpoint.sha256(loaded.file),
             "weights": loaded.weights,
             "epoch": loaded.epoch,
             "global_step": loaded.global_step,
         },
-    )
+    }
+    own = {name: getattr(keys, name) for name in (IMAGE_KEYS if is_image else LANGUAGE_KEYS)}
+    export = export_image_classifier if is_image else export_language_model
+    report = export(model, output, **own, **options)
     report.print()
     return report
+
+
+def _check_keys(keys: ExportKeys, others: Mapping[str, Any], task: str) -> None:
+    for name, default in others.items():
+        if getattr(keys, name) != default:
+            value = str(getattr(keys, name)).lower()
+            raise ValueError(f"{name}={value} is not for models of task={task}: leave it out")
 
 
 def _format_of(output: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_structure, tree_unflatten
+from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 
 __all__ = ["arrange", "call_nodes", "capture", "foreign_operators"]
 
@@ -21,9 +21,11 @@ def capture(
 
     `example` holds the arguments; `axes` are those of its tensors, in order. The reset removes guards of an earlier
     trace, which would turn an open axis of this one into a constant. Gradients are off, because scans cannot be traced
-    with them.
+    with them. The arguments are copied: of a view, torch.export would also compare the size of the tensor behind it,
+    which later arguments do not have.
     """
     torch._dynamo.reset()
+    example = tree_map(torch.clone, example)
     shapes = arrange([dict.fromkeys(open_axes, torch.export.Dim.DYNAMIC) for open_axes in axes], example)
     with torch.no_grad():
         program = torch.export.export(module, example, dynamic_shapes=shapes)

@@ -26,8 +26,12 @@ from longseq.tools.export.states import StateSpec, state_spec
 
 __all__ = ["LanguageModelFile", "export_language_model"]
 
-# Tokens of a traced or compared sequence. Recurrences are computed in chunks of 64 tokens: it is more than one.
-PROBED_TOKENS = 70
+# Tokens of a compared sequence: more than one of the chunks of 64 tokens in which recurrences are computed. A file of
+# open length reads them in pieces: the second is longer than what was traced, and that is longer than a chunk.
+STEPPED_TOKENS = 75
+READ_TOKENS = 150
+PIECE_ENDS = (1, 130)
+TRACED_TOKENS = 70
 # Tokens before the traced ones, so that a state which grows is not empty.
 EARLIER_TOKENS = 7
 
@@ -39,11 +43,11 @@ class LanguageModelFile(nn.Module):
     the logits `[batch, vocabulary]`, else `[batch, length]` and `[batch, length, vocabulary]`.
     """
 
-    def __init__(self, model: TokenBackbone, *, one_token: bool) -> None:
+    def __init__(self, model: TokenBackbone, *, one_token: bool, max_length: int) -> None:
         super().__init__()
         self.model = model
         self.one_token = one_token
-        self.template = model.initial_state(1)
+        self.template = model.preallocate(model.initial_state(1), max_length)
 
     def forward(self, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         state = fill_state(self.template, states)
@@ -69,6 +73,7 @@ def export_language_model(
     format: str = "onnx",
     data: Mapping[str, Any] = MappingProxyType({}),
     dynamic_length: bool = False,
+    max_length: int = 2048,
     opset: int = 20,
     batch_sizes: Sequence[int] = (1, 3, 8),
     tolerance: float = 1e-4,
@@ -78,16 +83,20 @@ def export_language_model(
     """Write `model` as one file, and compare the file with the model's parallel form, which reads whole sequences.
 
     The file takes one token int64 [batch] and the states before it, and gives logits [batch, vocabulary] and the states
-    after it. With `dynamic_length` it takes tokens [batch, length] and gives logits [batch, length, vocabulary]. Any
-    batch size fits. `state_spec` tells the states and their values before the first token, and so does the file's
-    metadata. The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a
-    checkpoint knows of its text (see `longseq.tasks.text.info.TextInfo`).
+    after it. With `dynamic_length` it takes tokens [batch, length] and gives logits [batch, length, vocabulary]; the
+    states of both files are alike. Any batch size fits. Attention has room for `max_length` tokens, or as many as the
+    model has learned positions, and the file refuses more; other layers read any number. `state_spec` tells the states
+    and their values before the first token, and so does the file's metadata.
+
+    The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
+    of its text (see `longseq.tasks.text.info.TextInfo`).
 
     `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the model
     does not read forward, the format cannot represent it, or the file differs too much; an existing file of that name
     then remains as it is.
     """
     target = find_target(output, format)
+    max_length = min(max_length, model.max_length or max_length)
     if model.direction != "forward":
         raise ValueError(f"direction={model.direction!r}: a language model reads forward, and this one has no state")
     if data.get("vocab_size", 0) > model.vocab_size:
@@ -96,28 +105,36 @@ def export_language_model(
     if format == "onnx":
         onnx_file.check(model, opset)
     copied: Any = float_copy(model)
-    states = state_spec(copied)
-    module = LanguageModelFile(copied, one_token=not dynamic_length).eval()
+    start = copied.preallocate(copied.initial_state(TRACED_BATCH), max_length)
+    limit = max_length if copied.room(start) is not None else model.max_length
+    states = state_spec(copied, max_length)
+    module = LanguageModelFile(copied, one_token=not dynamic_length, max_length=max_length).eval()
 
-    probed = PROBED_TOKENS if model.max_length is None else min(PROBED_TOKENS, model.max_length)
+    probed = READ_TOKENS if dynamic_length else STEPPED_TOKENS
+    probed = probed if limit is None else min(probed, limit)
     expected = expect(_ParallelForm(copied), [_probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
     if not all(batch.output.isfinite().all() for batch in expected):
         raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
     tokens = _probe_tokens(TRACED_BATCH, probed, model.vocab_size)
-    with torch.no_grad():
-        _, earlier = copied(tokens[:, :EARLIER_TOKENS], copied.initial_state(TRACED_BATCH))
+    # Where there is little room, half of it for the traced tokens, and half of the rest for those before them.
+    earlier, tokens = tokens[:, : min(EARLIER_TOKENS, probed // 4)], tokens[:, -min(TRACED_TOKENS, (probed + 1) // 2) :]
+    if earlier.shape[1]:
+        with torch.no_grad():
+            _, start = copied(earlier, start)
     input_name, axes = ("tokens", {0: "batch", 1: "length"}) if dynamic_length else ("token", {0: "batch"})
     spec = FileSpec(
         inputs={input_name: axes, **{state.input_name: state.axes for state in states}},
         outputs=["logits", *(state.output_name for state in states)],
-        metadata=language_metadata(model, data, states, dynamic_length=dynamic_length, extra=extra_metadata),
+        metadata=language_metadata(
+            model, data, states, limit=limit, dynamic_length=dynamic_length, extra=extra_metadata
+        ),
         opset=opset,
     )
     read: Reader = _read_pieces if dynamic_length else _read_one_by_one
     one = tokens[:1, :1] if dynamic_length else tokens[:1, 0]
     return write_checked(
         module,
-        (tokens if dynamic_length else tokens[:, 0], [tensor for _, tensor in state_tensors(earlier)]),
+        (tokens if dynamic_length else tokens[:, 0], [tensor for _, tensor in state_tensors(start)]),
         target,
         spec,
         format=format,
@@ -183,9 +200,9 @@ def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tens
 
 
 def _read_pieces(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:
-    """One token, a whole chunk, and the rest."""
+    """One token, two chunks and a token, and the rest."""
     logits = []
-    for piece in tokens.tensor_split((1, 65), dim=1):
+    for piece in tokens.tensor_split(PIECE_ENDS, dim=1):
         if piece.shape[1]:
             scores, states = call(piece.contiguous(), states)
             logits.append(scores)

@@ -46,17 +46,19 @@ def language_metadata(
     data: Mapping[str, Any],
     states: Sequence[StateSpec],
     *,
+    limit: int | None,
     dynamic_length: bool,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Facts about a language model's file: vocabulary, tokenizer, input, output and states, and its origin.
 
-    `vocab_size` is that of the model; its tokenizer may use fewer tokens.
+    `limit` is the most tokens that the file reads, None: any. `vocab_size` is that of the model; its tokenizer may use
+    fewer tokens.
     """
     metadata: dict[str, Any] = {key: data[key] for key in TEXT if data.get(key) is not None}
     metadata["vocab_size"] = model.vocab_size
-    if model.max_length is not None:
-        metadata["max_length"] = model.max_length
+    if limit is not None:
+        metadata["max_length"] = limit
     read = "tokens [batch, length]" if dynamic_length else "token [batch]"
     metadata["input"] = f"int64 {read}, and the states before"
     metadata["output"] = f"logits [batch{', length' if dynamic_length else ''}, vocabulary], and the states after"

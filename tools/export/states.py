@@ -69,16 +69,21 @@ class StateSpec:
         }
 
 
-def state_spec(model: TokenBackbone) -> list[StateSpec]:
+def state_spec(model: TokenBackbone, max_length: int | None = None) -> list[StateSpec]:
     """The states of a language model, in the order of `longseq.state.state_tensors`.
+
+    With `max_length`, attention has room for so many tokens in all, as `TokenBackbone.preallocate` gives it. Without
+    it, its state grows with each token, as that of Hyena always does.
 
     Raises:
         ValueError: the model does not read forward.
     """
     device = next(model.parameters()).device
     start = model.initial_state(1, device)
+    if max_length is not None:
+        start = model.preallocate(start, max_length)
     with torch.no_grad():
-        _, after = model(torch.zeros(1, 3, dtype=torch.long, device=device), start)
+        _, after = model(torch.zeros(1, 1, dtype=torch.long, device=device), start)
     pairs = zip(state_tensors(start), state_tensors(after), strict=True)
     return [StateSpec(name, _open_shape(own, grown), own.cpu()) for (name, own), (_, grown) in pairs]
 

@@ -142,7 +142,7 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
     the type of the weights. `options` are those of the new mixers, as `mixer_options` of `TokenBackbone`.
 
     Source: Gated Slot Attention (Zhang et al., 2024), section 4.2: GLA and RetNet with ReLU as feature map and without
-    an output gate, GSA with grouped keys.
+    an output gate, GSA with grouped keys. SUPRA is that of Mercat et al., 2024.
 
     Raises:
         ValueError: in one line: a mixer is not one of those, or a layer has parameters that have no place in it.
@@ -177,10 +177,13 @@ def _gla_options(attention: Values, d_model: int) -> dict[str, Any]:
     return {**heads, "expand_k": width, "expand_v": width, "feature_map": "relu", "output_gate": False}
 
 
-def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+def _supra_options(attention: Values, d_model: int) -> dict[str, Any]:
     positions = {key: attention[key] for key in ("rotary_base", "rotary_scaling")} if attention["rotary"] else {}
-    bare = {"expand_v": 1.0, "feature_map": "relu", "output_gate": False}
-    return {**_gsa_options(attention, d_model), **bare, **positions}
+    return {**_gsa_options(attention, d_model), **positions}
+
+
+def _retnet_options(attention: Values, d_model: int) -> dict[str, Any]:
+    return {**_supra_options(attention, d_model), "expand_v": 1.0, "feature_map": "relu", "output_gate": False}
 
 
 def _attention_options(attention: Values, d_model: int) -> dict[str, Any]:
@@ -193,6 +196,7 @@ CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
     "gsa": _gsa_options,
     "gla": _gla_options,
     "retnet": _retnet_options,
+    "supra": _supra_options,
     "attention": _attention_options,
     "window_attention": _attention_options,
 }

@@ -249,7 +249,7 @@ def test_text_is_shown_on_terminals_of_any_encoding(monkeypatch):
     generate._show("text")
 
 
-def test_a_prompt_that_the_model_cannot_read_is_one_line():
+def test_a_prompt_that_the_model_cannot_read_is_one_line(tmp_path):
     writer = make_writer()
     writer.tokenizer = SimpleNamespace(separator=256, start=256, encode=lambda text: [300])
     with pytest.raises(ValueError, match=r"the prompt has the token 300, and the model knows 257"):
@@ -259,5 +259,9 @@ def test_a_prompt_that_the_model_cannot_read_is_one_line():
     )
     with pytest.raises(ValueError, match=r"more than the 8 positions"):
         Writer(model, ByteTokenizer(), GenerateKeys(**KEYS)).write(["x"])
+    saving = {"max_new_tokens": 4, "save_state": str(tmp_path / "text.state"), "end": False}
+    Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, **saving})).write(["x"])
+    with pytest.raises(ValueError, match=r"the text of state=.* of 6 tokens .* more than the 8 positions"):
+        Writer(model, ByteTokenizer(), GenerateKeys(**{**KEYS, "max_new_tokens": 3})).resume(tmp_path / "text.state")
     with pytest.raises(ValueError, match="give one of prompt=TEXT, input=FILE and state=FILE; there is none of them"):
         GenerateKeys(**{**KEYS, "prompt": None})

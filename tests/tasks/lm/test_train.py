@@ -187,6 +187,35 @@ def test_runs_of_every_mixer_resume_bitwise(mixer, run):
 
 
 @pytest.mark.slow
+def test_a_hybrid_of_all_mixers_trains_is_tested_and_writes(run):
+    """One layer of each: packed documents, telemetry, a sample, and the text that its checkpoint writes."""
+    names = mixers.mixer_names()
+    folder = run(
+        "all",
+        "mixer=hybrid",
+        f"mixer.name={'+'.join(names)}",
+        f"model.depth={len(names)}",
+        "data.reset_state=true",
+        "recipe.updates=2",
+        "recipe.validate_every_updates=2",
+        "++trainer.limit_val_batches=1",
+        "++trainer.limit_test_batches=1",
+        "callbacks.text_samples.tokens=1",
+        "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 1}",
+    )
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert 1 < metrics["test/bits_per_byte"] < 9
+    model = longseq.from_pretrained(folder / "checkpoints" / "last.ckpt").eval()
+    assert [type(block.mixer) for block in model.blocks] == [mixers.get(name) for name in names]
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        whole, _ = model(tokens)
+        first, state = model(tokens[:, :19])
+        last, _ = model.step(tokens[:, 19], state)
+    torch.testing.assert_close(torch.cat((first, last[:, None]), 1), whole, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_run_with_a_constant_rate_ends_elsewhere_from_its_checkpoint(run, tmp_path):
     decay = "recipe.schedule.decay_epochs=0.5"
     run("long", decay, "recipe.updates=30", stop=4)

@@ -1,0 +1,117 @@
+"""SUPRA: retention with a learned feature map, into which attention is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import Self
+
+from longseq.blocks.pairs import repeat_rows
+from longseq.blocks.precision import at_least_float32
+from longseq.blocks.rotary import count_positions
+from longseq.mixers.registry import register
+from longseq.mixers.retnet import RetNet
+
+
+@register("supra")
+class Supra(RetNet):
+    """Linear attention in place of softmax attention, with the projections of a transformer.
+
+        q, k = rotary(φ(W x));   S ← γ S + k vᵀ;   y = W_o GroupNorm(Sᵀ q / √K);   φ(x) = ReLU(A x + b)
+
+    A reads the queries of all heads together. Keys have the same A and b, and with fewer heads than queries others, of
+    their own. The norm stands in place of the sum of attention weights: it takes the mean from each head's values,
+    divides them by their standard deviation, and learns nothing.
+
+    The decays are those of the published models, γ_h = exp(−2^{−8 h / H}) for the heads h = 1, ..., H, where H is a
+    power of two. Otherwise the first heads have the decays of the largest power of two below H, and the others every
+    second one of twice as many heads. RetNet's decays are slower.
+
+    A new A starts as torch's linear layers do, as in the published code, and b at zero.
+
+    Args:
+        num_heads, head_dim: by default heads of 256 channels (128, ... where 256 does not divide). One of them decides
+            the other; both together may make the heads wider or narrower than d_model. head_dim is even.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; by default as many as of queries.
+        rotary_base: the slowest pair of channels turns once in about 2π · rotary_base tokens.
+        rotary_scaling: how the angles are stretched to longer contexts (see
+            `longseq.blocks.rotary.check_rotary_scaling`), or None.
+        norm_eps: eps of the norm.
+
+    Source: Linearizing Large Language Models (Mercat et al., 2024), section 3, and its published code.
+    """
+
+    paper = "SUPRA (arXiv:2405.06640), section 3"
+
+    arguments_before: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        rotary_base: float = 10000.0,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            expand_v=1.0,
+            rotary_base=rotary_base,
+            rotary_scaling=rotary_scaling,
+            feature_map="relu",
+            output_gate=False,
+            backend=backend,
+        )
+        self.norm = CentredNorm(norm_eps)
+        queries, keys, *_ = self.widths
+        self.query_map = nn.Linear(queries, queries)
+        self.key_map = nn.Linear(keys, keys) if keys < queries else None
+
+    def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        ahead = self._split(projected)
+        behind = ahead if backward is self else backward._split(projected)
+        q, k, v, gate = (torch.cat(both) for both in zip(ahead, behind, strict=True))
+        mask = repeat_rows(mask)
+        positions, _ = count_positions(v, mask=mask, reverse="second_half")
+        q, k, g = self._place(q, k, positions)
+        o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
+        return self.read_out_pair(backward, o, gate)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, rest = projected.split([*self.widths[:2], sum(self.widths[2:])], dim=-1)
+        key_map = self.query_map if self.key_map is None else self.key_map
+        return super()._split(torch.cat((self.query_map(q), key_map(k), rest), -1))
+
+    def _log_decays(self, head: Tensor) -> Tensor:
+        power = 1 << (self.num_heads.bit_length() - 1)
+        exponent = torch.where(head < power, (head + 1) / power, (2 * (head - power) + 1) / (2 * power))
+        return -torch.exp2(-8 * exponent)
+
+    def scan_flops(self, tokens: int) -> int:
+        return super().scan_flops(tokens) + 2 * tokens * sum(width * width for width in self.widths[:2])
+
+
+class CentredNorm(nn.Module):
+    """Layer norm over the last dimension, without parameters; the output has the input's type."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(at_least_float32(x), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+    def norm_pair(self, backward: Self, x: Tensor) -> Tensor:
+        """The sum of the norms of both halves of x `[2 B, ...]`."""
+        return self(x).unflatten(0, (2, -1)).sum(0)

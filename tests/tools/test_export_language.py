@@ -1,0 +1,331 @@
+"""Exported language models: they read on from their states as the model reads whole sequences, without longseq."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from torch import Tensor, nn
+
+from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
+from longseq.kernels.packed_attention.attend import attend_window
+from longseq.mixers import window_attention
+from longseq.tasks import generate
+from longseq.tasks.text.tokenizer import train_tokenizer
+from longseq.tools.export import FORMATS, export_language_model, onnx_file, pt2_file, run, state_spec
+from longseq.tools.export.formats import SUFFIXES
+from longseq.tools.export.graph import capture
+from longseq.tools.export.language_model import LanguageModelFile
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
+DATA: dict[str, Any] = {"vocab_size": 11, "separator": 10, "window": 64, "tokenizer": {"kind": "bytes"}}
+PATTERNS = [*mixers.mixer_names(), "deltanet+attention+window_attention"]
+
+
+def build(mixer: str = "deltanet", *, seed: int = 0, **options: Any) -> TokenBackbone:
+    """A small model whose logits depend on earlier tokens: with fresh weights, they would hardly do."""
+    torch.manual_seed(seed)
+    names = mixer.split("+")
+    window = {"window": 5} if names == ["window_attention"] else {"window_attention": {"window": 5}}
+    choice = {"mixer_options": window} if "window_attention" in names else {}
+    sizes = {"vocab_size": 11, "d_model": 16, "depth": len(names), "tie_embeddings": False}
+    model = TokenBackbone(mixer=mixer, **{**sizes, **choice, **options})
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    return model.eval()
+
+
+@pytest.fixture
+def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the two formats that begin with the same program share it in a test of one model: it takes most time."""
+    programs: list[torch.export.ExportedProgram] = []
+
+    def capture_once(
+        module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
+    ) -> torch.export.ExportedProgram:
+        if not programs:
+            programs.append(capture(module, example, axes))
+        return programs[0]
+
+    for format in (onnx_file, pt2_file):
+        monkeypatch.setattr(format, "capture", capture_once)
+
+
+def check_file(model: TokenBackbone, path: Path, format: str, **options: Any) -> Callable[..., Any]:
+    report = export_language_model(model, path, format=format, data=DATA, batch_sizes=(1, 3), **options)
+    assert [row.shape[0] for row in report.comparisons] == [1, 3]
+    assert all(row.passed and row.top1 == 1 for row in report.comparisons)
+    return FORMATS[format].open_file(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", PATTERNS)
+def test_every_mixer_reads_token_by_token_in_every_format(mixer: str, tmp_path: Path, captured_once: None) -> None:
+    model = build(mixer)
+    tokens = torch.randint(11, (4, 12))
+    with torch.no_grad():
+        expected, _ = model(tokens)
+        other, _ = model(tokens.flip(1))
+    assert (expected[:, -1] - other[:, 0]).abs().max() > 0.01, "earlier tokens must count"
+    states = state_spec(model, 80)
+    for format, suffix in SUFFIXES.items():
+        call = check_file(model, tmp_path / f"model{suffix}", format, max_length=80)
+        values = [state.starts(4) for state in states]
+        for index, token in enumerate(tokens.unbind(1)):
+            logits, values = call(token, values)
+            torch.testing.assert_close(logits, expected[:, index], atol=1e-3, rtol=0)
+        assert [value.dtype for value in values] == [state.start.dtype for state in states]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "format"),
+    [(mixer, "torchscript") for mixer in PATTERNS]
+    + [(mixer, "onnx") for mixer in ("attention", "hyena", "deltanet")]
+    + [(mixer, "pt2") for mixer in ("attention", "longhorn")],
+)
+def test_the_length_can_be_open(mixer: str, format: str, tmp_path: Path) -> None:
+    model = build(mixer)
+    call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format, dynamic_length=True, max_length=140)
+    tokens = torch.randint(11, (2, 140))
+    with torch.no_grad():
+        expected, _ = model(tokens)
+    values = [state.starts(2) for state in state_spec(model, 140)]
+    found = []
+    for piece in tokens.split([5, 129, 1, 5], dim=1):
+        logits, values = call(piece, values)
+        found.append(logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)
+
+
+def test_an_open_length_that_is_not_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fix(q: Tensor, k: Tensor, v: Tensor, first: Tensor, end: Tensor, before: int, after: int) -> Tensor:
+        block = min(q.shape[1], before + 1 + after)  # a trace keeps the number of blocks
+        return attend_window(q, k, v, first, end, before, after, block, -(-q.shape[1] // block))
+
+    monkeypatch.setattr(window_attention, "attend_blocks", fix)
+    with pytest.raises(
+        ValueError, match="format=torchscript could not take this TokenBackbone and no file was written"
+    ):
+        export_language_model(
+            build("window_attention"), tmp_path / "model.pt", format="torchscript", dynamic_length=True
+        )
+
+
+@pytest.mark.slow
+def test_a_program_traced_with_views_takes_other_tensors() -> None:
+    module = LanguageModelFile(build("linear_attention"), one_token=False, max_length=80).eval().requires_grad_(False)
+    states = state_spec(module.model)
+    earlier = [state.start.expand(2, *state.start.shape[1:]) for state in states]
+    tokens = torch.randint(11, (4, 90))
+    axes: list[dict[int, str]] = [{0: "batch", 1: "length"}, *(state.axes for state in states)]
+    program = capture(module, (tokens[:2, 7:], earlier), axes).module()
+    logits, _ = program(tokens, [state.starts(4) for state in states])
+    torch.testing.assert_close(logits, module.model(tokens)[0], atol=1e-4, rtol=0)
+
+
+def test_one_file_reads_the_prompt_and_another_goes_on(tmp_path: Path) -> None:
+    model = build("attention+longhorn")
+    for name, open_length in (("read", True), ("step", False)):
+        export_language_model(
+            model, tmp_path / f"{name}.pt", format="torchscript", dynamic_length=open_length, max_length=80
+        )
+    read, step = (torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("read", "step"))
+    tokens = torch.randint(11, (3, 9))
+    _, values = read(tokens[:, :8], [state.starts(3) for state in state_spec(model, 80)])
+    logits, _ = step(tokens[:, 8], values)
+    torch.testing.assert_close(logits, model(tokens)[0][:, 8], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dynamic_length", [False, True])
+@pytest.mark.parametrize("options", [{}, {"positions": "learned", "max_length": 6}], ids=["cache", "positions"])
+def test_a_file_reads_no_more_than_it_has_room_for(
+    format: str, dynamic_length: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model, path = build("attention", **options), tmp_path / f"model{SUFFIXES[format]}"
+    report = export_language_model(model, path, format=format, dynamic_length=dynamic_length, max_length=6)
+    assert report.metadata["max_length"] == 6
+    call = FORMATS[format].open_file(path)
+    values = [state.starts(1) for state in state_spec(model, 6)]
+    token = torch.zeros(1, 1, dtype=torch.long) if dynamic_length else torch.zeros(1, dtype=torch.long)
+    for _ in range(6):
+        _, values = call(token, values)
+    with pytest.raises(Exception, match=r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"):
+        call(token, values)
+
+
+def test_states_tell_names_shapes_types_and_values_at_the_start() -> None:
+    found = {state.name: state for state in state_spec(build("vla+lattice+attention+hyena", d_model=16), 32)}
+    assert found["layers.0.memory"].shape == ("batch", 1, 16, 16)
+    assert found["layers.2.key"].shape[:2] == ("batch", 32)
+    assert found["layers.2.length"].dtype == "int64"
+    assert found["layers.3.inputs"].shape == ("batch", "past", 1, 16)
+    assert found["layers.3.inputs"].axes == {0: "batch", 1: "past"}
+    model = build("vla+lattice")
+    start = model.initial_state(3)
+    told = [state.to_dict() for state in state_spec(model)]
+    wanted = {"state.layers.0.inverse": start.layers[0].inverse, "state.layers.1.memory": start.layers[1].memory}
+    for state in told:
+        if state["input"] in wanted:
+            row = np.frombuffer(base64.b64decode(state["start"]), state["dtype"]).reshape(1, *state["shape"][1:])
+            np.testing.assert_array_equal(np.repeat(row, 3, 0), wanted.pop(state["input"]).detach().numpy())
+        else:
+            assert state["start"] == 0
+    assert not wanted
+    assert state_spec(build("abc"))[-1].to_dict()["start"] < -1e29, "a number, where all values are equal"
+
+
+@pytest.mark.slow
+def test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    export_language_model(build("hyena"), path, data=DATA, dynamic_length=True, batch_sizes=(1,), opset=21)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    file = onnx.load(str(path))
+    facts = {entry.key: entry.value for entry in file.metadata_props}
+    states = json.loads(facts["states"])
+    assert [one.name for one in file.graph.input] == ["tokens", *(state["input"] for state in states)]
+    assert [one.name for one in file.graph.output] == ["logits", *(state["output"] for state in states)]
+    shapes = {
+        one.name: [size.dim_param or size.dim_value for size in one.type.tensor_type.shape.dim]
+        for one in file.graph.input
+    }
+    assert shapes == {"tokens": ["batch", "length"], **{state["input"]: state["shape"] for state in states}}
+    assert json.loads(facts["tokenizer"]) == {"kind": "bytes"}
+    assert (facts["vocab_size"], facts["separator"], facts["mixer"], facts["opset"]) == ("11", "10", "hyena", "21")
+    assert "max_length" not in facts
+    assert re.match(r"\d+\.\d+", facts["longseq_version"])
+
+
+def test_a_file_that_loses_its_states_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = LanguageModelFile.forward
+
+    def forget(self: LanguageModelFile, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return read(self, tokens, states)[0], [state + 0 for state in states]
+
+    monkeypatch.setattr(LanguageModelFile, "forward", forget)
+    with pytest.raises(
+        ValueError, match=r"no file was written: for tokens \[1, 75\] the file differs from the model by"
+    ):
+        export_language_model(build(), tmp_path / "model.pt", format="torchscript")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_in_half_precision_and_tied_embeddings(tmp_path: Path) -> None:
+    model = build(tie_embeddings=True, vocab_size=4000).bfloat16()
+    report = export_language_model(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
+    assert report.size < 1.5 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert model.embedding.weight.dtype == torch.bfloat16
+    limit = 3 * sum(parameter.numel() for parameter in model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_file, "LARGEST_WEIGHTS", limit)
+        with pytest.raises(ValueError, match="one ONNX file holds 2 GiB: take format=pt2 or torchscript"):
+            export_language_model(model, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({"direction": "bidirectional"}, {}, "direction='bidirectional': a language model reads forward"),
+        ({}, {"data": {**DATA, "vocab_size": 12}}, "the text has 12 tokens, and the model knows 11"),
+        ({}, {"batch_sizes": [2]}, "without 2"),
+        ({}, {"opset": 17}, "opset 18 to 26"),
+        ({}, {"format": "tensorrt"}, "take one of onnx, torchscript, pt2"),
+    ],
+)
+def test_requests_that_cannot_be_met(
+    options: dict[str, Any], arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        export_language_model(build(**options), tmp_path / "model.onnx", **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def save_model(folder: Path, mixer: str, tokenizer: Mapping[str, Any], vocab_size: int) -> TokenBackbone:
+    """A model in a folder with its tokenizer."""
+    model = build(mixer, vocab_size=vocab_size)
+    model.text = {"tokenizer": tokenizer, "window": 64}
+    model.save_pretrained(folder)
+    return model
+
+
+def compose_verb(verb: str, *words: str) -> Any:
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        return compose(verb, list(words))
+
+
+def write_client(folder: Path) -> Path:
+    """The program of the page."""
+    found = re.search(r"<!-- file (continue_text\.py) -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    (folder / found[1]).write_text(found[2])
+    return folder / found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixer", "tokenizer"),
+    [("lattice+vla", "bytes"), ("gated_deltanet+attention", "learnt"), ("hyena+window_attention", "bytes")],
+)
+def test_a_program_without_longseq_continues_a_text_as_generate_does(
+    mixer: str, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if tokenizer == "bytes":
+        kind, vocab_size = {"kind": "bytes"}, 257
+    else:
+        pytest.importorskip("tokenizers")
+        learnt = train_tokenizer(["so it was, and so it is"] * 3, 270)
+        kind, vocab_size = learnt.to_dict(), learnt.vocab_size
+    save_model(tmp_path / "model", mixer, kind, vocab_size)
+    output = tmp_path / "step.onnx"
+    words = (f"checkpoint={tmp_path / 'model'}", f"output={output}", "latency=false", "batch_sizes=[1]")
+    assert run(compose_verb("export", *words, "max_length=90")).path == output
+    prompt = "so été it"
+    chosen = ("temperature=0", "max_new_tokens=40", "device=cpu")
+    (wanted,) = generate.run(
+        compose_verb("generate", f"checkpoint={tmp_path / 'model'}", f"prompt='{prompt}'", *chosen)
+    )
+    assert wanted["tokens"] > 5
+    program = f"""
+import sys
+for name in ("torch", "longseq", "onnx"):
+    sys.modules[name] = None
+sys.path.insert(0, {str(write_client(tmp_path).parent)!r})
+from continue_text import continue_text
+print(ascii(continue_text({str(output)!r}, {prompt!r}, 40)))
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == ascii(wanted["text"])
+
+
+def test_the_command_says_which_keys_are_of_another_task(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "deltanet", {"kind": "bytes"}, 257)
+    for word in ("preprocess=true", "softmax=true"):
+        with pytest.raises(ValueError, match=f"^{word} is not for models of task=lm: leave it out$"):
+            run(compose_verb("export", f"checkpoint={tmp_path / 'model'}", word))
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"put its tokenizer\.json into the folder") as raised:
+        run(compose_verb("export", f"checkpoint={tmp_path / 'model'}"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_latency_is_that_of_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, "deltanet", {"kind": "bytes"}, 257)
+    report = run(compose_verb("export", f"checkpoint={folder}", "format=torchscript", "batch_sizes=[1]"))
+    assert report.path == folder / "model.pt"
+    assert re.search(r"one token: model \d+\.\d ms, file \d+\.\d ms", capsys.readouterr().out)
