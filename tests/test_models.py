@@ -455,12 +455,17 @@ def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "image")
+    reader = token_model()
+    reader.text = {"tokenizer": {"kind": "bytes"}, "window": 64}
+    reader.save_pretrained(tmp_path / "text")
     absent = ("lightning", "hydra", "omegaconf", "torchmetrics", "tensorboard", "sklearn", "rich", "longseq.tasks")
+    absent += ("transformers", "tokenizers", "datasets", "accelerate")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
         "import longseq, torch\n"
         f"model = longseq.from_pretrained({str(tmp_path / 'image')!r})\n"
         f"model.save_pretrained({str(tmp_path / 'again')!r})\n"
+        f"longseq.from_pretrained({str(tmp_path / 'text')!r}).save_pretrained({str(tmp_path / 'text_again')!r})\n"
         "print(list(model(torch.zeros(1, 3, 16, 16)).shape))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

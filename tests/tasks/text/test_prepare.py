@@ -328,6 +328,7 @@ def test_mistakes_are_one_line(
     assert message in error
 
 
+@pytest.mark.slow
 def test_a_store_goes_to_another_process_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     monkeypatch.chdir(tmp_path)
