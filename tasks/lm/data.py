@@ -90,6 +90,11 @@ class LanguageModelData(TaskData):
         trained: TextInfo,
         batch_size: int,
     ) -> LanguageModelData:
+        if not config.get("data") and changes.get("source") is None:
+            raise ValueError(
+                "a saved model does not tell what to measure it on: give data.source=files data.root=TEXT, or "
+                "data.source=tokens data.root=FOLDER"
+            )
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
             own = {key: None if key in READ_BY else value for key, value in own.items()}

@@ -85,6 +85,23 @@ def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:
     torch.testing.assert_close(merged(TOKENS).logits, scores, rtol=0, atol=1e-9)
 
 
+def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    make().float().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    options = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **options)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(again(TOKENS).logits, adapted(input_ids=TOKENS).logits)
+    again.save_pretrained(tmp_path / "again")  # the adapter alone
+    third = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(third(TOKENS).logits, again(TOKENS).logits, rtol=1e-4, atol=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.load_adapter(str(tmp_path / "again"))
+    assert torch.equal(model.eval()(TOKENS).logits, again(TOKENS).logits)
+
+
 def test_an_adapter_of_the_embedding_also_changes_the_tied_head() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     adapted = peft.get_peft_model(

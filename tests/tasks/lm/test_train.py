@@ -156,6 +156,8 @@ def test_a_checkpoint_is_measured_again_and_writes_text(run, compose_config, tmp
     assert capsys.readouterr().out == f"import {rows[0]['text']}\n"
     text = ("data.source=standard_library", "data.validation=0.2", "data.test=0.2", "data.reset_state=false")
     again = evaluate.run(compose_config("evaluate", saved, *limits, *text))
+    with pytest.raises(ValueError, match="a saved model does not tell what to measure it on: give data"):
+        evaluate.run(compose_config("evaluate", saved, *limits))
     assert again["test/bits_per_byte"] == pytest.approx(metrics["test/bits_per_byte"], rel=1e-6)
 
 

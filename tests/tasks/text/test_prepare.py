@@ -330,6 +330,7 @@ def test_mistakes_are_one_line(
     assert sorted(os.listdir()) == before, "the corrected command finds nothing in its way"
 
 
+@pytest.mark.slow
 def test_a_store_goes_to_another_process_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     monkeypatch.chdir(tmp_path)
