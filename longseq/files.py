@@ -18,28 +18,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A device or a pipe, such as /dev/stdout, is written itself.
     """
-    if path.exists() and not path.is_file():
-        yield path
-        return
-    with writing(path) as partial:
-        yield partial
-    os.replace(partial, path)
+    with writing(path) as written:
+        yield written
+    if written != path:
+        os.replace(written, path)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
     """The path of a new file beside `path`, which is removed if the block fails; else the caller renames it.
 
-    OSError, which names `path`, if the system refuses to write, as on a full disk. torch and safetensors then raise
-    errors of their own. torch's says nothing of the disk; so the file is asked whether it takes more bytes.
+    If `path` is a device or a pipe, it is `path` itself. OSError, which names `path`, if the system refuses to write,
+    as on a full disk. torch and safetensors then raise errors of their own. torch's says nothing of the disk; so the
+    file is asked whether it takes more bytes.
     """
-    partial = partial_path(path)
+    special = path.exists() and not path.is_file()
+    partial = path if special else partial_path(path)
     try:
         yield partial
     except BaseException as error:
         refused = _refusal(error, partial) if isinstance(error, Exception) else None
-        with suppress(OSError):
-            partial.unlink()
+        if not special:
+            with suppress(OSError):
+                partial.unlink()
         if refused is not None:
             raise OSError(refused.errno, refused.strerror, str(path)) from error
         raise

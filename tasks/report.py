@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,12 +62,21 @@ class Report:
 def quiet_libraries() -> Iterator[None]:
     """Show only warnings that a user can act on: those of this package, one line each, and few of other packages.
 
-    After the block, logging and warnings are as they were before it.
+    The traceback of a thread is not shown if the main thread raises the same error. After the block, logging, warnings
+    and errors of threads are as they were before it.
     """
     package = logging.getLogger("longseq")
     lines = None if any(isinstance(handler, _WarningLines) for handler in package.handlers) else _WarningLines()
     lightning = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in lightning]
+    told = threading.excepthook
+
+    def tell(error: threading.ExceptHookArgs) -> None:
+        # TensorBoard's thread keeps its error, which the main thread raises when it logs the next value.
+        if getattr(error.thread, "exception", None) is not error.exc_value:
+            told(error)
+
+    threading.excepthook = tell
     with warnings.catch_warnings():
         for message in UNWANTED:
             warnings.filterwarnings("ignore", message)
@@ -77,6 +87,7 @@ def quiet_libraries() -> Iterator[None]:
         try:
             yield
         finally:
+            threading.excepthook = told
             if lines is not None:
                 package.removeHandler(lines)
             for logger, level in zip(lightning, levels, strict=True):

@@ -34,8 +34,9 @@ FAST_CASES = pytest.StashKey[set[tuple[str, ...]]]()
 
 # Tests of these kinds are never fast.
 APART = ("gpu", "oracle", "soak", "compilations", "slow")
-# The parameters that hold an operation's or a mixer's name.
+# The parameters that hold an operation's or a mixer's name, and the tests that are about each of them.
 SUBJECTS = ("op", "mixer", "name")
+ABOUT_EACH = ("tests/kernels/", "tests/mixers/", "tests/test_frozen_models.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -60,7 +61,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
-    """Mark as fast one case of each test, and one for each operation or mixer, unless the test is slow."""
+    """Mark as fast one case of each test, unless the test is slow; in ABOUT_EACH, one for each operation or mixer."""
     from longseq import mixers
     from longseq.kernels import dispatch, list_ops
 
@@ -70,7 +71,8 @@ def mark_fast(items: list[pytest.Item]) -> set[tuple[str, ...]]:
         if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, APART)):
             values = item.callspec.params if hasattr(item, "callspec") else {}
             file = item.path.relative_to(item.config.rootpath).as_posix()
-            case = (file, item.originalname, *(values[name] for name in SUBJECTS if str(values.get(name)) in subjects))
+            names = [values[name] for name in SUBJECTS if str(values.get(name)) in subjects]
+            case = (file, item.originalname, *(names if file.startswith(ABOUT_EACH) else ()))
             if case not in fast:
                 fast.add(case)
                 item.add_marker("fast")

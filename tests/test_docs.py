@@ -229,6 +229,12 @@ def test_the_top_level_holds_what_is_listed():
     assert found - {".git"} == TOP
 
 
+def test_every_mixer_has_a_family():
+    table = re.search(r"## The families\n(.*?)\n## ", PAGES["mixers.md"].read_text(), re.S)
+    named = set(re.findall(r"`(\w+)`", "".join(line for line in table[1].splitlines() if line.startswith("|"))))
+    assert named - {"mixer"} == set(registry.mixer_names())
+
+
 def test_the_readme_is_one_screen():
     text = re.sub(r"<!-- table summary -->.*<!-- end of summary -->", "", (ROOT / "README.md").read_text(), flags=re.S)
     assert len(text.splitlines()) <= 90

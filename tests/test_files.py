@@ -73,3 +73,10 @@ def test_a_pipe_is_written_and_stays(tmp_path):
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     assert pipe.is_fifo()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_a_device_that_refuses_is_named_and_stays():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        save_checkpoint(Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()

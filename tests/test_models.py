@@ -163,7 +163,7 @@ def test_a_changed_default_changes_no_saved_model(tmp_path: Path, monkeypatch: p
 
 def test_config_holds_every_argument(tmp_path: Path) -> None:
     """None is left where the constructor computes a value, so that computing it otherwise changes nothing."""
-    follows = {"gated_deltanet": {"head_dim"}, "retnet": {"head_dim", "rotary_scaling"}}
+    follows = {"gated_deltanet": {"head_dim"}, **{key: {"head_dim", "rotary_scaling"} for key in ("retnet", "supra")}}
     free = {"vla": {"refresh_period"}, **follows}  # head_dim follows num_heads
     free |= {name: {"rotary_scaling"} for name in ("attention", "window_attention")}
     for name in mixers.mixer_names():
@@ -455,12 +455,17 @@ def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loading_needs_no_training_packages(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "image")
+    reader = token_model()
+    reader.text = {"tokenizer": {"kind": "bytes"}, "window": 64}
+    reader.save_pretrained(tmp_path / "text")
     absent = ("lightning", "hydra", "omegaconf", "torchmetrics", "tensorboard", "sklearn", "rich", "longseq.tasks")
+    absent += ("transformers", "tokenizers", "datasets", "accelerate")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
         "import longseq, torch\n"
         f"model = longseq.from_pretrained({str(tmp_path / 'image')!r})\n"
         f"model.save_pretrained({str(tmp_path / 'again')!r})\n"
+        f"longseq.from_pretrained({str(tmp_path / 'text')!r}).save_pretrained({str(tmp_path / 'text_again')!r})\n"
         "print(list(model(torch.zeros(1, 3, 16, 16)).shape))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -115,8 +115,9 @@ LAUNCHES |= {
     for width in (64, 128, 256)
 }
 if (capability_here() or [0])[0] == 10:
-    # 128 columns take 576 columns of tensor memory, and GPUs of capability 10 have 512.
-    LAUNCHES[2, 256]["advance"] = LAUNCHES[2, 256]["advance"]._replace(block=64)
+    # 128 columns take 576 columns of tensor memory, or 704, and GPUs of capability 10 have 512.
+    for walk in ("advance", "retreat", "retreat_summary"):
+        LAUNCHES[2, 256][walk] = LAUNCHES[2, 256][walk]._replace(block=64)
 fit_launches("delta_rule", LAUNCHES)
 CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the precision's bytes
 # Half precision sequences up to this length are read by the single launch of `read_through`. In the backward pass

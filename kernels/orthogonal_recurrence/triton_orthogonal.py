@@ -75,7 +75,9 @@ _SINGLES = {
     | {"read_out_short": Launch(64, 0, 4, 1), "differentiate_outputs_short": Launch(64, 0, 4, 1)}
     for side, launches in _CHUNKS.items()
 }
-TWO_STAGES = 177 * 1024  # the shared memory of `retreat_chunks` for a side of 128, in bytes; capability 8.0 has 163 KiB
+# Bytes of shared memory for a side of 128; compute capability 8.0 has 163 KiB.
+TWO_STAGES = 177 * 1024  # of `retreat_chunks`
+WIDE_INPUTS = 192 * 1024  # of `differentiate_inputs` in float32
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (size, side): launches if size == 2 else _EXACT[side] | launches
     for size, table in ((2, _CHUNKS), (4, _SINGLES))
@@ -83,6 +85,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 }
 if longseq_shared_memory("cuda", None) < TWO_STAGES:
     LAUNCHES[2, 128]["retreat_chunks"] = LAUNCHES[2, 128]["retreat_chunks"]._replace(stages=1)
+if longseq_shared_memory("cuda", None) < WIDE_INPUTS:
+    LAUNCHES[4, 128]["differentiate_inputs"] = LAUNCHES[4, 128]["differentiate_inputs"]._replace(block=32)
 fit_launches("orthogonal_recurrence", LAUNCHES)
 CHECKPOINT = 32  # tokens
 SHORT = 16  # tokens of a chunk

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from longseq.mixers.step_size import check_step_range, draw_decay_rates, draw_st
 class GatedDeltaNetState(NamedTuple):
     """The convolution's last inputs `[B, C, W - 1]` (None without convolution) and the memory `[B, H, K, V]`.
 
-    C counts the channels of queries, keys and values together.
+    C counts the channels of queries, keys and values together, H the heads of values.
     """
 
     convolution: Tensor | None
@@ -49,6 +50,8 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     Args:
         num_heads, head_dim: of the keys; give at most one. By default the largest heads of at most 128 channels that
             divide the width of the keys.
+        num_value_heads: heads of values, step sizes and decays, a multiple of num_heads, so that heads of keys serve
+            several (as in Qwen3-Next); by default as many as of keys.
         expand_k: width of all keys relative to `d_model`.
         expand_v: channels of a head's values relative to those of its keys.
         convolution_width: taps of the short convolution on q, k and v; 0 leaves it out (an ablation of the paper).
@@ -67,6 +70,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     reads_backwards = True
     reads_pairs = True
     no_weight_decay_names = ("A_log", "dt_bias")
+    arguments_before: ClassVar[Mapping[str, Any]] = {"num_value_heads": None}
     revision = 2  # the first had no 1/√K
 
     def __init__(
@@ -75,6 +79,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         *,
         num_heads: int | None = None,
         head_dim: int | None = None,
+        num_value_heads: int | None = None,
         expand_k: float = 0.75,
         expand_v: float = 2.0,
         convolution_width: int = 4,
@@ -94,7 +99,12 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
             head_dim = largest_heads(self.key_width, 128)
         self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, head_dim, preferred=128)
         self.value_dim = expand_width(self.key_dim, expand_v, "expand_v")
-        self.value_width = self.num_heads * self.value_dim
+        self.num_value_heads = self.num_heads if num_value_heads is None else num_value_heads
+        if self.num_value_heads < 1 or self.num_value_heads % self.num_heads:
+            raise ValueError(
+                f"num_value_heads={num_value_heads} is no multiple of the {self.num_heads} heads of keys; choose one"
+            )
+        self.value_width = self.num_value_heads * self.value_dim
         self.feature_map = feature_map
         self.key_norm = key_norm
         self.output_gate = output_gate
@@ -102,15 +112,16 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         self.dt_max = dt_max
         self.mixed_width = 2 * self.key_width + self.value_width
         # the inputs of the features, the logits of the decay, the output gate
-        self.widths = [self.mixed_width + self.num_heads, self.num_heads, self.value_width if output_gate else 0]
+        heads = self.num_value_heads
+        self.widths = [self.mixed_width + heads, heads, self.value_width if output_gate else 0]
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.convolution = (
             ShortConvolution(self.mixed_width, convolution_width, activation=None, backend=backend)
             if convolution_width > 0
             else None
         )
-        self.A_log = nn.Parameter(torch.empty(self.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = RMSNorm(self.value_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(self.value_width, d_model, bias=False)
         self.reset_parameters()
@@ -139,6 +150,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         options["output_final_state"] = output_final_state
         if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
+            features = self._share(features, self._split_logits(mixed)[1])
         else:
             mixed, logits = self._split_logits(mixed)
             if self.convolution is not None:
@@ -157,6 +169,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
             features = self._features(repeat_rows(mixed), logits)
         else:
             features = self.convolution.features_pair(required(backward.convolution), mixed, mask=mask, **self._options)
+            features = self._share(features, self._split_logits(mixed)[1])
         o, _ = self._recur(features, g, None, None, repeat_rows(mask), "second_half")
         return self._gate(self.norm.norm_pair(backward.norm, o), gate)
 
@@ -201,7 +214,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     ) -> GatedDeltaNetState:
         dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
-        shape = (batch, self.num_heads, self.key_dim, self.value_dim)
+        shape = (batch, self.num_value_heads, self.key_dim, self.value_dim)
         return GatedDeltaNetState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +226,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
 
     def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs of the convolution `[..., C]`, and W_β x `[..., H]`."""
-        mixed, logits = mixed.split([self.mixed_width, self.num_heads], dim=-1)
+        mixed, logits = mixed.split([self.mixed_width, self.num_value_heads], dim=-1)
         return mixed, logits
 
     @property
@@ -227,7 +240,20 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
         }
 
     def _features(self, mixed: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        return head_features(mixed, logits=logits, backend=self.local_backend, **self._options)
+        some = logits[..., : self.num_heads]  # as many as the operation has heads; `_share` takes all
+        features = head_features(mixed, logits=some, backend=self.local_backend, **self._options)
+        return self._share(features, logits)
+
+    def _share(self, features: tuple[Tensor, ...], logits: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v and β of the heads of values, from features whose values are cut into the heads of keys."""
+        times = self.num_value_heads // self.num_heads
+        if times == 1:
+            return features
+        q, k, v, _ = features
+        beta = at_least_float32(logits).sigmoid()
+        q, k = (x.repeat_interleave(times, dim=-2) for x in (q, k))
+        v = v.unflatten(-1, (times, -1)).flatten(-3, -2)
+        return q, k, v, beta if beta.shape[0] == v.shape[0] else repeat_rows(beta)
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         y = y.flatten(-2)
@@ -236,7 +262,7 @@ class GatedDeltaNet(Mixer[GatedDeltaNetState]):
     def scan_flops(self, tokens: int) -> int:
         # For each head, the decay takes K V; reading at the key, writing there and reading at the query take 2 K V
         # each.
-        recurrence = 7 * self.key_width * self.value_dim
+        recurrence = 7 * self.num_value_heads * self.key_dim * self.value_dim
         gate = 2 * self.value_width if self.output_gate else 0
         convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
         return tokens * (recurrence + gate) + convolution

@@ -70,6 +70,14 @@ class LanguageModelData(TaskData):
             )
         datamodule = cls(keys, batch_size=batch_size // window, seed=config["seed"])
         datamodule.setup()
+        effective = config["recipe"]["batch_size"]
+        count = sum(windows.count for windows in datamodule._windows["train"])
+        if count < effective // window:
+            raise ValueError(
+                f"the training split has {count} windows of {window} tokens, and an update needs "
+                f"{effective // window} (recipe.batch_size={effective}): give more text, a smaller "
+                "recipe.batch_size, or a smaller data.window"
+            )
         return datamodule
 
     @classmethod
@@ -82,6 +90,11 @@ class LanguageModelData(TaskData):
         trained: TextInfo,
         batch_size: int,
     ) -> LanguageModelData:
+        if not config.get("data") and changes.get("source") is None:
+            raise ValueError(
+                "a saved model does not tell what to measure it on: give data.source=files data.root=TEXT, or "
+                "data.source=tokens data.root=FOLDER"
+            )
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
             own = {key: None if key in READ_BY else value for key, value in own.items()}

@@ -85,3 +85,35 @@ def test_both_directions_have_groups(name: str) -> None:
 def test_groups_divide_the_heads(name: str) -> None:
     with pytest.raises(ValueError, match="num_kv_heads=3 does not divide the 4 query heads; choose a divisor"):
         mixers.create(name, D_MODEL, num_heads=4, num_kv_heads=3)
+
+
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_a_head_of_keys_serves_several_of_values(direction: str, width: int) -> None:
+    """Gated DeltaNet with more heads of values is the one in which each has a copy of its queries and keys."""
+    torch.manual_seed(0)
+    common = {"direction": direction, "layer": 0, "share": "none", "merge": "sum", "backend": "auto"}
+    shared, plain = (
+        make_reading(
+            "gated_deltanet", D_MODEL, **common,
+            options={"num_heads": heads, "num_value_heads": 4, "expand_k": heads * WIDTH / D_MODEL,
+                     "expand_v": 0.5, "convolution_width": width},
+        ).double()
+        for heads in (2, 4)
+    )  # fmt: skip
+    weights = {}
+    for name, weight in shared.state_dict().items():
+        if name.endswith(("in_proj.weight", "convolution.weight")):
+            q, k, rest = weight.split([2 * WIDTH, 2 * WIDTH, weight.shape[0] - 4 * WIDTH])
+            weight = torch.cat([copies(q), copies(k), rest])
+        weights[name] = weight
+    plain.load_state_dict(weights)
+    x = torch.randn(2, 9, D_MODEL, dtype=torch.float64)
+    expected, _ = plain(x)
+    torch.testing.assert_close(shared(x)[0], expected)
+    if direction == "forward":
+        state, parts = shared.initial_state(2, dtype=torch.float64), []
+        for token in x.unbind(1):
+            y, state = shared.step(token, state)
+            parts.append(y)
+        torch.testing.assert_close(torch.stack(parts, 1), expected)

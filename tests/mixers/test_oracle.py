@@ -232,26 +232,36 @@ def rwkv(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     return Oracle(ours, peer, convert, run, lambda: torch.cat(last, -1))
 
 
-@oracle
-def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
-    """Gated DeltaNet, whose projections are sorted by heads here."""
+def qwen_layer(monkeypatch: pytest.MonkeyPatch, value_heads: int) -> Oracle:
+    """Gated DeltaNet, whose projections are sorted by heads of keys here."""
     _, _, peer = transformers_layer(
-        monkeypatch, "qwen3_next", "GatedDeltaNet", linear_num_value_heads=2, linear_num_key_heads=2,
+        monkeypatch, "qwen3_next", "GatedDeltaNet", linear_num_value_heads=value_heads, linear_num_key_heads=2,
         linear_key_head_dim=12, linear_value_head_dim=24, rms_norm_eps=1e-6, num_hidden_layers=1,
         layer_types=["linear_attention"],
     )  # fmt: skip
+    values = 24 * value_heads // 2  # of a head of keys
 
     def convert(p: Weights) -> Weights:
-        q, k, v, gate = p["in_proj_qkvz.weight"].unflatten(0, (2, 72)).split([12, 12, 24, 24], 1)
-        beta, rate = p["in_proj_ba.weight"].unflatten(0, (2, 2)).unbind(1)
+        q, k, v, gate = p["in_proj_qkvz.weight"].unflatten(0, (2, -1)).split([12, 12, values, values], 1)
+        beta, rate = p["in_proj_ba.weight"].unflatten(0, (2, 2, -1)).unbind(1)
         return {
-            "in_proj.weight": torch.cat([*(x.flatten(0, 1) for x in (q, k, v)), beta, rate, gate.flatten(0, 1)]),
+            "in_proj.weight": torch.cat([x.flatten(0, 1) for x in (q, k, v, beta, rate, gate)]),
             "convolution.weight": p["conv1d.weight"].squeeze(1),
             **{name: p[name] for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight")},
         }
 
-    ours = mixers.create("gated_deltanet", D_MODEL, num_heads=2, norm_eps=1e-6)
+    ours = mixers.create("gated_deltanet", D_MODEL, num_heads=2, num_value_heads=value_heads, norm_eps=1e-6)
     return Oracle(ours, peer, convert, lambda peer, x: peer(x), tolerance=5e-6)
+
+
+@oracle
+def qwen3_next(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    return qwen_layer(monkeypatch, 2)
+
+
+@oracle
+def qwen3_next_with_more_values(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    return qwen_layer(monkeypatch, 4)
 
 
 def _run_fla(peer: nn.Module, x: Tensor) -> Tensor:

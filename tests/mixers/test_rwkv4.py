@@ -92,6 +92,7 @@ class Scan(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_the_exported_layer_is_the_same_for_any_length() -> None:
     mixer = make().eval()
     x = make_tokens(2, 40)

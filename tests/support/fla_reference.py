@@ -88,6 +88,7 @@ class Fla:
             q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
         ) -> tuple[Tensor, Tensor]:
             g = gate(g, A_log, dt_bias)
+            q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
             return reference(_unit(q), _unit(k), v, beta.sigmoid(), g, output_final_state=True)
 
         kernels = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")

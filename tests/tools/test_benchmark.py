@@ -353,6 +353,7 @@ def test_models_are_measured_beside_attention(tmp_path):
     assert models.ON_CPU in (tmp_path / "rows.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["attention", "deltanet+window_attention"])
 def test_generation_is_measured_for_as_long_as_it_takes(mixer, graphs_on_cpu, monkeypatch, tmp_path):
     """The room of a cache is used again and again; the tokens that are timed are not all of the first ones."""

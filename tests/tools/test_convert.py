@@ -18,6 +18,7 @@ import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tokenizer_files import BYTES
 from longseq.tools.cli import main
+from longseq.tools.hugging_face.conversion import read_model, write_model
 
 TOKENS = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
 SMALL: dict[str, Any] = {
@@ -119,6 +120,9 @@ FLA: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gated_deltanet without gate": (
         "gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "head_dim": 8, "expand_v": 1.5, "use_gate": False}
     ),
+    "gated_deltanet of more values": (
+        "gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "num_v_heads": 6, "head_dim": 8, "expand_v": 1.0}
+    ),
     "gla": ("gla", "GLA", {"num_heads": 2, "tie_word_embeddings": True}),
     "gla grouped": (
         "gla", "GLA", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False}
@@ -164,7 +168,7 @@ def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, mo
 
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "delta_net": ("deltanet", {"num_heads": 2, "feature_map": "relu"}),
-    "gated_deltanet": ("gated_deltanet", {"num_heads": 2, "expand_k": 1.25, "dt_max": 0.2}),
+    "gated_deltanet": ("gated_deltanet", {"num_heads": 2, "num_value_heads": 4, "expand_k": 1.25, "dt_max": 0.2}),
     "gla": ("gla", {"num_heads": 4, "num_kv_heads": 2}),
     "gsa": ("gsa", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5}),
     "mamba": ("mamba", {"state_size": 3}),
@@ -328,6 +332,23 @@ def test_shards_are_all_there(
     refuses(monkeypatch, capsys, "lacks the shard part2.safetensors, which model.safetensors.index.json names", **keys)
     index.write_text("[]")
     refuses(monkeypatch, capsys, "index.json is damaged", **keys)
+
+
+def test_large_models_have_several_files(llama: Path, tmp_path: Path) -> None:
+    model = read_model(llama)
+    write_model(model, tmp_path / "one")
+    write_model(model, tmp_path / "many", max_shard_size="8KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    assert same_weights(tmp_path / "one", tmp_path / "many")
+    assert torch.equal(logits(tmp_path / "one"), logits(tmp_path / "many"))
+    again = read_model(tmp_path / "many")
+    assert again.arguments == read_model(tmp_path / "one").arguments
+    path = min((tmp_path / "many").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its weights do not have the checksum that it states"):
+        read_model(tmp_path / "many")
 
 
 def test_mistakes_in_the_command(

@@ -85,6 +85,23 @@ def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:
     torch.testing.assert_close(merged(TOKENS).logits, scores, rtol=0, atol=1e-9)
 
 
+def test_a_saved_adapter_finds_its_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    make().float().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    options = {"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **options)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert torch.equal(again(TOKENS).logits, adapted(input_ids=TOKENS).logits)
+    again.save_pretrained(tmp_path / "again")  # the adapter alone
+    third = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(third(TOKENS).logits, again(TOKENS).logits, rtol=1e-4, atol=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.load_adapter(str(tmp_path / "again"))
+    assert torch.equal(model.eval()(TOKENS).logits, again(TOKENS).logits)
+
+
 def test_an_adapter_of_the_embedding_also_changes_the_tied_head() -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     adapted = peft.get_peft_model(
@@ -233,12 +250,53 @@ def test_the_trainer_takes_a_step(tmp_path: Path) -> None:
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
     assert trainer.train().training_loss > 0
     assert not torch.equal(model.model.embedding.weight, before)
+    losses = [trainer.evaluate()["eval_loss"], float(model.eval()(TOKENS, labels=TOKENS).loss)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert trainer.predict(rows).predictions.shape == (2, 6, VOCABULARY)
     trainer.save_model(str(tmp_path / "model"))
     saved = longseq.from_pretrained(tmp_path / "model")
     assert torch.equal(saved.embedding.weight, model.model.embedding.weight)
+
+
+@pytest.mark.slow
+def test_both_harnesses_score_and_write_the_same(tmp_path: Path) -> None:
+    """`longseq harness`, and the class that lm-evaluation-harness has for models of transformers."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from longseq.tools.harness.evaluation import Adapter
+    from longseq.tools.harness.workers import Workers
+
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="gated_deltanet")
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": None}
+    with torch.no_grad():
+        model.embedding.weight.mul_(10)
+    model.save_pretrained(tmp_path)
+    ours = Adapter(Workers(str(tmp_path), ["cpu"], weights="auto", dtype="float32", batch_size=64, modules=[]))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=2, add_bos_token=True, max_length=64)
+    pairs = [("a short one", " goes on"), ("another, which is longer", "!"), ("état", " é"), ("", "begins")]
+    ask = {
+        "loglikelihood": pairs,
+        "loglikelihood_rolling": [("a whole document",)],
+        "generate_until": [("to be", {"until": ["\n"], "max_gen_toks": 6, "do_sample": False})],
+    }
+    for kind, wanted in ask.items():
+        theirs.add_bos_token = kind != "loglikelihood_rolling"  # which puts the first token in front by itself
+        asked = [Instance(kind, {}, one, index) for index, one in enumerate(wanted)]  # type: ignore[arg-type]
+        answers = [getattr(harness, kind)(asked, disable_tqdm=True) for harness in (ours, theirs)]
+        if kind == "generate_until":
+            assert answers[0] == answers[1]
+            continue
+        mine, other = (torch.tensor([one[0] if isinstance(one, tuple) else one for one in found]) for found in answers)
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+        if kind == "loglikelihood":
+            assert [one[1] for one in answers[0]] == [one[1] for one in answers[1]]
 
 
 def edit(folder: Path, **changes: Any) -> None:

@@ -402,13 +402,18 @@ def _measure_generation(
             row["decoding_graph_tokens_per_s"] = _rate(replay, rows * count, keys, device)
         seen = torch.zeros(rows, text.vocabulary, dtype=torch.bool, device=device)
         sampler = TokenSampler(text.sampling, torch.arange(rows, device=device), seen=seen)
-        writing = Continuation(model, start, logits, sampler, cuda_graph=in_graph)
-        writing.draw()
+        recorded = None
+        if in_graph:
+            recorded = Continuation(model, start, logits, sampler, cuda_graph=True)
+            recorded.draw()  # from here on, each draw is one replay
 
         def write() -> None:
+            # Without a graph each run starts again: states that grow are not larger in the next one.
+            writing = recorded or Continuation(model, start, logits, sampler)
             for _ in draw_tokens(writing, count):
                 pass
-            _rewind(writing, count)
+            if writing.graph is not None:
+                _rewind(writing.graph, count)
 
         row["generation_tokens_per_s"] = _rate(write, rows * count, keys, device)
         sampler.check()
@@ -419,11 +424,10 @@ def _measure_generation(
     return row
 
 
-def _rewind(writing: StepGraph | Continuation, tokens: int) -> None:
+def _rewind(graph: StepGraph, tokens: int) -> None:
     """Make room for the same number of tokens again; the other states go on."""
-    for layer in writing.state.layers:
+    for layer in graph.state.layers:
         if isinstance(layer, KeyValueCache):
             layer.length.sub_(tokens)
-    graph = writing if isinstance(writing, StepGraph) else writing.graph
-    if graph is not None and graph.room is not None:
+    if graph.room is not None:
         graph.room += tokens

@@ -197,10 +197,11 @@ class LongseqForCausalLM(PreTrainedModel, GenerationMixin):
         )
         if cache is not None:
             cache.keep(following, tokens.shape[1])
-        wanted = (
-            slice(-kept, None) if isinstance(kept, int) and kept else slice(None) if isinstance(kept, int) else kept
-        )
-        return self.model.forward_head(features[:, wanted])
+        if isinstance(kept, Tensor):
+            features = features[:, kept]
+        elif kept:
+            features = features[:, -kept:]
+        return self.model.forward_head(features)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
         # `generate` takes the arguments of `forward` only where both functions call the others `kwargs`.

@@ -96,8 +96,11 @@ def read_model(source: Path) -> TokenModel:
     return TokenModel(str(source), arguments, _join(FAMILIES[kind], backbone, read_weights(source), source), source)
 
 
-def write_model(model: TokenModel, folder: Path) -> None:
-    """Write a folder for `longseq.from_pretrained`, with the files of the source's tokenizer."""
+def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5GB") -> None:
+    """Write a folder for `longseq.from_pretrained`, with the files of the source's tokenizer.
+
+    Weights above `max_shard_size` are spread over files; no more than those of one file are in memory at a time.
+    """
     backbone = model.backbone()
     backbone.text = model.text
     config = models.describe(backbone)
@@ -105,7 +108,7 @@ def write_model(model: TokenModel, folder: Path) -> None:
     _copy_files(model, folder, (*COPIED, SOURCE_CONFIG))
     if model.folder is not None and not _is_ours(model.folder):
         shutil.copyfile(model.folder / models.CONFIG_FILE, folder / SOURCE_CONFIG)
-    write_weights(folder, model.weights)
+    write_weights(folder, model.weights, max_shard_size)
     (folder / models.CARD_FILE).write_text(model_card(backbone, config, {}), encoding="utf-8")
     _write_json(folder / models.CONFIG_FILE, config)
 

@@ -193,6 +193,7 @@ def test_prompts_come_from_lines_and_from_json(tmp_path):
             generate.read_prompts(tmp_path / "bad.jsonl")
 
 
+@pytest.mark.slow
 def test_a_command_ends_without_a_traceback_where_its_reader_or_user_has_enough(
     trained, command_here, tmp_path, monkeypatch
 ):

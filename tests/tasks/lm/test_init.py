@@ -19,6 +19,7 @@ SCALED = {"rope_type": "linear", "factor": 2.0}
 ROTARY: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "rotary": True, "rotary_scaling": SCALED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", [None, "gla", "retnet+attention"])
 def test_a_converted_model_is_trained_further(
     mixer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -175,6 +175,7 @@ def test_pictures_show_what_they_should():
     assert draw_confusion_matrix(torch.eye(100, dtype=torch.long), [str(i) for i in range(100)]).shape[1] < 1200
 
 
+@pytest.mark.slow
 def test_pictures_of_a_run_are_bounded_in_size_and_number():
     large = draw_predictions(torch.rand(16, 3, 1024, 1024), [0] * 16, [0] * 16, ["cat"])
     assert large.numel() < 1e6

@@ -121,10 +121,9 @@ def _delta_names(mixer: Any) -> Names:
 
 def _read_gated_delta(values: Values) -> dict[str, Any]:
     heads = values["num_heads"]
-    if values["num_v_heads"] not in (None, heads):
-        raise ValueError(f"num_v_heads={values['num_v_heads']} is not supported, only num_heads={heads}")
     return {
         "num_heads": heads,
+        "num_value_heads": values["num_v_heads"] or heads,
         "expand_k": heads * values["head_dim"] / values["hidden_size"],
         "expand_v": values["expand_v"],
         "convolution_width": values["conv_size"] if values["use_short_conv"] else 0,
@@ -136,6 +135,7 @@ def _write_gated_delta(options: Values) -> dict[str, Any]:
     return {
         **_write_convolution(options),
         "num_heads": options["num_heads"],
+        "num_v_heads": options["num_value_heads"],
         "head_dim": round(options["expand_k"] * options["d_model"] / options["num_heads"]),
         "expand_v": options["expand_v"],
         "use_gate": options["output_gate"],
@@ -143,7 +143,7 @@ def _write_gated_delta(options: Values) -> dict[str, Any]:
 
 
 def _gated_delta_names(mixer: Any) -> Names:
-    keys, values, heads = mixer.key_width, mixer.value_width, mixer.num_heads
+    keys, values, heads = mixer.key_width, mixer.value_width, mixer.num_value_heads
     mixed = {"attn.q_proj": keys, "attn.k_proj": keys, "attn.v_proj": values}
     gates = {"attn.b_proj": heads, "attn.a_proj": heads}
     return {

@@ -1,0 +1,35 @@
+"""What the libraries below a command print."""
+
+from __future__ import annotations
+
+import threading
+
+from longseq.tasks.report import quiet_libraries
+
+
+class Thread(threading.Thread):
+    """Fails; a thread that `keeps` its error hands it to the main thread, as TensorBoard's does."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.exception: OSError | None = None
+        self.keeps = keeps
+
+    def run(self) -> None:
+        error = OSError("full")
+        if self.keeps:
+            self.exception = error
+        raise error
+
+
+def test_the_error_of_a_thread_is_shown_unless_the_main_thread_raises_it(monkeypatch):
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: shown.append(error.thread))
+    before = threading.excepthook
+    threads = [Thread(keeps=True), Thread(keeps=False)]
+    with quiet_libraries():
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert shown == threads[1:]
+    assert threading.excepthook is before
