@@ -80,6 +80,8 @@ def read_model(source: Path) -> TokenModel:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: it is no dictionary")
     if config.get("library_name") == "longseq":
         tokenizer = read_folder(source)
         text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
@@ -256,7 +258,10 @@ def _ours(
         raise ValueError(f"{label} holds a model of the kind {config.get('kind')}, and not a token model")
     with torch.device("meta"):
         backbone = models.build(config, label=label)
-    check_revisions(backbone, config.get("revisions"))
+    try:
+        check_revisions(backbone, config.get("revisions"))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
     wanted = backbone.state_dict()
     if wanted.keys() != weights.keys():
         name = min(wanted.keys() ^ weights.keys())
