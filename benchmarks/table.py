@@ -160,7 +160,8 @@ def language_models() -> str:
         first = own[lengths[0]]
         speeds = [f"{own[length]['training_tokens_per_s']:,}" if length in own else "" for length in lengths]
         size = millions(first["parameters"], beside)
-        lines.append([name_of(first, result["kind"], name), size, *speeds, f"{first['training_gib']} GiB"])
+        older = any(find_later_changes(row, result["kind"]) for row in own.values())
+        lines.append([name + " (older)" * older, size, *speeds, f"{first['training_gib']} GiB"])
     heading = ["mixer", "parameters (beside attention's)", *(f"{length:,} tokens" for length in lengths), "memory"]
     return draw(heading, lines) + "\n" + surroundings(rows)
 

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 
 
 class Verb(NamedTuple):
-    """A verb of the command line: the module of its `run(cfg)`, and its purpose."""
+    """A verb of the command line: the module of its `run(cfg)`, and its purpose.
+
+    `tasks` are those that `task=NAME` may name for a verb that works for them alone.
+    """
 
     module: str
     summary: str
     example: str
+    tasks: tuple[str, ...] = ()
 
 
 VERBS = {
@@ -34,7 +38,7 @@ VERBS = {
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
     ),
     "prepare": Verb(
-        "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
+        "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER", ("lm",)
     ),
     "harness": Verb(
         "longseq.tools.harness",
@@ -129,13 +133,24 @@ def main() -> int:
     overrides = arguments[words:]
     try:
         check_arguments(name, overrides)
-        overrides = overrides_for_hydra(name, load_plugins(overrides))
+        overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
             raise
         return _fail(explain(error, name, overrides))
     return 0
+
+
+def _take_task(name: str, overrides: list[str]) -> list[str]:
+    """The overrides without `task=NAME` for a verb of few tasks. ValueError for another task."""
+    tasks = VERBS[name].tasks
+    if not tasks:
+        return overrides
+    for override in overrides:
+        if override.startswith("task=") and override.removeprefix("task=") not in tasks:
+            raise ValueError(f"{override}: longseq {name} works for task={' or task='.join(tasks)}")
+    return [override for override in overrides if not override.startswith("task=")]
 
 
 def _run_verb(name: str, overrides: list[str]) -> None:

@@ -298,7 +298,8 @@ def _by_doubling(k: Tensor, step: Tensor, count: Tensor, packed: bool) -> Tensor
 def _one_by_one(k: Tensor, step: Tensor, count: Tensor) -> Tensor:
     """`_by_doubling` for graphs that are exported with open length, whose number of passes would not be open."""
     first = torch.full_like(k[:, 0], NOTHING)
-    passed = functional.pad(count.diff(dim=1), (0, 0, 1, 0)).expand(k.shape[0], -1, -1)
+    # Not by diff, whose T - 1 differences a program of torch.export would require to be at least two.
+    passed = (count - functional.pad(count, (0, 0, 1, 0))[:, :-1]).expand(k.shape[0], -1, -1)
     step = step if step.dim() == 1 else step.squeeze(1)
     return scan(_next_exponent, first, [k.transpose(0, 1), passed.transpose(0, 1)], (step,))[1].transpose(0, 1)
 

@@ -70,6 +70,14 @@ class LanguageModelData(TaskData):
             )
         datamodule = cls(keys, batch_size=batch_size // window, seed=config["seed"])
         datamodule.setup()
+        effective = config["recipe"]["batch_size"]
+        count = sum(windows.count for windows in datamodule._windows["train"])
+        if count < effective // window:
+            raise ValueError(
+                f"the training split has {count} windows of {window} tokens, and an update needs "
+                f"{effective // window} (recipe.batch_size={effective}): give more text, a smaller "
+                "recipe.batch_size, or a smaller data.window"
+            )
         return datamodule
 
     @classmethod

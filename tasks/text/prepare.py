@@ -14,7 +14,7 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,11 +154,13 @@ def prepare(
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with _told_in_one_line(output), locked(partial, "output"):
+    with _told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
         if counts["documents"] == 0:
+            for path in [*partial.glob("*.npz"), *partial.glob(TOKENIZER)]:
+                path.unlink()  # there is nothing to go on with
             told = f": {malformed[0]}" if malformed else ""
             raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines or files{told}")
         manifest = _join(len(parts), chosen, fractions, partial, output, show_progress)
@@ -347,6 +349,20 @@ class _SplitWriter:
         content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
         self._files[ending].write(content)
         self._sums[ending] = zlib.crc32(content, self._sums[ending])
+
+
+@contextmanager
+def _leaving_what_goes_on(partial: Path) -> Iterator[None]:
+    """After a mistake, remove a new folder in which nothing is encoded: the command will have other keys."""
+    there = partial.exists()
+    try:
+        yield
+    except ValueError:
+        if not there and not any(partial.glob("*.npz")) and not (partial / TOKENIZER).exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                partial.parent.rmdir()
+        raise
 
 
 @contextmanager

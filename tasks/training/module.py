@@ -1,4 +1,4 @@
-"""What the modules of all tasks share: optimizer, schedule, the learning rate in the log, randomness of a batch."""
+"""What the modules of all tasks share: optimizer, schedule, rate and gradients in the log, randomness of a batch."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class TrainedModule(LightningModule):
         self.recipe = training
         self.seed = training.seed if training else 0
         self._learning_rate = training.learning_rate if training else 0.0  # of the latest update
+        self._gradient_norm = torch.zeros(())  # of the latest update that is logged
         self._known_epoch: Epoch | None = None
         # Of the checkpoint that is continued: its schedules with a constant rate, and its update.
         self._saved_schedules: list[Mapping[str, Any]] = []
@@ -214,6 +215,8 @@ class TrainedModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         # When the batch ends, the schedule has already set the next update's rate.
         self._learning_rate = max(group["lr"] for group in optimizer.param_groups)
+        if self._logs_update(self.global_step + 1):
+            self._gradient_norm = _gradient_norm(optimizer)
         if self.global_step + 1 == self.last_update and not self._ends_an_epoch():
             # The run ends here, with a validation. This is set before the callbacks of the batch run.
             self.trainer.should_stop = True
@@ -225,9 +228,14 @@ class TrainedModule(LightningModule):
         return self.trainer.check_val_every_n_epoch is not None and self.trainer.is_last_batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if updated(self.trainer, batch_idx) and self._logs_update(self.global_step):
+            assert self.logger is not None
+            metrics = {"train/lr": self._learning_rate, "train/gradient_norm": float(self._gradient_norm)}
+            self.logger.log_metrics(metrics, step=self.global_step - 1)
+
+    def _logs_update(self, update: int) -> bool:
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.logger is not None and updated(self.trainer, batch_idx) and self.global_step % every == 0:
-            self.logger.log_metrics({"train/lr": self._learning_rate}, step=self.global_step - 1)
+        return self.logger is not None and update % every == 0
 
     def setup(self, stage: str) -> None:
         """Set the Trainer's length and validation interval, if `Training.length` defines them."""
@@ -372,3 +380,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
     else:
         torch.manual_seed(seed)
+
+
+def _gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """The Euclidean norm `[]` of all gradients together, before they are clipped."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of a model that is sharded over processes

@@ -51,7 +51,7 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
 
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload().Tags()
-    wanted = {"train/loss", "train/lr", "val/top1", "val/loss", "test/top1", "test/top5"}
+    wanted = {"train/loss", "train/lr", "train/gradient_norm", "val/top1", "val/loss", "test/top1", "test/top5"}
     wanted |= {"throughput/images_per_second", "throughput/data_wait_ms"}
     assert wanted <= set(events["scalars"])
     assert {"val/samples", "test/confusion_matrix"} <= set(events["images"])

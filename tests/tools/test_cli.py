@@ -81,6 +81,8 @@ MISTAKES = [
     ("evaluate checkpoint=x.ckpt splitt=val", "splitt is unknown: did you mean split?"),
     ("predict +colour=red", "colour is unknown"),
     ("evaluate checkpoint=x.ckpt data=FOLDER", "data has no options here: give data.KEY=VALUE, a KEY of name, "),
+    ("prepare task=image input=x output=y", "task=image: longseq prepare works for task=lm"),
+    ("prepare task=lm input=nowhere output=y", "input=nowhere does not exist"),
     ("harness taks=[piqa]", "taks is unknown: did you mean tasks?"),
     ("train --lr 0.1", "--lr is no flag: keys are written key=value"),
     ("train digits", "'digits' is no override: write key=value"),

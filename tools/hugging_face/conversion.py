@@ -232,16 +232,16 @@ def _carry(
 def _new_part(
     backbone: TokenBackbone, layer: int, name: str, old: Weight | None, dtype: torch.dtype, seed: int
 ) -> Callable[[], Tensor]:
-    """Reads an initialised parameter of a block; its first rows are those of `old`."""
+    """Reads an initialised parameter of a layer; its first rows are those of `old`."""
 
     def read() -> Tensor:
-        block = backbone.blocks[layer]
+        mixer = backbone.blocks[layer].mixer
         with torch.random.fork_rng([]):
             torch.manual_seed(seed + layer)
-            block.to_empty(device="cpu")
-            backbone.init_part(block)
-        value = block.state_dict()[name.split(".", 2)[2]].detach().to(dtype).clone()
-        block.to("meta")
+            mixer.to_empty(device="cpu")
+            backbone.init_part(mixer)
+        value = mixer.state_dict()[name.split(".", 3)[3]].detach().to(dtype).clone()
+        mixer.to("meta")
         if old is not None:
             value[: old.shape[0]] = old.read()
         return value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import math
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -66,17 +68,19 @@ class Memory(LightningDataModule):
 
 def trainer(tmp_path, **options):
     fixed = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    return Trainer(**fixed, enable_model_summary=False, default_root_dir=tmp_path, **options)
+    return Trainer(enable_model_summary=False, default_root_dir=tmp_path, **{**fixed, **options})
+
+
+def descend(model, lr):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+DESCENT = Training(learning_rate=1.0, optimizer=descend, schedule=lambda *_, **__: (None, 0))
 
 
 def train(tmp_path, batches, **options):
     """The weights after one update by gradient descent."""
-
-    def descend(model, lr):
-        return torch.optim.SGD(model.parameters(), lr=lr)
-
-    training = Training(learning_rate=1.0, optimizer=descend, schedule=lambda *_, **__: (None, 0))
-    module = LanguageModelTask(make(), info=INFO, training=training)
+    module = LanguageModelTask(make(), info=INFO, training=DESCENT)
     trainer(tmp_path, max_steps=1, **options).fit(module, Memory(batches))
     return module.backbone.state_dict()
 
@@ -238,3 +242,20 @@ def test_operations_are_those_of_each_document():
     assert module.count_flops(packed([[1, 2, 10], [4, 5, 6, 7, 10]])) == 3 * (flops(3) + flops(5))
     rows = TokenInputs(torch.zeros(2, 6, dtype=torch.long), None, 6, 12, 12)
     assert module.count_flops((rows, None)) == 6 * flops(6)
+
+
+def test_the_norm_of_the_gradient_is_that_of_an_update_before_it_is_clipped(tmp_path):
+    model = make()
+    parts = [packed([[1, 2, 3, 10]], 4), packed([[5, 6, 7, 10]], 4)]
+    losses = [
+        functional.cross_entropy(model(inputs.tokens)[0][0], targets[0], reduction="sum") for inputs, targets in parts
+    ]
+    (sum(losses) / 8).backward()
+    wanted = torch.stack([value.grad.norm() for value in model.parameters()]).norm().item()
+    logger = CSVLogger(tmp_path)
+    module = LanguageModelTask(make(), info=INFO, training=DESCENT)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": wanted / 3, "log_every_n_steps": 1}
+    trainer(tmp_path, max_steps=1, **options, logger=logger).fit(module, Memory(parts))
+    with open(logger.experiment.metrics_file_path) as file:
+        found = [float(row["train/gradient_norm"]) for row in csv.DictReader(file) if row["train/gradient_norm"]]
+    assert found == pytest.approx([wanted], rel=1e-6)

@@ -281,7 +281,7 @@ def test_the_command_tells_what_it_made(
     assert f"train {len(expected['train'])} documents of " in found
     assert "left out: 30 duplicates" in found
     assert "longseq train task=lm data=tokens data.root=out" in found
-    assert command("input=a.jsonl", "output=none", "validation=0") == 0
+    assert command("task=lm", "input=a.jsonl", "output=none", "validation=0") == 0
     assert "validation has no document, which training needs" in capsys.readouterr().out
 
 
@@ -321,11 +321,13 @@ def test_mistakes_are_one_line(
     Path("bad.jsonl").write_text("{\n[\n")
     Path("empty.jsonl").touch()
     Path("empty").mkdir()
+    before = sorted(os.listdir())
     assert command(*overrides) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("longseq: error: ")
     assert error.count("\n") == 0
     assert message in error
+    assert sorted(os.listdir()) == before, "the corrected command finds nothing in its way"
 
 
 @pytest.mark.slow
