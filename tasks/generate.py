@@ -190,9 +190,18 @@ class Writer:
             check_step_graph(model)
         StopStrings(keys.stop)
 
-    def write(self, prompts: Sequence[str], show: Callable[[str], None] | None = None) -> list[Written]:
-        """Continue each prompt; `show` gets the text of a single one as it is written."""
-        requests = [Request(self._encode(prompt), number) for number, prompt in enumerate(prompts)]
+    def write(
+        self,
+        prompts: Sequence[str],
+        show: Callable[[str], None] | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> list[Written]:
+        """Continue each prompt; `show` gets the text of a single one as it is written.
+
+        `numbers` are those of the prompts among more than these, by default from 0 on.
+        """
+        numbers = range(len(prompts)) if numbers is None else numbers
+        requests = [Request(self._encode(prompt), number) for number, prompt in zip(numbers, prompts, strict=True)]
         # Rows of similar lengths share a batch: the longest prompt of a batch decides how long it is read.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))
         found: dict[int, Written] = {}

@@ -220,7 +220,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
                     self.init_part(part)
 
     def init_part(self, part: nn.Module) -> None:
-        """Initialise a part as `init_weights` does: the embedding, a block, a norm or the head."""
+        """Initialise a part as `init_weights` does: the embedding, a block or its mixer, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
                 trunc_normal_(module.weight, std=0.02)
@@ -229,13 +229,11 @@ class TokenBackbone(PretrainedModel, nn.Module):
                 reset()
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        if not isinstance(part, Block):
-            return
         mixers = [module for module in part.modules() if isinstance(module, Mixer)]
         for mixer in mixers:
             mixer.reset_parameters()
         branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
-        for last in (*(mixer.out_proj for mixer in mixers), getattr(part.mlp, "fc2", None)):
+        for last in (*(mixer.out_proj for mixer in mixers), getattr(getattr(part, "mlp", None), "fc2", None)):
             if last is not None:
                 last.weight.data.div_(math.sqrt(branches))
 

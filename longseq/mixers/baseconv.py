@@ -43,9 +43,9 @@ class BaseConv(Mixer[BaseConvState]):
 
     The explicit filter has a learned number for each channel and each distance below `max_length`, and is zero beyond.
 
-    The published code differs: it adds u to y, and u to h ∗ u; its long convolutions have no b_2; and its models have
-    convolutions of three taps in every second layer. There, explicit filters start with the variance 1, here with
-    1 / max_length, so that h ∗ u does not grow with max_length.
+    The published code differs: it adds u to y, and u to h ∗ u, and its long convolutions have no b_2. There, explicit
+    filters start with the variance 1, here with 1 / max_length, so that h ∗ u does not grow with max_length. In the
+    models of the paper every second layer has a convolution of three taps instead, which longseq does not have.
 
     The layer has no output projection. A token's output depends on all tokens before it. Therefore the state keeps all
     tokens and grows, and the time of a step is proportional to their number.

@@ -54,10 +54,10 @@ def score_documents(
 ) -> Totals:
     """Write a line of JSON for each document of `parts`, in their order, and return the sums.
 
-    A document is read behind the separator. Its log-probability is that of its text and of the separator that ends it,
-    as in training; a prompt (`columns.prompt`) is read and not scored. A line holds `document` (its number, from 0),
-    `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or `document` and `error`, where a
-    document is malformed or empty. `context` is entered while the model computes.
+    A document is read behind the token with which texts begin. Its log-probability is that of its text and of the
+    separator that ends it, as in training; a prompt (`columns.prompt`) is read and not scored. A line holds `document`
+    (its number, from 0), `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or
+    `document` and `error`, where a document is malformed or empty. `context` is entered while the model computes.
 
     ValueError, in one line: no document can be read, or the tokenizer is not that of the model.
     """
@@ -93,11 +93,11 @@ def _score_block(
 ) -> Iterator[dict[str, Any]]:
     documents = [one for one in block if isinstance(one, Document) and one.text]
     encoded = tokenizer.encode_all([text for one in documents for text in (one.prompt, one.text)])
-    end = [tokenizer.separator]
+    start, end = [tokenizer.start], [tokenizer.separator]
     rows, lengths, owners = [], [], []
     for index in range(len(documents)):
         prompt, text = (part.tolist() for part in encoded[2 * index : 2 * index + 2])
-        own = document_rows(model, end + prompt + text + end, 1 + len(prompt))
+        own = document_rows(model, start + prompt + text + end, 1 + len(prompt))
         rows += own
         owners += [index] * len(own)
         lengths.append(len(text) + 1)

@@ -358,6 +358,8 @@ def test_mistakes_in_the_command(
     refuses(monkeypatch, capsys, "give source=FOLDER", output=out)
     refuses(monkeypatch, capsys, "is no folder here", source=tmp_path / "nothing", output=out)
     refuses(monkeypatch, capsys, "is not empty: give a new folder", source=llama, output=llama)
+    (tmp_path / "config.json").write_text("[]")
+    refuses(monkeypatch, capsys, "config.json is damaged: it is no dictionary", source=tmp_path, output=out)
     refuses(monkeypatch, capsys, "format=gpt2 is unknown: take longseq, llama", source=llama, output=out, format="gpt2")
     refuses(monkeypatch, capsys, "give mixer=NAME, too", source=llama, output=out, **{"mixer.options.window": 8})
     refuses(

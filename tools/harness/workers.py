@@ -34,10 +34,15 @@ class Worker:
         """The likelihoods of rows, read in one batch."""
         return score_rows(self.model, rows, len(rows))
 
-    def write(self, prompts: Sequence[str], options: dict[str, Any]) -> list[str]:
-        """The continuations of prompts, in one batch; `options` are keys of `longseq generate`."""
-        keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(prompts)})
-        return [written.text for written in Writer(self.model, self.tokenizer, keys).write(prompts)]
+    def write(self, numbered: Sequence[tuple[int, str]], options: dict[str, Any]) -> list[str]:
+        """The continuations of prompts, in one batch; `options` are keys of `longseq generate`.
+
+        Each prompt comes with its number among all, on which alone what is drawn for it depends.
+        """
+        keys = GenerateKeys(**{**_WRITING, **options, "batch_size": len(numbered)})
+        numbers, prompts = zip(*numbered, strict=True)
+        writer = Writer(self.model, self.tokenizer, keys)
+        return [written.text for written in writer.write(prompts, numbers=numbers)]
 
 
 # What tasks do not decide about a continuation.
@@ -84,7 +89,7 @@ class Workers:
 
     def write(self, prompts: Sequence[str], options: dict[str, Any]) -> list[str]:
         """The continuation of each prompt."""
-        return self._run("write", "writing", prompts, len, options)
+        return self._run("write", "writing", list(enumerate(prompts)), lambda one: len(one[1]), options)
 
     def _run(
         self, name: str, description: str, items: Sequence[Item], size: Callable[[Item], int], *options: Any

@@ -80,6 +80,8 @@ def read_model(source: Path) -> TokenModel:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: it is no dictionary")
     if config.get("library_name") == "longseq":
         tokenizer = read_folder(source)
         text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
@@ -232,16 +234,16 @@ def _carry(
 def _new_part(
     backbone: TokenBackbone, layer: int, name: str, old: Weight | None, dtype: torch.dtype, seed: int
 ) -> Callable[[], Tensor]:
-    """Reads an initialised parameter of a block; its first rows are those of `old`."""
+    """Reads an initialised parameter of a layer; its first rows are those of `old`."""
 
     def read() -> Tensor:
-        block = backbone.blocks[layer]
+        mixer = backbone.blocks[layer].mixer
         with torch.random.fork_rng([]):
             torch.manual_seed(seed + layer)
-            block.to_empty(device="cpu")
-            backbone.init_part(block)
-        value = block.state_dict()[name.split(".", 2)[2]].detach().to(dtype).clone()
-        block.to("meta")
+            mixer.to_empty(device="cpu")
+            backbone.init_part(mixer)
+        value = mixer.state_dict()[name.split(".", 3)[3]].detach().to(dtype).clone()
+        mixer.to("meta")
         if old is not None:
             value[: old.shape[0]] = old.read()
         return value
@@ -256,7 +258,10 @@ def _ours(
         raise ValueError(f"{label} holds a model of the kind {config.get('kind')}, and not a token model")
     with torch.device("meta"):
         backbone = models.build(config, label=label)
-    check_revisions(backbone, config.get("revisions"))
+    try:
+        check_revisions(backbone, config.get("revisions"))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
     wanted = backbone.state_dict()
     if wanted.keys() != weights.keys():
         name = min(wanted.keys() ^ weights.keys())

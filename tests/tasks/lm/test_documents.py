@@ -71,6 +71,23 @@ def test_a_prompt_is_read_and_not_scored(tmp_path):
     assert (row["tokens"], row["bytes"]) == (14, 13)
 
 
+class OtherTokenizer(ByteTokenizer):
+    """Texts begin with another token than the one that ends them, as in Llama."""
+
+    start = 7
+
+
+def test_a_document_begins_with_the_token_that_the_model_was_trained_with(tmp_path):
+    path, output, model = tmp_path / "text.txt", tmp_path / "out.jsonl", make_model()
+    path.write_text("some text")
+    options = {"batch_size": 2, "context": contextlib.nullcontext()}
+    score_documents(model, OtherTokenizer(), find_parts([str(path)], Columns()), Columns(), output, **options)
+    tokens = torch.tensor([[7, *b"some text", 256]])
+    with torch.no_grad():
+        loss = cross_entropy(model(tokens[:, :-1])[0][0], tokens[0, 1:], reduction="sum").item()
+    assert rows_of(output)[0]["log_probability"] == pytest.approx(-loss, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_the_documents_of_a_text_add_up_to_what_its_windows_measure(trained, compose_config, tmp_path, capsys):
     path = tmp_path / "other.jsonl"

@@ -122,6 +122,14 @@ def test_continuations_are_greedy_and_end_at_a_stop_string(trained):
         adapter.generate_until([request("a", {"num_beams": 3})])
 
 
+def test_what_is_drawn_does_not_depend_on_the_batch(trained):
+    kwargs = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 8, "until": []}
+    requests = [request(prompt, kwargs) for prompt in ("one", "the second", "one")]
+    alone, together = (Adapter(make_workers(trained, size)).generate_until(requests) for size in (1, 64))
+    assert alone == together
+    assert alone[0] != alone[2], "equal prompts have different numbers"
+
+
 @pytest.mark.slow
 def test_several_processes_give_what_one_gives(trained):
     requests = [request(*pair) for pair in PAIRS]
