@@ -19,25 +19,25 @@ SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
 
 
 class Call(torch.nn.Module):
-    """An operation with all its tensors as positional inputs."""
+    """An operation with all its tensors as one list: torch 2.9 cannot call programs that take `*tensors`."""
 
     def __init__(self, inputs):
         super().__init__()
         self.inputs = inputs
 
-    def forward(self, *tensors):
+    def forward(self, tensors):
         return self.inputs.replace(dict(zip(self.inputs.arguments, tensors, strict=True))).run()
 
 
 def draw(op, variant, batch, tokens):
     inputs = make_inputs(op, variant, batch=batch, tokens=tokens, dtype=torch.float32)
-    return inputs, tuple(inputs.arguments.values())
+    return inputs, list(inputs.arguments.values())
 
 
 def dynamic_axes(inputs, names, over_time):
     sequence = {0: names[0], 1: names[1]} if over_time else {0: names[0]}
     states = inputs.arguments.keys() - inputs.sequences.keys() - inputs.parameters.keys()
-    return (*(sequence for _ in inputs.sequences), *({} for _ in inputs.parameters), *({0: names[0]} for _ in states))
+    return [*(sequence for _ in inputs.sequences), *({} for _ in inputs.parameters), *({0: names[0]} for _ in states)]
 
 
 def check(run, op, variant, sizes):
@@ -59,19 +59,19 @@ def test_torch_export_and_the_onnx_file_made_of_it(op, variant, over_time):
     inputs, tensors = draw(op, variant, 2, 70)
     axes = dynamic_axes(inputs, (torch.export.Dim.DYNAMIC,) * 2, over_time)
     with torch.no_grad():
-        program = torch.export.export(Call(inputs), tensors, dynamic_shapes=(axes,))
+        program = torch.export.export(Call(inputs), (tensors,), dynamic_shapes=(axes,))
     operators = [node.target for node in program.graph.nodes if node.op == "call_function"]
     foreign = [target for target in operators if getattr(target, "namespace", "aten") not in ("aten", "higher_order")]
     assert not foreign
     module = program.module()
     sizes = SIZES if over_time else [(1, 70), (5, 70)]
-    check(lambda x: module(*x), op, variant, sizes)
+    check(module, op, variant, sizes)
     if (op, variant) not in (UNROLLED if not over_time else [case for case in CASES if case not in CONTAINED]):
         return
 
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    converted = torch.onnx.export(program, tensors, dynamo=True, optimize=False, verbose=False)
+    converted = torch.onnx.export(program, (tensors,), dynamo=True, optimize=False, verbose=False)
     assert converted is not None
     onnx_file.optimize(converted)
     assert {node.domain for node in converted.model.graph.all_nodes()} <= {""}
@@ -121,8 +121,8 @@ def test_onnx_of_a_masked_convolution():
 def test_torchscript_loads_without_longseq_at_any_size(tmp_path):
     for number, (op, variant) in enumerate(CASES):
         inputs, tensors = draw(op, variant, 2, 70)
-        traced = torch.jit.trace(Call(inputs), tensors, check_trace=False)
-        check(lambda x, traced=traced: traced(*x), op, variant, SIZES)
+        traced = torch.jit.trace(Call(inputs), (tensors,), check_trace=False)
+        check(traced, op, variant, SIZES)
         inputs, tensors = draw(op, variant, 3, 33)
         traced.save(tmp_path / f"{number}.pt")
         torch.save((tensors, inputs.run()), tmp_path / f"{number}.tensors")
@@ -132,7 +132,7 @@ from torch.utils._pytree import tree_leaves
 sys.modules["longseq"] = None
 for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
     tensors, expected = torch.load(path.with_suffix(".tensors"))
-    actual = tree_leaves(torch.jit.load(path)(*tensors))
+    actual = tree_leaves(torch.jit.load(path)(tensors))
     torch.testing.assert_close(actual, tree_leaves(expected), rtol=1e-4, atol=1e-4)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", script, tmp_path], check=True, cwd=tmp_path)
