@@ -21,8 +21,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from longseq import mixers
+from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.positions import Layout
 from longseq.kernels.dispatch import Call, explain_call, record_calls
+from longseq.mixers.cards import find_growth
 from longseq.parameters import count_parameters
 from longseq.state import state_size, state_tensors
 from longseq.tasks import registry
@@ -32,10 +34,12 @@ from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import read_command
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.options import OneOf
+from longseq.tasks.training.recipe import device_batch_size
 from longseq.timm_models import model_name
 
 __all__ = [
     "describe_image_model",
+    "describe_token_model",
     "find_devices",
     "list_mixers",
     "list_models",
@@ -49,7 +53,7 @@ __all__ = [
 PARTS = (
     ("mixers", (".mixer.", ".attn.")),
     ("mlp", (".mlp.",)),
-    ("embedding", ("patch_embed", "pos_embed", "cls_token", "reg_token", "stem.")),
+    ("embedding", ("patch_embed", "pos_embed", "cls_token", "reg_token", "stem.", "embedding.", "positions.")),
     ("norms", ("norm",)),
 )
 
@@ -73,7 +77,7 @@ def run(cfg: DictConfig) -> Any:
     keys = read_command(DescribeKeys, cfg)
     if keys.list is None:
         model, data = _model_and_data(cfg)
-        facts: Any = describe_image_model(model, data, _device(keys.device))
+        facts: Any = _describe(model, data, _device(keys.device))
     else:
         facts = LISTS[keys.list].gather()
     if keys.format == "json":
@@ -97,24 +101,38 @@ def _device(name: str) -> str:
 def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
     """The model of the checkpoint, or the initial model of a training, and what it knows of its data."""
     if cfg.checkpoint is not None:
-        loaded = checkpoint.load(cfg.checkpoint, tasks=registry.like("image"))
+        loaded = checkpoint.load(cfg.checkpoint, tasks=registry.names())
         return loaded.backbone, loaded.data
     config = resolve(cfg)
     # Without logger and callbacks: their paths are in a run folder, which this command does not have.
     check_experiment({**config, "logger": None, "callbacks": {}}, DescribeKeys)
-    if (task := config["task"]["name"]) not in registry.like("image"):
-        raise ValueError(f"longseq describe takes image models, not those of task={task}")
-    info = _data_info(config)
+    is_image = config["task"]["name"] in registry.like("image")
+    info = _image_info(config) if is_image else _info(config, device_batch_size(config))
     return registry.of(config).model.build(config, info), info.to_dict()
 
 
-def _data_info(config: Mapping[str, Any]) -> DataInfo:
+def _describe(model: nn.Module, data: Mapping[str, Any], device: str) -> dict[str, Any]:
+    if isinstance(model, TokenBackbone):
+        tokens = data.get("window", data.get("longest"))  # of a text, or of a probe
+        if tokens is None:
+            raise ValueError("the checkpoint does not tell the length of its sequences: give one of `longseq train`")
+        return describe_token_model(model, tokens, device)
+    if "img_size" not in data:
+        raise ValueError(f"longseq describe takes image and token models, not {type(model).__name__}")
+    return describe_image_model(model, data, device)
+
+
+def _info(config: Mapping[str, Any], batch_size: int) -> Any:
+    """What the model must know of the data, of which no batch is read."""
+    return registry.of(config).data.from_config(config, batch_size=batch_size).info
+
+
+def _image_info(config: Mapping[str, Any]) -> DataInfo:
     """What the model must know of the data; the data is opened only if the configuration does not name the classes."""
     data = config["data"]
     if data.get("num_classes") is None:
         try:
-            # No batch is read; Mixup needs at least two images.
-            return registry.of(config).data.from_config(config, batch_size=2).info
+            return _info(config, batch_size=2)  # Mixup needs at least two images
         except (ValueError, OSError) as error:
             raise ValueError(f"{error} (to describe the model without the data, give ++data.num_classes=N)") from error
     classes = int(data["num_classes"])
@@ -142,6 +160,28 @@ def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str 
         "parameters": _count_parts(model),
         "weight_decay": _count_decayed(model),
         "flops": _count_flops(model, data["in_chans"], height, width),
+        "state": _describe_states(model),
+        "operations": _judge_operations(model, device, tokens),
+        "device": device,
+        "devices": find_devices(),
+    }
+
+
+def describe_token_model(model: TokenBackbone, tokens: int, device: str = "cpu") -> dict[str, Any]:
+    """Facts about a language model or a probe's model, as dictionaries, lists and numbers.
+
+    FLOPs are those of a forward pass over one sequence of `tokens` tokens, a multiply-add counts as two; state sizes
+    are the numbers that are kept for one sequence. Kernels are judged for `device`.
+    """
+    return {
+        "model": model_name(model),
+        "mixer": model.mixer_name,
+        "direction": model.direction,
+        "vocabulary": model.vocab_size,
+        "tokens": tokens,
+        "parameters": _count_parts(model),
+        "weight_decay": _count_decayed(model),
+        "flops": {"forward": model.flops(tokens), "source": "analytic"},
         "state": _describe_states(model),
         "operations": _judge_operations(model, device, tokens),
         "device": device,
@@ -197,18 +237,24 @@ def _count_flops(model: nn.Module, channels: int, height: int, width: int) -> di
 
 
 def _describe_states(model: nn.Module) -> list[dict[str, Any]]:
-    """For each mixing layer with a state of fixed size: the number of readings, and the numbers kept for one image."""
+    """For each mixing layer with a state: its readings, and the numbers that they keep for one sequence.
+
+    `growth` counts those that each token adds.
+    """
     states = []
     for name, reading in mixers.named_readings(model):
         mixer = reading.readers[0]
-        if mixer.supports_noncausal:
-            continue
-        state = mixer.initial_state(1)
+        if mixer.supports_noncausal and not getattr(mixer, "causal", False):
+            continue  # every token sees all
+        empty = copy.deepcopy(mixer).to("meta")
+        with torch.no_grad():
+            state, growth = mixer.initial_state(1), find_growth(empty)
         states.append(
             {
                 "layer": name,
                 "readings": len(reading.orders),
                 "numbers": len(reading.orders) * state_size(state),
+                "growth": len(reading.orders) * growth,
                 "tensors": {field: list(tensor.shape[1:]) for field, tensor in state_tensors(state)},
             }
         )
@@ -239,7 +285,7 @@ def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
         for _, reading in mixers.named_readings(model):
             empty = copy.deepcopy(reading).to("meta").eval()
             x = torch.empty(1, 4, empty.readers[0].d_model, device="meta")
-            empty(x, layout=Layout(2, 2, None), output_final_state=False)
+            empty(x, layout=None if isinstance(model, TokenBackbone) else Layout(2, 2, None), output_final_state=False)
     return calls
 
 
@@ -312,7 +358,7 @@ LISTS: Mapping[str, List] = MappingProxyType(
 
 
 def print_description(facts: Mapping[str, Any], console: Console) -> None:
-    """Print the result of `describe_image_model`: a table of figures, a table of kernels, the devices."""
+    """Print a description of a model: a table of figures, a table of kernels, the devices."""
     table = Table(title=_title(facts), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -343,8 +389,11 @@ def _verdict(backend: str, against: list[str], judged: Mapping[str, Any]) -> str
 
 def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     parameters, decay, flops = facts["parameters"], facts["weight_decay"], facts["flops"]
-    channels, height, width = facts["images"]
-    rows = [("images", f"{channels} x {height} x {width}"), ("classes", str(facts["classes"]))]
+    if "images" in facts:
+        channels, height, width = facts["images"]
+        sample, rows = "image", [("images", f"{channels} x {height} x {width}"), ("classes", str(facts["classes"]))]
+    else:
+        sample, rows = "sequence", [("vocabulary", f"{facts['vocabulary']:,}")]
     if facts["tokens"] is not None:
         rows.append(("tokens", str(facts["tokens"])))
     rows.append(("parameters", f"{parameters['total']:,}"))
@@ -352,10 +401,13 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("  trainable", f"{parameters['trainable']:,}"))
     rows += [(f"  {name}", f"{count:,}") for name, count in parameters["parts"].items()]
     rows.append(("without weight decay", f"{decay['without']:,}"))
-    rows.append(("FLOPs of one image", f"{_scaled(flops['forward'])}, forward ({flops['source']})"))
-    layers = Counter((state["numbers"], state["readings"], _shapes(state["tensors"])) for state in facts["state"])
-    for (numbers, readings, tensors), count in layers.items():
-        rows.append(("state", f"{count} layers, each {numbers:,} numbers = {readings} x ({tensors})"))
+    rows.append((f"FLOPs of one {sample}", f"{_scaled(flops['forward'])}, forward ({flops['source']})"))
+    layers = Counter(
+        (state["numbers"], state["growth"], state["readings"], _shapes(state["tensors"])) for state in facts["state"]
+    )
+    for (numbers, growth, readings, tensors), count in layers.items():
+        more = f", and {growth:,} more with each token" if growth else ""
+        rows.append(("state", f"{count} layers, each {numbers:,} numbers = {readings} x ({tensors}){more}"))
     return rows
 
 
@@ -364,4 +416,4 @@ def _scaled(count: int) -> str:
 
 
 def _shapes(tensors: Mapping[str, list[int]]) -> str:
-    return " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in tensors.items())
+    return " + ".join(f"{name} {' x '.join(map(str, shape))}".rstrip() for name, shape in tensors.items())

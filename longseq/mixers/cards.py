@@ -44,18 +44,22 @@ def list_mixers(d_model: int = 256, tokens: int = 1024) -> tuple[MixerCard, ...]
 
 
 def _card(name: str, mixer: Mixer, tokens: int) -> MixerCard:
-    growth = _size_after(mixer, 2) - _size_after(mixer, 1) if mixer.growing_state else 0
     return MixerCard(
         name=name,
         paper=mixer.paper,
         state_size=state_size(mixer.initial_state(1)),
-        state_growth=growth,
+        state_growth=find_growth(mixer),
         parameters=count_parameters(mixer),
         flops_per_token=mixer.flops(tokens) // tokens,
         backends={op: tuple(explain(op)) for op in mixer.operations},
     )
 
 
+def find_growth(mixer: Mixer) -> int:
+    """The numbers that each token adds to the state of one sequence; the mixer is on the meta device."""
+    return _size_after(mixer, 2) - _size_after(mixer, 1) if mixer.growing_state else 0
+
+
 def _size_after(mixer: Mixer, tokens: int) -> int:
-    _, state = mixer(torch.empty(1, tokens, mixer.d_model))
+    _, state = mixer(torch.empty(1, tokens, mixer.d_model, device="meta"))
     return state_size(state)

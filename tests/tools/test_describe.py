@@ -157,6 +157,27 @@ def test_describes_a_checkpoint_as_json(checkpoint: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+def test_describes_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"document {number} " * 20}) + "\n" for number in range(60)))
+    words = ["task=lm", "data=text", f"data.root={text}", f"data.cache={tmp_path / 'cache'}", "data.window=64"]
+    words += ["data.validation=0.2", "data.test=0.2", "recipe.batch_size=64", "scale=1m"]
+    words += ["mixer=hybrid", "mixer.name=gla+attention", "format=json"]
+    run(compose_describe(*words))
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["vocabulary"], facts["tokens"]) == (257, 64)
+    assert sum(facts["parameters"]["parts"].values()) == facts["parameters"]["total"]
+    assert facts["parameters"]["parts"]["embedding"] == 257 * 128
+    fixed, growing = facts["state"][:2]
+    assert (fixed["growth"], growing["growth"]) == (0, 2 * 128)
+    assert "linear_attention" in facts["operations"]
+    run(compose_describe(*words[:-1]))
+    printed = capsys.readouterr().out
+    assert "256 more" in printed
+    assert "FLOPs of one sequence" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"), [("mixers", ["deltanet", "35,072", "0.73 M", "delta_rule"]), ("models", ["6,852,904"])]
 )
