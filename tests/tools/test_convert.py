@@ -302,6 +302,7 @@ def refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     assert words in lines[0]
 
 
+@pytest.mark.slow
 def test_shards_are_all_there(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,6 +352,7 @@ def test_large_models_have_several_files(llama: Path, tmp_path: Path) -> None:
         read_model(tmp_path / "many")
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_command(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from representatives import choose_mixers
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
@@ -157,10 +158,10 @@ def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(format, "capture", capture_once)
 
 
-# Every mixer once, where tokens are read forward; both ways and around a class token, those that need one pass for it
-# and two that need a scan for each.
+# Every operation, where tokens are read forward; both ways and around a class token, mixers that need one pass for it
+# and two that need a scan for each. Every mixer is exported as a language model (test_export_language.py).
 EXPORTED = sorted(
-    {(VIT, mixer) for mixer in mixers.mixer_names()}
+    {(VIT, mixer) for mixer in choose_mixers()}
     | {(VIM, mixer) for mixer in mixers.mixer_names() if mixers.get(mixer).supports_noncausal}
     | {(VIM, "longhorn"), (VIM, "deltanet")}
 )

@@ -323,6 +323,7 @@ def test_the_command_says_which_keys_are_of_another_task(tmp_path: Path) -> None
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_latency_is_that_of_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     save_model(folder, "deltanet", {"kind": "bytes"}, 257)
