@@ -92,7 +92,7 @@ def test_the_largest_launches_compile(held, process):
     assert process("-c", LARGEST, json.dumps(rows)).split() == [str(len(rows))]
 
 
-@pytest.mark.slow
+@pytest.mark.compilations
 def test_what_has_not_changed_is_not_compiled_again(process, tmp_path):
     main = "import sys; from longseq.tools.cli import main; sys.exit(main())"
     command = ("-c", main, "benchmark", "compile", "ops=[cumulative_softmax_step]", "capabilities=['8.6','12.0']")

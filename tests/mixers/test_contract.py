@@ -464,7 +464,7 @@ def test_the_backend_that_is_named_runs(name: str, options: dict[str, Any], aske
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", choose_mixers())
+@pytest.mark.parametrize("name", choose_mixers(1))
 def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
     """Compiled code is traced before autocast is set for the backward pass, which must not affect the recurrences."""
     torch._dynamo.reset()
