@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,13 +27,11 @@ from longseq.tools.export import (
     FORMATS,
     export_image_classifier,
     onnx_file,
-    pt2_file,
     run,
     torchscript_file,
 )
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
-from longseq.tools.export.graph import capture
 from longseq.tools.export.parity import probe_images
 
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
@@ -140,22 +138,6 @@ def with_onnxruntime() -> Iterator[Elsewhere]:
     )
     yield elsewhere
     elsewhere.close()
-
-
-@pytest.fixture
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the two formats that begin with the same program share it in a test of one model: it takes most time."""
-    programs: list[torch.export.ExportedProgram] = []
-
-    def capture_once(
-        module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
-    ) -> torch.export.ExportedProgram:
-        if not programs:
-            programs.append(capture(module, example, axes))
-        return programs[0]
-
-    for format in (onnx_file, pt2_file):
-        monkeypatch.setattr(format, "capture", capture_once)
 
 
 # Every operation, where tokens are read forward; both ways and around a class token, mixers that need one pass for it

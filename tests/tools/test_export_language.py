@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from longseq.kernels.packed_attention.attend import attend_window
 from longseq.mixers import window_attention
 from longseq.tasks import generate
 from longseq.tasks.text.tokenizer import train_tokenizer
-from longseq.tools.export import FORMATS, export_language_model, onnx_file, pt2_file, run, state_spec
+from longseq.tools.export import FORMATS, export_language_model, onnx_file, run, state_spec
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.graph import capture
 from longseq.tools.export.language_model import LanguageModelFile
@@ -47,22 +47,6 @@ def build(mixer: str = "deltanet", *, seed: int = 0, **options: Any) -> TokenBac
         if type(module) is nn.Linear:  # not those in Hyena's filters, whose sines would multiply rounding errors
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
     return model.eval()
-
-
-@pytest.fixture
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the two formats that begin with the same program share it in a test of one model: it takes most time."""
-    programs: list[torch.export.ExportedProgram] = []
-
-    def capture_once(
-        module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
-    ) -> torch.export.ExportedProgram:
-        if not programs:
-            programs.append(capture(module, example, axes))
-        return programs[0]
-
-    for format in (onnx_file, pt2_file):
-        monkeypatch.setattr(format, "capture", capture_once)
 
 
 def check_file(model: TokenBackbone, path: Path, format: str, **options: Any) -> Callable[..., Any]:
