@@ -299,7 +299,8 @@ def _one_by_one(k: Tensor, step: Tensor, count: Tensor) -> Tensor:
     """`_by_doubling` for graphs that are exported with open length, whose number of passes would not be open."""
     first = torch.full_like(k[:, 0], NOTHING)
     # Not by diff, whose T - 1 differences a program of torch.export would require to be at least two.
-    passed = (count - functional.pad(count, (0, 0, 1, 0))[:, :-1]).expand(k.shape[0], -1, -1)
+    passed = count - functional.pad(count, (0, 0, 1, 0))[:, :-1]
+    passed = passed + torch.zeros_like(k[..., :1])  # a row for each; the ONNX exporter has the sizes of `expand` wrong
     step = step if step.dim() == 1 else step.squeeze(1)
     return scan(_next_exponent, first, [k.transpose(0, 1), passed.transpose(0, 1)], (step,))[1].transpose(0, 1)
 
