@@ -11,6 +11,7 @@ Importing it registers the image models with timm: `timm.list_models("longseq_*"
 try:
     from longseq import plugins
     from longseq.backbones import autoencoder as _autoencoder  # noqa: F401
+    from longseq.backbones import classifier as _classifier  # noqa: F401
     from longseq.backbones import image as _image  # noqa: F401
     from longseq.backbones import tokens as _tokens  # noqa: F401
     from longseq.models import from_pretrained, push_to_hub, register_kind, save_pretrained
