@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from longseq.version import installed_version
 
 
 class Verb(NamedTuple):
@@ -109,6 +109,21 @@ def overview() -> str:
     )
 
 
+def _members(first: str) -> list[str]:
+    """The second words of the verbs of two words that begin with `first`."""
+    return [name.removeprefix(f"{first} ") for name in VERBS if name.startswith(f"{first} ")]
+
+
+def _overview_of(first: str, members: list[str]) -> str:
+    """The text that `longseq FIRST` alone prints, where FIRST is the first word of verbs of two words."""
+    width = max(map(len, members))
+    lines = "\n".join(f"  {name:<{width}}  {VERBS[f'{first} {name}'].summary}" for name in members)
+    return (
+        f"usage: longseq {first} {{{','.join(members)}}} [key=value] ...\n\n{lines}\n\n"
+        f"`longseq {first} {members[0]} --help` lists the keys."
+    )
+
+
 def main() -> int:
     """Run `longseq VERB overrides...`; returns the exit code."""
     arguments = sys.argv[1:]
@@ -116,13 +131,20 @@ def main() -> int:
         print(overview())
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"longseq {importlib.metadata.version('longseq')}")
+        print(f"longseq {installed_version()}")
         return 0
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
     if name in FORMER:
         return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
+    if name not in VERBS and (members := _members(name)):
+        if set(arguments[1:]) <= {"-h", "--help", "help"}:
+            print(_overview_of(name, members))
+            return 0
+        return _fail(f"`longseq {name}` is followed by one of {', '.join(members)}, then key=value")
     if name not in VERBS:
+        import difflib
+
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
