@@ -127,7 +127,7 @@ class RWKV4(Mixer[RWKV4State]):
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v = (torch.cat(both) for both in zip(*tokens, strict=True))
         decay, bonus = (
-            torch.stack(both).repeat_interleave(rows, 0).unsqueeze(1)
+            torch.stack(both).unsqueeze(1).expand(-1, rows, -1).reshape(2 * rows, 1, -1)
             for both in ((self.decay, backward.decay), (self.bonus, backward.bonus))
         )
         o, _ = self._average(k, v, decay, bonus, None, None, repeat_rows(mask), "second_half")
@@ -299,8 +299,7 @@ def _one_by_one(k: Tensor, step: Tensor, count: Tensor) -> Tensor:
     """`_by_doubling` for graphs that are exported with open length, whose number of passes would not be open."""
     first = torch.full_like(k[:, 0], NOTHING)
     # Not by diff, whose T - 1 differences a program of torch.export would require to be at least two.
-    passed = count - functional.pad(count, (0, 0, 1, 0))[:, :-1]
-    passed = passed + torch.zeros_like(k[..., :1])  # a row for each; the ONNX exporter has the sizes of `expand` wrong
+    passed = (count - functional.pad(count, (0, 0, 1, 0))[:, :-1]).expand(k.shape[0], -1, -1)
     step = step if step.dim() == 1 else step.squeeze(1)
     return scan(_next_exponent, first, [k.transpose(0, 1), passed.transpose(0, 1)], (step,))[1].transpose(0, 1)
 
