@@ -179,9 +179,9 @@ def plan_of(
     return json.dumps(
         {
             "version": VERSION,
-            "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
+            "parts": [[*part, [stamp(path) for path in (part.files or [part.path])]] for part in parts],
             "columns": [columns.text, columns.prompt],
-            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
+            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [stamp(tokenizer)])],
             "fractions": dict(fractions),
         }
     )
@@ -191,11 +191,11 @@ def _is_named(tokenizer: str) -> bool:
     return tokenizer == "bytes" or trained_size(tokenizer) is not None
 
 
-def _stamp(path: str) -> list[Any]:
+def stamp(path: str) -> list[Any]:
     """The size and the time of a file, by which a later one is told from it; of a folder those of its files."""
     try:
         if os.path.isdir(path):
-            return [[name, *_stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
+            return [[name, *stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
         found = os.stat(path)
     except OSError:
         return []
