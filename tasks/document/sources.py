@@ -133,9 +133,7 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
         path = os.path.realpath(path)
     label = keys.label_column or "label"
     labels = (label,) if isinstance(label, str) else tuple(label)
-    columns = Columns(
-        keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column")
-    )
+    columns = Columns(keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column"))
     parts = find_parts([path], columns)
     paths = [file for part in parts for file in (part.files or [part.path])]
     return Reader(
@@ -144,9 +142,7 @@ def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader
     )
 
 
-def _labelled(
-    one: Document | Malformed, keys: DocumentDataKeys, columns: Columns, root: str
-) -> Sample | Malformed:
+def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Columns, root: str) -> Sample | Malformed:
     """A document with its labels: those of its columns, or of a file the folder below `root` in which it is."""
     if isinstance(one, Malformed):
         return one

@@ -155,7 +155,7 @@ def prepare(
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with _told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
+    with told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
@@ -343,7 +343,7 @@ def _leaving_what_goes_on(partial: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_one_line(output: Path) -> Iterator[None]:
+def told_in_one_line(output: Path) -> Iterator[None]:
     """Raise ValueError where a file cannot be read or written, or the disk is full."""
     try:
         yield
