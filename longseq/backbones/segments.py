@@ -16,14 +16,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import checkpoint_if
-from longseq.blocks.sharding import has_shards
+from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
+from longseq.mixers.attention import SoftmaxAttention
 from longseq.mixers.directions import Directions
 from longseq.mixers.registry import name_of
 from longseq.mixers.window_attention import WindowAttention
@@ -34,7 +36,7 @@ Gathered = tuple[Tensor, ...]
 
 
 def read_in_segments(
-    model: Any,
+    model: TextClassifier,
     tokens: Tensor,
     *,
     cu_seqlens: Tensor | Packing | None = None,
@@ -54,7 +56,6 @@ def read_in_segments(
     pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each segment.
 
     Args:
-        model: a `longseq.backbones.classifier.TextClassifier`.
         tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
         segment: the most tokens in memory at once, at least 1.
         gradient_segments: k, at least 1, for models that read forward; None for all.
@@ -69,7 +70,7 @@ def read_in_segments(
     check_segments(model, gradient_segments)
     if segment < 1:
         raise ValueError(f"segment={segment}: a segment has at least 1 token")
-    body: TokenBackbone = model.body
+    body = model.body
     row, bounds = _as_row(tokens, cu_seqlens, mask)
     longest = max(end - start for start, end in pairwise(bounds))
     if body.max_length is not None and longest > body.max_length:
@@ -90,15 +91,22 @@ def read_in_segments(
     return model.classify(pooled)
 
 
-def check_segments(model: Any, gradient_segments: int | None = None) -> None:
+def find_obstacle(model: nn.Module) -> str | None:
+    """What keeps a model from being read in segments: its class, or its layers that see all tokens; None if nothing."""
+    if not isinstance(model, TextClassifier) or unsharded_class(model).forward is not TextClassifier.forward:
+        return unsharded_class(model).__name__
+    found = {obstacle for block in model.body.blocks if (obstacle := _find_in_layer(block.mixer)) is not None}
+    return " and ".join(sorted(found)) or None
+
+
+def check_segments(model: nn.Module, gradient_segments: int | None = None) -> None:
     """Raise ValueError, in one line with the remedy, if a classifier cannot be read in segments."""
-    body: TokenBackbone = model.body
-    obstacles = {obstacle for block in body.blocks if (obstacle := _find_obstacle(block.mixer)) is not None}
-    if obstacles:
+    if (obstacle := find_obstacle(model)) is not None:
         raise ValueError(
-            f"{' and '.join(sorted(obstacles))} cannot be read in segments: take a mixer with a state of constant size "
-            "or window_attention, in a hybrid too, or read whole documents (segment=null)"
+            f"{obstacle} cannot be read in segments: take window_attention or a mixer with a state of constant size, "
+            "in a hybrid for these layers, or read whole documents (segment=null)"
         )
+    body: TokenBackbone = model.body  # type: ignore[assignment]
     if body.direction != "forward" and has_shards(body):
         raise ValueError(
             f"direction={body.direction} and sharded weights: documents are not read in segments; use trainer=ddp, or "
@@ -115,12 +123,12 @@ def check_segments(model: Any, gradient_segments: int | None = None) -> None:
         )
 
 
-def memory_per_token(model: Any) -> int:
+def memory_per_token(model: TextClassifier) -> int:
     """Bytes that reading in segments, without gradients, keeps of each token of a document; 0 for forward models.
 
     A model that also reads backward keeps the features of one layer, and the backward reading of that layer.
     """
-    body: TokenBackbone = model.body
+    body = model.body
     if body.direction == "forward":
         return 0
     weight = body.embedding.weight
@@ -130,10 +138,12 @@ def memory_per_token(model: Any) -> int:
     return body.d_model * residual + max(widths, default=0) * weight.element_size()
 
 
-def _find_obstacle(reading: Mixer[Any] | Directions) -> str | None:
+def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
     """The layer that has to see all tokens at once, None if there is none."""
     for mixer in reading.readers:
         name = name_of(type(mixer)) or type(mixer).__name__
+        if isinstance(mixer, SoftmaxAttention) and not isinstance(mixer, WindowAttention):
+            return f"{name} without a window"
         if mixer.growing_state:
             return f"{name}, whose state keeps every token,"
         if not getattr(mixer, "causal", True) and not isinstance(mixer, WindowAttention):
@@ -307,7 +317,7 @@ class _Stream:
         """The documents that end in each step, with their pooled features."""
         carried: tuple[Any, Any] = (None, None)
         for step in steps:
-            tokens = row[None, step.start : step.stop].to(self.device)
+            tokens = row[None, step.start : step.stop].to(self.device, torch.long)
             found, *carried = step.run(partial(self._read, step), tokens, *carried)
             yield found
 
@@ -332,7 +342,8 @@ class _Sweep:
     def read(self, row: Tensor, steps: list[_Step]) -> Iterator[list[tuple[int, Tensor]]]:
         """The documents that end in each step, with their pooled features."""
         residual = [
-            step.run(partial(self._embed, step), row[None, step.start : step.stop].to(self.device)) for step in steps
+            step.run(partial(self._embed, step), row[None, step.start : step.stop].to(self.device, torch.long))
+            for step in steps
         ]
         for block in self.body.blocks:
             if isinstance(block.mixer, Directions):
