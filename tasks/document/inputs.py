@@ -20,6 +20,7 @@ from longseq.tasks.data.inputs import InputKeys, Inputs, PassedOver, Prediction,
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
+from longseq.tasks.text.documents import Place
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import token_type
 
@@ -77,7 +78,7 @@ class DocumentFiles(Inputs):
                 f"truncation={truncation}: {obstacle} cannot be read in segments: leave truncation out, and documents "
                 f"are cut to {info.max_length} tokens as in training"
             )
-        device = next(chain(model.parameters(), model.buffers())).device
+        device = _device_of(model)
         self._notes = [_describe_reading(model, segment, obstacle)]
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -107,7 +108,7 @@ class DocumentFiles(Inputs):
             details = {"document": number}
             number += 1
             if isinstance(text, Malformed):
-                yield Unreadable(path, text.describe().removeprefix(f"{path}: "), details)
+                yield Unreadable(path, text.describe().removeprefix(path).lstrip(",: "), details)
                 continue
             if not text.strip():
                 yield Unreadable(path, "empty", details)
@@ -123,13 +124,9 @@ class DocumentFiles(Inputs):
     def _texts(self) -> Iterator[tuple[str, str | Malformed]]:
         with progress_bar("predicting", len(self.parts)) as advance:
             for part in self.parts:
-                if isinstance(part, Malformed):
-                    yield part.path, part
-                    continue
-                # A part of whole files gives one document, or what is wrong, for each of them.
-                for index, one in enumerate(read_part(part, self.columns)):
-                    path = part.files[index] if part.files else part.path
-                    yield path, one if isinstance(one, Malformed) else one.text
+                for one in [part] if isinstance(part, Malformed) else read_part(part, self.columns):
+                    assert one.place is not None, "documents that are read from files have a place"
+                    yield one.place.path, one if isinstance(one, Malformed) else one.text
                 advance(1)
 
     def _classify(
@@ -140,7 +137,7 @@ class DocumentFiles(Inputs):
         if segment is not None:
             logits = read_in_segments(model, tokens, cu_seqlens=borders, segment=segment)
         else:
-            device = next(chain(model.parameters(), model.buffers())).device
+            device = _device_of(model)
             logits = model(tokens.to(device, torch.long), cu_seqlens=Packing(borders, device=device))
         names = self.info.class_names
         ranked = rank(self._probabilities(logits), names, top_k or len(names))
@@ -171,8 +168,12 @@ def _find_files(root: str, columns: Columns) -> tuple[list[Part | Malformed], li
             try:
                 parts += find_parts([path], columns)
             except ValueError as error:
-                parts.append(Malformed(path, str(error).removeprefix(f"input={path} ").removeprefix(f"{path} ")))
+                parts.append(Malformed(Place(path), str(error).removeprefix(f"input={path} ").removeprefix(f"{path} ")))
     return parts, hidden
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((x.device for x in chain(model.parameters(), model.buffers())), torch.device("cpu"))
 
 
 def _most_tokens(model: Any) -> int | None:
