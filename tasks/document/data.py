@@ -27,7 +27,14 @@ from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, t
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
 from longseq.tasks.document.splits import LonelyLabelError, divide, find_repeats
 from longseq.tasks.text.store import SPLITS, Integers
-from longseq.tasks.text.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_from_dict, trained_size
+from longseq.tasks.text.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    read_tokenizer,
+    refuse_separator,
+    tokenizer_from_dict,
+    trained_size,
+)
 from longseq.tasks.training.options import read
 from longseq.tokenizer_files import same_tokenizer
 
@@ -255,6 +262,7 @@ class DocumentData(TaskData):
             return tokenizer_from_dict(initial, f"init={self._init}")
         size = None if choice is None else trained_size(choice)
         if size is not None:
+            refuse_separator(str(choice), self.keys.separator)
             plain = self._prepare(readers["train"], ByteTokenizer(), "train")
             numbers = self._divide(plain, fractions)["train"] if fractions else np.arange(plain.corpus.documents)
             tokenizer = trained_tokenizer(plain, numbers, size, self.keys.cache)

@@ -34,8 +34,8 @@ _NEUTRAL = "library"
 # Longer names first: they contain shorter ones. Also what the libraries are called in prose, and packages inside them.
 # The look ahead at the first letter makes the search three times as fast.
 _NAMES = re.compile(
-    "(?=[lnpst])(?:pytorch[-_ ]?lightning|torch[-_ ]?metrics|torch[-_ ]?vision|torch[-_ ]?audio|scikit[-_ ]?learn|lightning|networkx|"
-    "py[-_ ]?torch|torch|sklearn|scipy|sympy|timm)",
+    "(?=[lnpst])(?:pytorch[-_ ]?lightning|torch[-_ ]?metrics|torch[-_ ]?vision|torch[-_ ]?audio|"
+    "scikit[-_ ]?learn|lightning|networkx|py[-_ ]?torch|torch|sklearn|scipy|sympy|timm)",
     re.IGNORECASE,
 )
 _IMPORTS = re.compile(

@@ -176,7 +176,7 @@ def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any,
         lengths = np.array([len(one) for one in documents], np.int64)
         hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         return np.concatenate(documents), lengths, np.zeros_like(lengths), hashes
-    encoded = encode((Document(str(one.document)) for one in batch), tokenizer, _WHOLE)
+    encoded = encode((Document(str(one.document), place=one.place) for one in batch), tokenizer, _WHOLE)
     return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
 
 
