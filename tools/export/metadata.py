@@ -29,7 +29,7 @@ EXTRA_FILE = "longseq.json"
 
 PREPROCESSING = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")
 TEXT = ("separator", "window", "tokenizer")
-DOCUMENTS = ("class_names", "multi_label", "truncation", *TEXT)
+DOCUMENTS = ("class_names", "multi_label", "truncation", "max_length", *TEXT)
 
 
 def classifier_metadata(
@@ -79,7 +79,7 @@ def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str
     metadata: dict[str, Any] = {key: data[key] for key in DOCUMENTS if data.get(key) is not None}
     metadata["vocab_size"] = model.body.vocab_size
     if model.body.max_length is not None:
-        metadata["max_length"] = model.body.max_length
+        metadata["positions"] = model.body.max_length
     metadata["input"] = "int64 tokens [batch, length], padded at the end by any token, and int64 lengths [batch]"
     metadata["output"] = "probabilities [batch, classes]"
     return {**metadata, **_origin(model), **extra}
