@@ -91,9 +91,7 @@ class NonFiniteStop(Callback):
         verdicts = _of_all_ranks(self._verdict) & (steps == step).unsqueeze(1)  # later ones are consequences
         loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(self._names)], dim=1)
         culprit, ranks = self._culprit(loss.squeeze(1), parameters, gradients)
-        raise NonFiniteError(
-            f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; {self._remedy}"
-        )
+        raise NonFiniteError(f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; {self._remedy}")
 
     def _culprit(self, loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
         """What was first not finite, and a mask `[ranks]` of where.
