@@ -65,9 +65,7 @@ class PairClassifier(TextClassifier):
                 nn.init.zeros_(layer.bias)
         trunc_normal_(part[-1].weight, std=0.02)
 
-    def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None) -> Tensor:
         """Score the classes of each pair.
 
         Args:

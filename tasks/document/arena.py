@@ -205,7 +205,9 @@ def _read_paths(root: Path, listing: Sequence[Path], split: str) -> Iterator[Sam
             continue
         size = size or len(tokens)
         if len(tokens) != size:
-            raise ValueError(f"{image} has {len(tokens)} pixels, and the images before it {size}: give images of one size")
+            raise ValueError(
+                f"{image} has {len(tokens)} pixels, and the images before it {size}: give images of one size"
+            )
         yield Sample(tokens, (words[3],), Place(str(image)))
 
 

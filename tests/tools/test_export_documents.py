@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
+from longseq.mixers import make_reading
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
-from longseq.tools.export import FORMATS, export_document_classifier
+from longseq.tools.export import FORMATS, export_document_classifier, onnx_file
 from longseq.tools.export.document_classifier import DocumentClassifierFile
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import document_metadata, encode
+from longseq.tools.export.spec import FileSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "export.md"
 DATA: dict[str, Any] = {
@@ -76,8 +78,25 @@ def test_files_read_padded_documents_of_any_number_and_length(direction: str, tm
 
 
 @pytest.mark.slow
-def test_onnx_of_a_mixer_whose_readings_have_parameters_of_their_own(tmp_path: Path) -> None:
-    check_file(build("rwkv4", direction="bidirectional", d_model=8, mlp=None), tmp_path / "model.onnx", "onnx")
+def test_onnx_of_a_layer_whose_readings_have_parameters_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = make_reading("rwkv4", 8, options={}, direction="bidirectional", backend="torch")
+    layer.eval().requires_grad_(False)
+    spec = FileSpec(inputs={"x": {0: "batch"}}, outputs=("y",), metadata={}, opset=20)
+    onnx_file.write(OutputAlone(layer), (torch.randn(2, 3, 8),), tmp_path / "layer.onnx", spec)
+    x = torch.randn(3, 3, 8)
+    torch.testing.assert_close(onnx_file.open_file(tmp_path / "layer.onnx")(x), layer(x)[0], atol=1e-5, rtol=0)
+
+
+class OutputAlone(nn.Module):
+    """A layer without the state that it returns."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
 
 
 class EveryPooling(nn.Module):

@@ -30,8 +30,8 @@ __all__ = [
     "state_spec",
 ]
 
-# The tasks whose models can be exported: for each the function, and the keys of its models alone with their values where
-# they are left out.
+# The tasks whose models can be exported: for each the function, and the keys that only its models have, with their values
+# where they are left out.
 EXPORTS: Mapping[str, tuple[Callable[..., ExportReport], Mapping[str, Any]]] = {
     "image": (export_image_classifier, {"preprocess": False, "softmax": False, "dynamic_resolution": False}),
     "lm": (export_language_model, {"dynamic_length": False, "max_length": 2048}),
@@ -68,7 +68,7 @@ def run(cfg: DictConfig) -> ExportReport:
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
-    tasks = {name: base for base in EXPORTS for name in registry.like(base)}
+    tasks = {name: base for base in EXPORTS if base in registry.names() for name in registry.like(base)}
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
     export, defaults = EXPORTS[tasks[loaded.task_name]]

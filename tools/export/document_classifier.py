@@ -131,9 +131,7 @@ def _check_data(model: Any, data: Mapping[str, Any]) -> None:
             f"the model has {model.num_classes} classes and class_names {len(names)}: pass the names of this model"
         )
     if data.get("vocab_size", 0) > model.body.vocab_size:
-        raise ValueError(
-            f"the documents have {data['vocab_size']} tokens, and the model knows {model.body.vocab_size}"
-        )
+        raise ValueError(f"the documents have {data['vocab_size']} tokens, and the model knows {model.body.vocab_size}")
 
 
 def _compared_lengths(tokens: Tensor) -> Tensor:
