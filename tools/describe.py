@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from longseq import mixers
-from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.positions import Layout
 from longseq.kernels.dispatch import Call, explain_call, record_calls
@@ -56,7 +55,6 @@ PARTS = (
     ("mlp", (".mlp.",)),
     ("embedding", ("patch_embed", "pos_embed", "cls_token", "reg_token", "stem.", "embedding.", "positions.")),
     ("norms", ("norm",)),
-    ("pooling", ("pooling.",)),
 )
 
 
@@ -114,13 +112,13 @@ def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _describe(model: nn.Module, data: Mapping[str, Any], device: str) -> dict[str, Any]:
-    if isinstance(model, TokenBackbone | TextClassifier):
-        tokens = data.get("window", data.get("longest"))  # of a text or the longest document, or of a probe
+    if isinstance(model, TokenBackbone):
+        tokens = data.get("window", data.get("longest"))  # of a text, or of a probe
         if tokens is None:
             raise ValueError("the checkpoint does not tell the length of its sequences: give one of `longseq train`")
         return describe_token_model(model, tokens, device)
     if "img_size" not in data:
-        raise ValueError(f"longseq describe takes models of images, tokens and documents, not {type(model).__name__}")
+        raise ValueError(f"longseq describe takes image and token models, not {type(model).__name__}")
     return describe_image_model(model, data, device)
 
 
@@ -169,20 +167,17 @@ def describe_image_model(model: nn.Module, data: Mapping[str, Any], device: str 
     }
 
 
-def describe_token_model(model: TokenBackbone | TextClassifier, tokens: int, device: str = "cpu") -> dict[str, Any]:
-    """Facts about a language model, a classifier of documents or a probe's model, as dictionaries, lists and numbers.
+def describe_token_model(model: TokenBackbone, tokens: int, device: str = "cpu") -> dict[str, Any]:
+    """Facts about a language model or a probe's model, as dictionaries, lists and numbers.
 
     FLOPs are those of a forward pass over one sequence of `tokens` tokens, a multiply-add counts as two; state sizes
     are the numbers that are kept for one sequence. Kernels are judged for `device`.
     """
-    is_classifier = isinstance(model, TextClassifier)
-    body = model.body if is_classifier else model
     return {
         "model": model_name(model),
-        "mixer": body.mixer_name,
-        "direction": body.direction,
-        "vocabulary": body.vocab_size,
-        **({"classes": model.num_classes, "pooling": model.pooling.kind} if is_classifier else {}),
+        "mixer": model.mixer_name,
+        "direction": model.direction,
+        "vocabulary": model.vocab_size,
         "tokens": tokens,
         "parameters": _count_parts(model),
         "weight_decay": _count_decayed(model),
@@ -286,12 +281,11 @@ def _judge_operations(model: nn.Module, device: str, tokens: int | None) -> dict
 
 def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
     """The calls of operations in a pass through each mixing layer, without data, over a few tokens."""
-    reads_tokens = isinstance(model, TokenBackbone | TextClassifier)
     with record_calls() as calls, torch.no_grad():
         for _, reading in mixers.named_readings(model):
             empty = copy.deepcopy(reading).to("meta").eval()
             x = torch.empty(1, 4, empty.readers[0].d_model, device="meta")
-            empty(x, layout=None if reads_tokens else Layout(2, 2, None), output_final_state=False)
+            empty(x, layout=None if isinstance(model, TokenBackbone) else Layout(2, 2, None), output_final_state=False)
     return calls
 
 
@@ -400,8 +394,6 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         sample, rows = "image", [("images", f"{channels} x {height} x {width}"), ("classes", str(facts["classes"]))]
     else:
         sample, rows = "sequence", [("vocabulary", f"{facts['vocabulary']:,}")]
-        if "classes" in facts:
-            rows += [("classes", str(facts["classes"])), ("pooling", facts["pooling"])]
     if facts["tokens"] is not None:
         rows.append(("tokens", str(facts["tokens"])))
     rows.append(("parameters", f"{parameters['total']:,}"))

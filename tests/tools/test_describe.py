@@ -17,10 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
-from longseq.backbones.classifier import TextClassifier
 from longseq.blocks.positions import Layout
 from longseq.kernels import dispatch
-from longseq.tokenizer_files import BYTES
 from longseq.tools.describe import describe_image_model, list_mixers, list_models, run
 
 DATA = {"img_size": 224, "in_chans": 3}
@@ -177,26 +175,6 @@ def test_describes_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "256 more" in printed
     assert "FLOPs of one sequence" in printed
-
-
-def test_describes_a_saved_classifier_of_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = TextClassifier(
-        num_classes=3, vocab_size=257, d_model=16, depth=1, mixer="gla", direction="bidirectional", pooling="attention"
-    )
-    known = {"class_names": ["a", "b", "c"], "multi_label": False, "vocab_size": 257, "separator": 256}
-    model.text = {"tokenizer": dict(BYTES), "window": 64, **known, "max_length": None, "truncation": "none"}
-    model.save_pretrained(tmp_path)
-    run(compose_describe(f"checkpoint={tmp_path}", "format=json"))
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["mixer"], facts["direction"], facts["tokens"]) == ("gla", "bidirectional", 64)
-    parts = facts["parameters"]["parts"]
-    assert (parts["head"], parts["pooling"], parts["embedding"]) == (16 * 3 + 3, 16 * 16 + 16 + 16, 257 * 16)
-    assert sum(parts.values()) == facts["parameters"]["total"]
-    assert facts["flops"]["forward"] == model.flops(64)
-    run(compose_describe(f"checkpoint={tmp_path}"))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "classes │ 3" in printed
-    assert "pooling │ attention" in printed
 
 
 @pytest.mark.slow
