@@ -17,7 +17,6 @@ import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
 from longseq.tasks import train
-from longseq.tokenizer_files import BYTES
 from longseq.tools.cli import main
 
 WORDS = ["[SEP]", "[UNK]", "a", "text", "about", "cats", "dogs", "and", "more"]
@@ -39,16 +38,15 @@ def configure(tmp_path: Path, compose_config: Any) -> Configure:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ("data=documents", f"data.root={tmp_path / 'texts.jsonl'}", f"data.cache={tmp_path / 'cache'}")
     model = ("mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp_ratio=1.0")
-    recipe = ("recipe.batch_size=512", "recipe.epochs=1", "recipe.schedule.warmup_updates=0")
+    recipe = ("recipe.batch_size=128", "recipe.epochs=1", "recipe.schedule.warmup_updates=0")
     words = ("task=document", *data, *model, *recipe, "trainer=cpu", f"output={tmp_path / 'run'}")
     return lambda *overrides: compose_config("train", *words, *overrides)
 
 
-def language_model(tokenizer: Any = TOKENIZER, **options: Any) -> TokenBackbone:
+def language_model(**options: Any) -> TokenBackbone:
     torch.manual_seed(1)
-    size = 257 if tokenizer is BYTES else len(WORDS)
-    model = TokenBackbone(vocab_size=size, d_model=16, depth=2, mlp_ratio=1.0, **{"mixer": "gla", **options})
-    model.text = {"tokenizer": dict(tokenizer), "window": 32}
+    model = TokenBackbone(vocab_size=len(WORDS), d_model=16, depth=2, mlp_ratio=1.0, **{"mixer": "gla", **options})
+    model.text = {"tokenizer": dict(TOKENIZER), "window": 32}
     return model
 
 
@@ -63,21 +61,21 @@ def as_checkpoint(model: TokenBackbone, path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["checkpoint", "folder", "converted"])
+@pytest.mark.parametrize("source", ["checkpoint", "converted folder"])
 def test_a_classifier_starts_from(
     source: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if source == "converted":
+    if source == "converted folder":
         options = {"num_heads": 2, "qkv_bias": False, "out_bias": False}
         language_model(mixer="attention", mixer_options=options).save_pretrained(tmp_path / "attention")
         words = [f"source={tmp_path / 'attention'}", f"output={tmp_path / 'model'}", "mixer=gla"]
         monkeypatch.setattr("sys.argv", ["longseq", "convert", *words])
         assert main() == 0
         model = longseq.from_pretrained(tmp_path / "model")
+        path = tmp_path / "model"
     else:
         model = language_model()
-        model.save_pretrained(tmp_path / "model")
-    path = as_checkpoint(model, tmp_path / "run.ckpt") if source == "checkpoint" else tmp_path / "model"
+        path = as_checkpoint(model, tmp_path / "run.ckpt")
     options = [f"mixer.options.{name}={str(value).lower()}" for name, value in model.arguments["mixer_options"].items()]
     parts = train.build(configure(f"init={path}", *[word for word in options if not word.endswith("=none")]))
     info, built = parts.datamodule.info, parts.module.backbone
@@ -132,7 +130,7 @@ def test_a_start_that_is_not_possible_is_one_line(
             timm.create_model("longseq_tiny_patch16_224", embed_dim=16, depth=1, img_size=32), folder
         )
     else:
-        language_model(BYTES if kind == "bytes" else TOKENIZER).save_pretrained(folder)
+        language_model().save_pretrained(folder)
     with pytest.raises(ValueError, match=message) as raised:
         train.build(configure(f"init={folder}", *words))
     assert "\n" not in str(raised.value)
