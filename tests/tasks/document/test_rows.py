@@ -93,10 +93,18 @@ def test_groups_are_of_similar_lengths_and_hold_each_document_once() -> None:
     assert all(before.length >= after.length for before, after in pairwise(groups))
 
 
-def test_rows_divide_the_budget() -> None:
-    assert row_count(65536, 4096) == 16
-    assert row_count(65536, 4097) == 8
-    assert row_count(100, 101) == 0
+def test_rows_divide_the_budget_and_are_full() -> None:
+    short = draw_lengths(200, 500)
+    assert row_count(np.append(short, 4096), 65536) == 16
+    assert row_count(np.append(short, 4097), 65536) == 8
+    assert row_count(np.array([101]), 100) == 0
+    # Documents of 12,000 tokens fill rows of 16,384 to three quarters; five of them fill 65,536.
+    similar = np.random.default_rng(0).integers(11500, 12500, 300)
+    assert row_count(similar, 65536) == 1
+    sampler = PackedSampler(similar, 65536, seed=0)
+    assert np.mean([similar[one.documents].sum() for one in batches(sampler)]) > 0.9 * 65536
+    with pytest.raises(ValueError, match=r"2 devices or accumulated batches cannot share evenly: give .*=131072, or"):
+        PackedSampler(similar, 32768, seed=0, world_size=2)
 
 
 @pytest.mark.parametrize("packed", [True, False])
