@@ -109,6 +109,21 @@ def overview() -> str:
     )
 
 
+def _members(first: str) -> list[str]:
+    """The second words of the verbs of two words that begin with `first`."""
+    return [name.removeprefix(f"{first} ") for name in VERBS if name.startswith(f"{first} ")]
+
+
+def _overview_of(first: str, members: list[str]) -> str:
+    """The text that `longseq FIRST` alone prints, where FIRST is the first word of verbs of two words."""
+    width = max(map(len, members))
+    lines = "\n".join(f"  {name:<{width}}  {VERBS[f'{first} {name}'].summary}" for name in members)
+    return (
+        f"usage: longseq {first} {{{','.join(members)}}} [key=value] ...\n\n{lines}\n\n"
+        f"`longseq {first} {members[0]} --help` lists the keys."
+    )
+
+
 def main() -> int:
     """Run `longseq VERB overrides...`; returns the exit code."""
     arguments = sys.argv[1:]
@@ -122,6 +137,11 @@ def main() -> int:
     name = " ".join(arguments[:words])
     if name in FORMER:
         return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
+    if name not in VERBS and (members := _members(name)):
+        if set(arguments[1:]) <= {"-h", "--help", "help"}:
+            print(_overview_of(name, members))
+            return 0
+        return _fail(f"`longseq {name}` is followed by one of {', '.join(members)}, then key=value")
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -36,6 +36,15 @@ def test_alone_it_explains_itself(monkeypatch, capsys, arguments):
     assert "longseq train mixer=" in output
 
 
+@pytest.mark.parametrize("arguments", [("benchmark",), ("benchmark", "--help")])
+def test_the_first_word_of_two_explains_the_second(monkeypatch, capsys, arguments):
+    assert run(monkeypatch, *arguments) == 0
+    output = capsys.readouterr().out
+    for name in cli.VERBS:
+        if name.startswith("benchmark "):
+            assert f"\n  {name.removeprefix('benchmark ')} " in output
+
+
 def test_version(monkeypatch, capsys):
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.split() == ["longseq", importlib.metadata.version("longseq")]
@@ -49,7 +58,7 @@ def test_every_verb_has_its_command(verb):
 MISTAKES = [
     ("learn", "unknown verb 'learn': the verbs are train, evaluate"),
     ("trian", "unknown verb 'trian': did you mean 'train'?"),
-    ("benchmark ops=[delta_rule]", "the verbs are train, evaluate"),
+    ("benchmark ops=[delta_rule]", "`longseq benchmark` is followed by one of kernels, models, tune, compile"),
     ("benchmark tune op=sum", ""),
     ("train mixer=longhron", "mixer=longhron is unknown: did you mean mixer=longhorn? the options of mixer are abc, "),
     ("train data=cifar11", "data=cifar11 is unknown: did you mean data=cifar10?"),
