@@ -31,7 +31,7 @@ config.json:
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import json
 import os
 import re
@@ -60,6 +60,7 @@ from longseq.model_card import model_card
 from longseq.plugins import check_loaded, plugin_of
 from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm_model
 from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE, read_folder, tokenizer_files
+from longseq.version import installed_version
 
 CONFIG_VERSION = 1
 
@@ -86,6 +87,13 @@ CHECKPOINT_PREFIX = "backbone."
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _KINDS: dict[str, type[PretrainedModel]] = {}
+
+# The kinds of this package and their modules, which are imported when a file names the kind.
+OWN_KINDS = {
+    "image": "longseq.backbones.image",
+    "sequence_autoencoder": "longseq.backbones.autoencoder",
+    "token": "longseq.backbones.tokens",
+}
 
 ModelClass = TypeVar("ModelClass", bound="type[PretrainedModel]")
 
@@ -154,7 +162,7 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
     """Register a class of models under a name: `@register_kind("token")`."""
 
     def enter(model: ModelClass) -> ModelClass:
-        if name == TIMM or name in _KINDS:
+        if name == TIMM or name in _KINDS or OWN_KINDS.get(name, model.__module__) != model.__module__:
             raise ValueError(f"the kind of models {name!r} is taken; choose another name")
         _KINDS[name] = model
         return model
@@ -267,7 +275,7 @@ def push_to_hub(
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(token=token, library_name="longseq", library_version=_version())
+    api = HfApi(token=token, library_name="longseq", library_version=installed_version())
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(model, folder, metrics=metrics)
@@ -360,7 +368,7 @@ def describe_origin(model: nn.Module) -> dict[str, Any]:
     """The keys of config.json that state which version wrote the others."""
     return {
         "library_name": "longseq",
-        "longseq_version": _version(),
+        "longseq_version": installed_version(),
         "config_version": CONFIG_VERSION,
         "kind": kind_of(model),
         "revisions": mixer_revisions(model),
@@ -374,6 +382,8 @@ def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, l
     kind = config.get("kind", TIMM if "architecture" in config else None)
     if not isinstance(config.get("model_args", {}), Mapping) or kind is None:
         raise ValueError(f"{label} names no model of longseq: {CONFIG_FILE} needs the keys kind and model_args")
+    if kind in OWN_KINDS:
+        importlib.import_module(OWN_KINDS[kind])
     if kind != TIMM and kind not in _KINDS:
         raise ValueError(f"{label} holds a model of the kind {kind}, which is not registered{_origin(config)}")
     rebuild = rebuild_timm_model if kind == TIMM else _KINDS[kind].rebuild
@@ -406,8 +416,8 @@ def check_config_version(config: Mapping[str, Any], label: str) -> None:
     version = config.get("config_version", CONFIG_VERSION)
     if not isinstance(version, int) or version > CONFIG_VERSION:
         raise ValueError(
-            f"{label} is of config_version {version}, this longseq {_version()} reads up to {CONFIG_VERSION}: install "
-            f"longseq {config.get('longseq_version', 'of a later date')}"
+            f"{label} is of config_version {version}, this longseq {installed_version()} reads up to "
+            f"{CONFIG_VERSION}: install longseq {config.get('longseq_version', 'of a later date')}"
         )
 
 
@@ -659,13 +669,7 @@ def _plugins(model: nn.Module) -> list[str]:
 
 def _origin(config: Mapping[str, Any]) -> str:
     """The version that wrote a config.json, if it can explain why the file is not understood."""
-    version, plugins = config.get("longseq_version", _version()), config.get("plugins") or ()
-    other = "" if version == _version() else f"; it was saved by longseq {version}, and this is {_version()}"
+    this = installed_version()
+    version, plugins = config.get("longseq_version", this), config.get("plugins") or ()
+    other = "" if version == this else f"; it was saved by longseq {version}, and this is {this}"
     return other + (f"; {', '.join(plugins)} defines parts of it" if plugins else "")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("longseq")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+sources"  # imported from the repository's root without installation

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from longseq.version import installed_version
 
 
 class Verb(NamedTuple):
@@ -131,7 +131,7 @@ def main() -> int:
         print(overview())
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"longseq {importlib.metadata.version('longseq')}")
+        print(f"longseq {installed_version()}")
         return 0
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
@@ -143,6 +143,8 @@ def main() -> int:
             return 0
         return _fail(f"`longseq {name}` is followed by one of {', '.join(members)}, then key=value")
     if name not in VERBS:
+        import difflib
+
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")

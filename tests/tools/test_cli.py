@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import logging
 import re
+import subprocess
 import sys
 import warnings
 from importlib import resources
@@ -48,6 +49,26 @@ def test_the_first_word_of_two_explains_the_second(monkeypatch, capsys, argument
 def test_version(monkeypatch, capsys):
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.split() == ["longseq", importlib.metadata.version("longseq")]
+
+
+@pytest.mark.parametrize("argument", ["", "--help", "--version"])
+def test_an_answer_about_the_command_imports_no_large_library(argument):
+    code = (
+        "import sys; from longseq.tools import cli; sys.argv[1:] = sys.argv[1].split(); cli.main(); "
+        "print({'torch', 'timm', 'hydra', 'lightning', 'numpy'} & sys.modules.keys())"
+    )
+    process = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "set()"
+
+
+def test_the_package_answers_before_it_imports_large_libraries():
+    code = (
+        "import sys, longseq; print(longseq.__version__, 'from_pretrained' in dir(longseq)); "
+        "print({'torch', 'timm'} & sys.modules.keys(), hasattr(longseq, 'nothing'), longseq.plugins.loaded())"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    version = importlib.metadata.version("longseq")
+    assert process.stdout.splitlines() == [f"{version} True", "set() False ()"]
 
 
 @pytest.mark.parametrize("verb", cli.VERBS.values(), ids=cli.VERBS)
