@@ -1,0 +1,173 @@
+"""The task of a document classifier: the class, or the labels, of each document of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.kernels.packing import Packing
+from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
+from longseq.tasks.training.metrics import MeanLoss
+from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.options import Range
+from longseq.tasks.training.recipe import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    """The keys of `recipe.loss`, explained in `DocumentTask`."""
+
+    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
+
+
+class DocumentTask(TrainedModule):
+    """Trains and measures a classifier on whole documents, packed or padded.
+
+    The loss of a document is the cross-entropy of its class; of several labels the mean over the labels of the binary
+    cross-entropies. An update minimises the mean over all of its documents, whatever batch and process they are in;
+    `train/loss` is this mean. `class_weights` are those of `DocumentInfo`: they multiply the loss of a document by the
+    weight of its class, or the binary cross-entropies of a document's own labels by the weights of these labels.
+    `label_smoothing` takes a part of the target's probability and spreads it evenly over the classes; with several
+    labels it moves each target towards 1/2. Losses of validation and test have neither.
+
+    Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
+    `longseq.tasks.document.metrics.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths that has
+    documents. After a test, `confusion_matrix` has the counts of classes `[true, predicted]`, of several labels `[C,
+    true, predicted]`, and `documents_by_length` the documents of each bin.
+    """
+
+    confusion_matrix: Tensor | None = None
+    documents_by_length: Mapping[str, int] | None = None
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        num_classes: int,
+        multi_label: bool = False,
+        class_weights: Sequence[float] | None = None,
+        label_smoothing: float = 0.0,
+        training: Training | None = None,
+    ) -> None:
+        super().__init__(backbone, training)
+        self.multi_label = multi_label
+        self.label_smoothing = label_smoothing
+        self._class_weights: Tensor | None
+        weights = None if class_weights is None else torch.tensor(class_weights)
+        self.register_buffer("_class_weights", weights, persistent=False)
+        # Packed batches of a loader have the same shape.
+        self._train_forward = self.compiled(self.forward)
+        self.val_metrics = _metrics(num_classes, multi_label)
+        self.test_metrics = _metrics(num_classes, multi_label)
+        self._confusion = make_confusion_matrix(num_classes, multi_label)
+        self._by_length = ScoresByLength(num_classes, multi_label)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
+    ) -> DocumentTask:
+        loss = config["recipe"].get("loss") or {} if training else {}
+        return cls(
+            backbone,
+            num_classes=info.num_classes,
+            multi_label=info.multi_label,
+            class_weights=info.class_weights,
+            label_smoothing=loss.get("label_smoothing", 0.0),
+            training=training,
+        )
+
+    def forward(self, inputs: DocumentInputs) -> Tensor:
+        """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""
+        return self.backbone(inputs.tokens, _packing_of(inputs), inputs.mask)
+
+    def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
+        self.seed_batch(batch_idx)
+        inputs, targets = batch
+        logits = self._train_forward(inputs)
+        return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
+
+    def count_targets(self, batch: DocumentBatch) -> int:
+        """The number of documents of a batch."""
+        return batch[0].units
+
+    def evaluate_batch(self, batch: DocumentBatch, metrics: Any, stage: str) -> None:
+        """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
+        inputs, targets = batch
+        real = inputs.numbers >= 0
+        logits, targets = self(inputs)[real].float(), targets[real]
+        if self.multi_label:
+            probabilities, classes = logits.sigmoid(), targets.long()
+            losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+        else:
+            probabilities, classes = logits.softmax(dim=1), targets
+            losses = functional.cross_entropy(logits, targets, reduction="none")
+        update_scores(metrics, probabilities, classes)
+        if len(targets):
+            metrics["loss"].update(losses.mean(), weight=len(targets))
+        for name, metric in metrics.items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+        if stage == "test":
+            self._by_length.update(probabilities, classes, inputs.whole_lengths[real])
+            if len(targets):
+                self._confusion.update(probabilities, classes)
+
+    def on_test_epoch_end(self) -> None:
+        scores, self.documents_by_length = self._by_length.compute()
+        self._by_length.reset()
+        # All processes have the same values; sync_dist says so to Lightning.
+        self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
+        self.confusion_matrix = self._confusion.compute().cpu()
+        self._confusion.reset()
+
+    def observe(self, batch: DocumentBatch, examples: int) -> None:
+        """Run the first documents of a batch through the body of the model, for the diagnostics of the mixers."""
+        inputs = batch[0]
+        body: Any = self.backbone
+        if inputs.cu_seqlens is None:
+            mask = None if inputs.mask is None else inputs.mask[:examples]
+            body.forward_features(inputs.tokens[:examples], None, mask)
+        else:
+            borders = inputs.cu_seqlens[: examples + 1]
+            body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
+
+    def count_flops(self, batch: DocumentBatch) -> int:
+        """The operations of a training step on a batch: three times those of a forward pass over its documents.
+
+        A backward pass counts as two forward passes. Recomputation with `recompute` is not counted.
+        """
+        flops: Any = cache(self.backbone.flops)  # type: ignore[arg-type]
+        return 3 * sum(flops(length) for length in batch[0].lengths.tolist() if length)
+
+    def _summed_loss(self, logits: Tensor, targets: Tensor, real: Tensor) -> Tensor:
+        """The sum `[]` of the losses of the documents in the places `real [N]`."""
+        logits, smoothing, weights = logits.float(), self.label_smoothing, self._class_weights
+        if self.multi_label:
+            softened = targets * (1 - smoothing) + smoothing / 2
+            losses = functional.binary_cross_entropy_with_logits(logits, softened, reduction="none")
+            if weights is not None:
+                losses = losses * torch.where(targets > 0, weights, 1.0)
+            losses = losses.mean(dim=1)
+        else:
+            losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+            if weights is not None:
+                losses = losses * weights[targets.clamp(min=0)]
+        return torch.where(real, losses, 0.0).sum()
+
+
+def _packing_of(inputs: DocumentInputs) -> Packing | None:
+    """The borders of the documents of a batch; None where rows are padded."""
+    if inputs.cu_seqlens is None:
+        return None
+    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
+
+
+def _metrics(num_classes: int, multi_label: bool) -> nn.ModuleDict:
+    return nn.ModuleDict({"loss": MeanLoss(), **make_scores(num_classes, multi_label)})
