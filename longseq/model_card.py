@@ -24,6 +24,8 @@ def _front_matter(config: Mapping[str, Any]) -> Iterator[str]:
     yield from ("---", "library_name: longseq", "tags:", *(f"- {tag}" for tag in tags))
     if config.get("num_classes"):
         yield "pipeline_tag: image-classification"
+    elif config["kind"] == "document":
+        yield "pipeline_tag: text-classification"
     elif "model_type" in config:
         yield "pipeline_tag: text-generation"
     yield from ("---", "")

@@ -91,6 +91,7 @@ _KINDS: dict[str, type[PretrainedModel]] = {}
 # The kinds of this package and their modules, which are imported when a file names the kind.
 OWN_KINDS = {
     "image": "longseq.backbones.image",
+    "document": "longseq.backbones.classifier",
     "sequence_autoencoder": "longseq.backbones.autoencoder",
     "token": "longseq.backbones.tokens",
 }

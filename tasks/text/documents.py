@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,39 @@ _BATCH = 256
 Fractions = Mapping[str, float]
 
 
+class Place(NamedTuple):
+    """Where an input stands: a line of a file (`line`, or `offset` in bytes), a `row` of a table, or a whole file."""
+
+    path: str
+    line: int | None = None
+    offset: int | None = None
+    row: int | None = None
+
+    def describe(self) -> str:
+        line = self.line
+        if self.offset is not None:
+            line = 1 + _count_lines(self.path, self.offset)
+        if line is not None:
+            return f"{self.path}, line {line}"
+        return self.path if self.row is None else f"{self.path}, row {self.row}"
+
+
+def _count_lines(path: str, stop: int, block: int = 1 << 20) -> int:
+    """The ends of lines in the first `stop` bytes of a file."""
+    with open(path, "rb") as file:
+        return sum(file.read(min(block, stop - start)).count(b"\n") for start in range(0, stop, block))
+
+
 class Document(NamedTuple):
-    """A text; `prompt` is the text before it, which is read but not trained on."""
+    """A text; `prompt` is the text before it, which is read but not trained on.
+
+    `labels` are the values of the columns that `Columns.labels` names, as the file has them.
+    """
 
     text: str
     prompt: str = ""
+    labels: tuple[Any, ...] = ()
+    place: Place | None = None
 
 
 class Encoded(NamedTuple):

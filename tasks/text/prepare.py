@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import shutil
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
     Fractions,
+    Place,
     first_of_equal,
     gzip_bits,
     hashes_of,
@@ -46,6 +46,7 @@ from longseq.tasks.text.store import (
     SPLITS,
     TOKENIZER,
     VERSION,
+    SplitWriter,
     checksum,
     file_types,
 )
@@ -179,7 +180,7 @@ def plan_of(
         {
             "version": VERSION,
             "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
-            "columns": list(columns),
+            "columns": [columns.text, columns.prompt],
             "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
             "fractions": dict(fractions),
         }
@@ -270,7 +271,7 @@ def _encode_parts(
     for index in range(len(parts)):
         found = json.loads(told_path(partial, index).read_text())
         counts.update(found["counts"])
-        malformed += [Malformed(*fields) for fields in found["malformed"]]
+        malformed += [Malformed(Place(*place), reason) for place, reason in found["malformed"]]
     return counts, [one.describe() for one in malformed[:NAMED]]
 
 
@@ -284,7 +285,7 @@ def _join(
     byte_counts = np.concatenate([read_array(partial, index, "byte_counts") for index in range(count)])[kept]
     has_prompts = any(read_array(partial, index, "prompts").any() for index in range(count))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
-    writers = {split: _SplitWriter(output, split, types) for split in SPLITS}
+    writers = {split: SplitWriter(output, split, types) for split in SPLITS}
     done = 0
     with progress_bar("joining", count, shown=show_progress) as advance:
         for index in range(count):
@@ -294,61 +295,37 @@ def _join(
             here = kept[done : done + len(numbers)]
             done += len(numbers)
             for number, split in enumerate(SPLITS):
-                writers[split].add(encoded, here & (numbers == number))
+                chosen = here & (numbers == number)
+                prompts = {"prompts": encoded.prompts[chosen]} if has_prompts else {}
+                writers[split].add(
+                    encoded.tokens[np.repeat(chosen, encoded.lengths)],
+                    encoded.lengths[chosen],
+                    encoded.byte_counts[chosen],
+                    **prompts,
+                )
             advance(1)
+    return {
+        **manifest_of(tokenizer, output),
+        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
+        "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
+        "splits": {split: writer.close() for split, writer in writers.items()},
+    }
+
+
+def manifest_of(tokenizer: Tokenizer, output: Path) -> dict[str, Any]:
+    """The entries of a manifest that tell the version and the tokenizer, whose file is written to `output`."""
     told = tokenizer.to_dict()
-    manifest = {
+    manifest: dict[str, Any] = {
         "version": VERSION,
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
         "tokenizer": {key: value for key, value in told.items() if key != "json"},
-        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
-        "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
-        "splits": {split: writer.close() for split, writer in writers.items()},
     }
     if told["kind"] == "file":
         path = output / TOKENIZER
         write_text(path, told["json"])
         manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": checksum(path)}
     return manifest
-
-
-class _SplitWriter:
-    """Writes the files of a split, part by part, and counts their contents."""
-
-    def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
-        self._types = types
-        self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
-        self._sums = dict.fromkeys(types, 0)
-        self._documents = self._tokens = self._bytes = 0
-        self._write("offsets", np.zeros(1, np.int64))
-
-    def add(self, encoded: Encoded, chosen: np.ndarray) -> None:
-        """Add the chosen documents, `[N]` bool."""
-        lengths = encoded.lengths[chosen]
-        self._write("tokens", encoded.tokens[np.repeat(chosen, encoded.lengths)])
-        self._write("offsets", self._tokens + np.cumsum(lengths))
-        self._write("bytes", encoded.byte_counts[chosen])
-        if "prompts" in self._types:
-            self._write("prompts", encoded.prompts[chosen])
-        self._documents += len(lengths)
-        self._tokens += int(lengths.sum())
-        self._bytes += int(encoded.byte_counts[chosen].sum())
-
-    def close(self) -> dict[str, Any]:
-        """The manifest's entry of the split."""
-        files = {}
-        for ending, file in self._files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            files[ending] = {"size": file.tell(), "crc32": self._sums[ending]}
-            file.close()
-        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes, "files": files}
-
-    def _write(self, ending: str, numbers: np.ndarray) -> None:
-        content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
-        self._files[ending].write(content)
-        self._sums[ending] = zlib.crc32(content, self._sums[ending])
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._SplitWriter, "_write", full)
+        patch.setattr(module.SplitWriter, "_write", full)
         with pytest.raises(ValueError, match="the disk is full; make room, and the same command goes on"):
             run(tmp_path / "a.jsonl", tmp_path / "out")
     assert documents(run(tmp_path / "a.jsonl", tmp_path / "out")) == split_texts(TEXTS)
