@@ -1,4 +1,4 @@
-"""A linear model of text: TF-IDF of words and pairs of words, and logistic regression; the bar for document classifiers.
+"""A linear model of text, the bar for document classifiers: TF-IDF of words and pairs of words, logistic regression.
 
     model = longseq.from_pretrained("folder")
     logits = model(tokens, mask=mask)            # tokens [N, T], logits [N, num_classes]
@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,9 +57,7 @@ class LinearTextClassifier(PretrainedModel, nn.Module):
         self.inverse_frequency: Tensor
         self.register_buffer("inverse_frequency", torch.ones(len(self._places)))
 
-    def forward(
-        self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits `[N, num_classes]` of padded documents `[N, T]` with their mask, or of a packed row with borders."""
         return self.score([self.read(document) for document in _split(tokens, cu_seqlens, mask)])
 
@@ -126,4 +125,4 @@ def _split(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | N
         return [row[:length] for row, length in zip(rows, mask.sum(dim=1).tolist(), strict=True)]
     borders = (cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Packing) else cu_seqlens).tolist()
     row = tokens[0].tolist()
-    return [row[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [row[start:end] for start, end in pairwise(borders)]

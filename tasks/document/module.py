@@ -8,12 +8,16 @@ from functools import cache
 from typing import Annotated, Any
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.kernels.packing import Packing
+from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.linear import LinearModelKeys, fit_linear
 from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
@@ -63,8 +67,7 @@ class DocumentTask(TrainedModule):
         self._class_weights: Tensor | None
         weights = None if class_weights is None else torch.tensor(class_weights)
         self.register_buffer("_class_weights", weights, persistent=False)
-        # Packed batches of a loader have the same shape.
-        self._train_forward = self.compiled(self.forward)
+        self._train_read = self.compiled(self._read)
         self.val_metrics = _metrics(num_classes, multi_label)
         self.test_metrics = _metrics(num_classes, multi_label)
         self._confusion = make_confusion_matrix(num_classes, multi_label)
@@ -75,6 +78,13 @@ class DocumentTask(TrainedModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
     ) -> DocumentTask:
         loss = config["recipe"].get("loss") or {} if training else {}
+        if isinstance(backbone, LinearTextClassifier):
+            if training and config["recipe"].get("ema"):
+                raise ValueError(
+                    "recipe.ema averages the weights of many updates, and model=linear has none: set it to null"
+                )
+            keys = LinearModelKeys(**config["model"]) if training else None
+            return LinearTask(backbone, info=info, keys=keys, training=training)
         return cls(
             backbone,
             num_classes=info.num_classes,
@@ -86,15 +96,18 @@ class DocumentTask(TrainedModule):
 
     def forward(self, inputs: DocumentInputs) -> Tensor:
         """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""
-        return self.backbone(inputs.tokens, _packing_of(inputs), inputs.mask)
+        return self._read(inputs.tokens, _packing_of(inputs), inputs.mask)
 
-    def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
+    def _read(self, tokens: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:
+        return self.backbone(tokens, packing, mask)
+
+    def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor | None:
         self.seed_batch(batch_idx)
         inputs, targets = batch
-        logits = self._train_forward(inputs)
+        logits = self._train_read(inputs.tokens, _packing_of(inputs), inputs.mask)
         return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
 
-    def count_targets(self, batch: DocumentBatch) -> int:
+    def count_targets(self, batch: DocumentBatch) -> int | None:
         """The number of documents of a batch."""
         return batch[0].units
 
@@ -160,6 +173,60 @@ class DocumentTask(TrainedModule):
             if weights is not None:
                 losses = losses * weights[targets.clamp(min=0)]
         return torch.where(real, losses, 0.0).sum()
+
+
+class LinearTask(DocumentTask):
+    """Fits the linear model to all training documents at once, and measures it as any other.
+
+    A run has one epoch of one batch, which is not read: the Trainer validates, saves and tests after it. Each of
+    several processes fits the same model. `keys` are those of the model; without them the task only measures.
+    """
+
+    def __init__(
+        self,
+        backbone: LinearTextClassifier,
+        *,
+        info: DocumentInfo,
+        keys: LinearModelKeys | None = None,
+        training: Training | None = None,
+    ) -> None:
+        super().__init__(backbone, num_classes=info.num_classes, multi_label=info.multi_label, training=training)
+        self.keys = keys
+
+    @property
+    def epochs_trained(self) -> float:
+        """All training documents are read once."""
+        return 1
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == TrainerFn.FITTING:
+            self.trainer.limit_train_batches = 1
+            self.trainer.fit_loop.max_epochs = self.trainer.check_val_every_n_epoch = self.last_update = 1
+            self.trainer.val_check_interval = 1.0  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        # It has nothing to do: the Trainer counts an optimizer's updates.
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        assert self.keys is not None, "this module only measures"
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.backbone = fit_linear(data.documents("train"), data.info, self.keys).to(self.device)
+
+    def training_step(self, batch: DocumentBatch, batch_idx: int) -> None:
+        return None
+
+    def count_targets(self, batch: DocumentBatch) -> None:
+        return None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Another number of n-grams is another shape of the weights.
+        text, device = self.backbone.text, self.device
+        self.backbone = build(checkpoint[CHECKPOINT_CONFIG]).to(device)
+        self.backbone.text = text
+        super().on_load_checkpoint(checkpoint)
 
 
 def _packing_of(inputs: DocumentInputs) -> Packing | None:
