@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.tasks.document.assemble import Split
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores, update_scores
 from longseq.tasks.training import targets
@@ -44,7 +45,15 @@ class LinearModelKeys:
     inverse_regularization: Annotated[float, Range(above=0)] = 10.0
 
 
-def fit_linear(documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys) -> Any:
+def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
+    """Each document of a split as a model reads it, after truncation: its tokens and its target."""
+    for number in range(split.documents):
+        yield split.read(number).tolist(), split.targets[number]
+
+
+def fit_linear(
+    documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys
+) -> LinearTextClassifier:
     """The linear model of training documents: their tokens, and their classes, or `[C]` zeros and ones for labels.
 
     ValueError, in one line, if no n-gram is in as many documents as `min_documents`.
@@ -127,8 +136,8 @@ class LinearBaseline(Callback):
         self.documents = info.sizes["train"] or 0
         if self.documents > self.most_documents:
             return
-        model = fit_linear(data.documents("train"), info, LinearModelKeys())
-        self.scores = measure(model, data.documents("test"), info)
+        model = fit_linear(read_documents(data.split("train")), info, LinearModelKeys())
+        self.scores = measure(model, read_documents(data.split("test")), info)
 
     def describe(self) -> str:
         """The accuracy of the linear model in a few words."""

@@ -127,6 +127,7 @@ class ScoresByLength(nn.Module):
         with warnings.catch_warnings():
             # a bin may have no document of a label
             warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
+            warnings.filterwarnings("ignore", ".*No positive samples found.*")
             for name, scores in self.scores.items():
                 if counts[name]:
                     found |= {f"{key}_{name}": float(metric.compute()) for key, metric in scores.items()}  # type: ignore[operator, attr-defined]

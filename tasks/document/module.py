@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.info import DocumentInfo
-from longseq.tasks.document.linear import LinearModelKeys, fit_linear
+from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents
 from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
@@ -55,23 +55,20 @@ class DocumentTask(TrainedModule):
         self,
         backbone: nn.Module,
         *,
-        num_classes: int,
-        multi_label: bool = False,
-        class_weights: Sequence[float] | None = None,
+        info: DocumentInfo,
         label_smoothing: float = 0.0,
         training: Training | None = None,
     ) -> None:
         super().__init__(backbone, training)
-        self.multi_label = multi_label
+        self.info = info
         self.label_smoothing = label_smoothing
         self._class_weights: Tensor | None
-        weights = None if class_weights is None else torch.tensor(class_weights)
+        weights = None if info.class_weights is None else torch.tensor(info.class_weights)
         self.register_buffer("_class_weights", weights, persistent=False)
         self._train_read = self.compiled(self._read)
-        self.val_metrics = _metrics(num_classes, multi_label)
-        self.test_metrics = _metrics(num_classes, multi_label)
-        self._confusion = make_confusion_matrix(num_classes, multi_label)
-        self._by_length = ScoresByLength(num_classes, multi_label)
+        self.val_metrics, self.test_metrics = _metrics(info), _metrics(info)
+        self._confusion = make_confusion_matrix(info.num_classes, info.multi_label)
+        self._by_length = ScoresByLength(info.num_classes, info.multi_label)
 
     @classmethod
     def from_config(
@@ -85,14 +82,7 @@ class DocumentTask(TrainedModule):
                 )
             keys = LinearModelKeys(**config["model"]) if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training)
-        return cls(
-            backbone,
-            num_classes=info.num_classes,
-            multi_label=info.multi_label,
-            class_weights=info.class_weights,
-            label_smoothing=loss.get("label_smoothing", 0.0),
-            training=training,
-        )
+        return cls(backbone, info=info, label_smoothing=loss.get("label_smoothing", 0.0), training=training)
 
     def forward(self, inputs: DocumentInputs) -> Tensor:
         """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""
@@ -116,7 +106,7 @@ class DocumentTask(TrainedModule):
         inputs, targets = batch
         real = inputs.numbers >= 0
         logits, targets = self(inputs)[real].float(), targets[real]
-        if self.multi_label:
+        if self.info.multi_label:
             probabilities, classes = logits.sigmoid(), targets.long()
             losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
         else:
@@ -162,7 +152,7 @@ class DocumentTask(TrainedModule):
     def _summed_loss(self, logits: Tensor, targets: Tensor, real: Tensor) -> Tensor:
         """The sum `[]` of the losses of the documents in the places `real [N]`."""
         logits, smoothing, weights = logits.float(), self.label_smoothing, self._class_weights
-        if self.multi_label:
+        if self.info.multi_label:
             softened = targets * (1 - smoothing) + smoothing / 2
             losses = functional.binary_cross_entropy_with_logits(logits, softened, reduction="none")
             if weights is not None:
@@ -190,7 +180,7 @@ class LinearTask(DocumentTask):
         keys: LinearModelKeys | None = None,
         training: Training | None = None,
     ) -> None:
-        super().__init__(backbone, num_classes=info.num_classes, multi_label=info.multi_label, training=training)
+        super().__init__(backbone, info=info, training=training)
         self.keys = keys
 
     @property
@@ -213,7 +203,7 @@ class LinearTask(DocumentTask):
         super().on_fit_start()
         assert self.keys is not None, "this module only measures"
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.backbone = fit_linear(data.documents("train"), data.info, self.keys).to(self.device)
+        self.backbone = fit_linear(read_documents(data.split("train")), data.info, self.keys).to(self.device)
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> None:
         return None
@@ -236,5 +226,5 @@ def _packing_of(inputs: DocumentInputs) -> Packing | None:
     return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
 
 
-def _metrics(num_classes: int, multi_label: bool) -> nn.ModuleDict:
-    return nn.ModuleDict({"loss": MeanLoss(), **make_scores(num_classes, multi_label)})
+def _metrics(info: DocumentInfo) -> nn.ModuleDict:
+    return nn.ModuleDict({"loss": MeanLoss(), **make_scores(info.num_classes, info.multi_label)})
