@@ -31,6 +31,7 @@ from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
+from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
 from longseq.tasks.training.model import values_in_force
@@ -104,8 +105,9 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     datamodule = task.data.from_config(config, device_batch_size(config))
     model = task.model.build(config, datamodule.info)
     if initialized and config["init"] is not None:
-        name = config["task"]["name"]
-        task.model.initialize(model, checkpoints.load(config["init"], key="init", tasks=(name,)).backbone)
+        taken = (config["task"]["name"], *task.model.starts_from)
+        task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
+    freeze(model, config["recipe"].get("freeze"))
     config["plugins"] = _find_plugins(config, datamodule, model, task.module)
     training = Training.from_config(config, datamodule.info)
     return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))

@@ -157,6 +157,11 @@ def main() -> int:
         check_arguments(name, overrides)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
+    except KeyboardInterrupt:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        print("longseq: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
             raise

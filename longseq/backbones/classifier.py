@@ -8,20 +8,27 @@ logits = model(tokens, cu_seqlens=borders)          # N documents packed into on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from longseq.arguments import takes_also
+from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.pooling import Pooling
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import check_rows
+from longseq.mixers.directions import Directions
 from longseq.models import PretrainedModel, register_kind
+
+# The part of a weight's name that tells a reading of a bidirectional layer: blocks.0.mixer.mixers.1.conv.weight.
+_READING = re.compile(r"(?<=\.mixer\.)mixers\.\d+\.")
 
 
 @register_kind("document")
@@ -126,6 +133,62 @@ class TextClassifier(PretrainedModel, nn.Module):
         """Score the classes by pooled features `[N, d_model]`: `[N, num_classes]`."""
         return self.head(self.dropout(pooled))
 
+    @torch.no_grad()
+    def load_body(self, other: TokenBackbone) -> None:
+        """Start from the body of a trained model: a language model, or the body of another classifier.
+
+        Its embeddings, blocks and last norm are copied; the head of a language model is left out. A forward model also
+        starts a bidirectional one. A mixer that can see all tokens in one pass (attention) is taken as it is. Of every
+        other mixer both readings start as copies:
+
+            share_directions="projections"  the two scans (convolution, gates, recurrence, norm) are copies of the one
+                                            scan; the pair of projections is that of the mixer
+            share_directions="none"         two copies of the whole mixer
+            share_directions="all"          the mixer itself reads both ways
+
+        The layer then gives the mean of both readings, so that what it adds to the residual keeps its size: with
+        merge="sum" its output projections are halved.
+
+        Raises:
+            ValueError: the models differ in an option that changes what the weights compute, or in a shape.
+        """
+        own, its = self.body.saved_arguments(), other.saved_arguments()
+        is_forward = other.direction == "forward"
+        free = ("direction", "share_directions", "merge") if is_forward else ()
+        if (found := find_difference(own, its, ignored=("vocab_size", "tie_embeddings", *free))) is not None:
+            raise ValueError(
+                f"{found.name} is {found.one} here and {found.other} in the model that this one starts from"
+            )
+        if self.body.max_length != other.max_length:
+            raise ValueError(
+                f"learned positions are for {self.body.max_length} tokens here and for {other.max_length} in the model "
+                f"that this one starts from: give max_length={other.max_length}"
+            )
+        trained = other.state_dict()
+        for name, weight in self.body.state_dict().items():
+            source = _READING.sub("", name) if is_forward else name
+            shape = list(trained[source].shape) if source in trained else "missing"
+            if shape != list(weight.shape):
+                raise ValueError(
+                    f"{name} is {list(weight.shape)} here; in the model that this one starts from, {shape}"
+                )
+            weight.copy_(trained[source])
+        for block in self.body.blocks:
+            if is_forward and isinstance(block.mixer, Directions) and block.mixer.merge == "sum":
+                _halve_outputs(block.mixer)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's patterns that group parameters by depth, for layer-wise learning rates and frozen layers."""
+        return {
+            "stem": r"^body\.(?:embedding|positions)",
+            "blocks": [(r"^body\.blocks\.(\d+)", None), (r"^body\.norm", (99999,))],
+        }
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks of the body."""
+        return self.body.blocks
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.body.set_grad_checkpointing(enable)
@@ -144,3 +207,13 @@ class TextClassifier(PretrainedModel, nn.Module):
         body = sum(block.flops(tokens) for block in self.body.blocks)
         pooling = 2 * tokens * width * (width + 1) if self.pooling.kind == "attention" else 0
         return body + pooling + 2 * width * self.num_classes
+
+
+def _halve_outputs(reading: Directions) -> None:
+    """Halve what a reading of two directions gives: the outputs of each projection that both readings do not share."""
+    for mixer in reading.mixers:
+        projection: Any = mixer.out_proj
+        if projection is not None:
+            projection.weight.div_(2)
+            if projection.bias is not None and reading.share == "none":  # a shared bias is added once, after the sum
+                projection.bias.div_(2)

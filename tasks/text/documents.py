@@ -32,9 +32,11 @@ class Place(NamedTuple):
         line = self.line
         if self.offset is not None:
             line = 1 + _count_lines(self.path, self.offset)
+        # A name of bytes that are no UTF-8 has lone surrogates, which not every terminal takes.
+        path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
         if line is not None:
-            return f"{self.path}, line {line}"
-        return self.path if self.row is None else f"{self.path}, row {self.row}"
+            return f"{path}, line {line}"
+        return path if self.row is None else f"{path}, row {self.row}"
 
 
 def _count_lines(path: str, stop: int, block: int = 1 << 20) -> int:
@@ -71,7 +73,7 @@ class Encoded(NamedTuple):
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
-    """Encode documents; `prompt` and `text` are encoded separately."""
+    """Encode documents; `prompt` and `text` are encoded separately. ValueError for one that holds the separator."""
     dtype, separator = token_type(tokenizer.vocab_size), [tokenizer.separator]
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
@@ -82,6 +84,12 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
         measured = split_numbers(found, fractions) == SPLITS.index("test")
         for index, one in enumerate(batch):
             prompt, text = encoded[2 * index], encoded[2 * index + 1]
+            if tokenizer.separator in prompt or tokenizer.separator in text:
+                where = "a document" if one.place is None else one.place.describe()
+                raise ValueError(
+                    f"{where} holds the separator, token {tokenizer.separator}: give separator=TOKEN, "
+                    "one that no text has"
+                )
             parts += [np.array(separator, dtype), prompt.astype(dtype), text.astype(dtype)]
             content = one.text.encode()
             numbers.append((1 + len(prompt) + len(text), len(content), len(prompt)))

@@ -53,6 +53,7 @@ from longseq.tasks.text.store import (
 from longseq.tasks.text.tokenizer import (
     Tokenizer,
     read_tokenizer,
+    refuse_separator,
     train_tokenizer,
     trained_size,
 )
@@ -112,6 +113,9 @@ def run(cfg: DictConfig) -> None:
         processes=keys.processes,
     )
     print(describe(manifest))
+    asked, found = trained_size(keys.tokenizer), manifest["vocab_size"]
+    if asked is not None and found < asked:
+        print(f"the vocabulary has {found:,} tokens and not {asked:,}: the text has no more pairs")
     print(f"longseq train task=lm data=tokens data.root={shorten(keys.output)}")
 
 
@@ -219,6 +223,7 @@ def _choose_tokenizer(
     size = trained_size(tokenizer)
     if size is None:
         return read_tokenizer(tokenizer, separator)
+    refuse_separator(tokenizer, separator)
     path = partial / TOKENIZER
     if not path.exists():
         trained = train_tokenizer(_training_texts(parts, columns, fractions), size)

@@ -5,11 +5,13 @@ An input is cut into parts that processes read in parallel. A part holds everyth
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
 import os
 import sys
+import textwrap
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,6 +174,8 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         yield Part("text", str(path.parent), total, files=(str(path),))
     elif format == "parquet":
         yield from _parts_of_parquet(path, columns, size)
+    elif format == "jsonl" and _is_array(path):
+        yield Part("array", str(path), total)
     elif format == "jsonl":
         _check_first_line(path, columns)
         for start in range(0, total, size):
@@ -189,16 +193,28 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 def _parts_of_parquet(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     try:
-        file = _parquet().ParquetFile(path)
+        file = _pyarrow().parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"input={path} is no parquet file, or a truncated one: {error}") from error
     _check_columns(path, columns, file.schema_arrow.names)
+    for name in columns.texts():
+        kind = file.schema_arrow.field(name).type
+        if not _is_text(kind):
+            raise ValueError(f"the column {name!r} of {path} is of the type {kind}, which is no text")
     first, held = 0, 0
     for group in range(file.num_row_groups):
         held += file.metadata.row_group(group).total_byte_size
         if held >= size or group + 1 == file.num_row_groups:
             yield Part("parquet", str(path), held, first, group + 1)
             first, held = group + 1, 0
+
+
+def _is_text(kind: Any) -> bool:
+    """True for the types of Arrow that hold text, or nothing at all."""
+    types = _pyarrow().types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(holds(kind) for holds in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
 def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
@@ -220,6 +236,14 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
         yield Part("stream", given, 0, shard, shard + 1)
 
 
+def _is_array(path: Path) -> bool:
+    """True for a file .json that is one array in place of lines, such as many sets of instructions."""
+    if path.suffix.lower() != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
 def _check_first_line(path: Path, columns: Columns) -> None:
     """Refuse a file whose first object has other columns; other errors in lines are counted when they are read."""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -235,7 +259,8 @@ def _check_columns(path: Path | str, columns: Columns, found: Sequence[str]) -> 
     text, prompt, label = columns.keys
     for key, name in ((text, columns.text), (prompt, columns.prompt), *((label, name) for name in columns.labels)):
         if name is not None and name not in found:
-            raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {', '.join(map(str, found))}")
+            names = textwrap.shorten(", ".join(map(str, found)), 200, placeholder=" ...")
+            raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {names}")
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -259,6 +284,18 @@ def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malfor
                     yield _parse(line, columns, Place(part.path, line=number))
     except (OSError, EOFError, zlib.error) as error:
         yield Malformed(Place(part.path, line=number + 1), f"the rest cannot be read ({error})")
+
+
+def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    """The objects of a JSON array."""
+    try:
+        rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        yield Malformed(Place(part.path), "bytes that are no UTF-8")
+    except (ValueError, RecursionError) as error:
+        yield Malformed(Place(part.path), f"no JSON ({error})")
+    else:
+        yield from _rows(part.path, [row if isinstance(row, dict) else {} for row in rows], columns, 0)
 
 
 def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
@@ -299,7 +336,7 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
 
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    file = _parquet().ParquetFile(part.path)
+    file = _pyarrow().parquet.ParquetFile(part.path)
     first = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
     try:
         for batch in file.iter_batches(
@@ -340,11 +377,26 @@ def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]
 def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     for path in part.files:
         try:
-            yield Document(Path(path).read_bytes().decode("utf-8-sig"), place=Place(path))
-        except UnicodeDecodeError:
-            yield Malformed(Place(path), "bytes that are no UTF-8")
+            content = Path(path).read_bytes()
         except OSError as error:
             yield Malformed(Place(path), str(error.strerror))
+            continue
+        try:
+            yield Document(content.decode("utf-8-sig"), place=Place(path))
+        except UnicodeDecodeError:
+            yield Malformed(Place(path), _why_no_text(content))
+
+
+# The first bytes of compressed files.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
+
+
+def _why_no_text(content: bytes) -> str:
+    """Why the content of a file is no UTF-8."""
+    kind = next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
+    if kind is None:
+        return "bytes that are no UTF-8"
+    return f"compressed by {kind}: decompress it; of compressed files only .jsonl.gz is read"
 
 
 def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -360,6 +412,7 @@ def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]
 _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
     "jsonl": _read_jsonl,
     "jsonl.gz": _read_compressed,
+    "array": _read_array,
     "csv": _read_csv,
     "tsv": _read_csv,
     "parquet": _read_parquet,
@@ -422,12 +475,12 @@ def _names_of(feature: Any, values: Any) -> Any:
     return None if values is None else [_name_of(feature, value) for value in values]
 
 
-def _parquet() -> Any:
+def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(_INSTALL.format(what="parquet files", library="pyarrow")) from error
-    return pyarrow.parquet
+    return pyarrow
 
 
 def _datasets() -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import cases
+from timm.models import group_parameters
 from torch import Tensor
 
 import longseq
@@ -198,3 +199,103 @@ def test_a_batch_is_packed_or_padded() -> None:
         make()(tokens, torch.tensor([0, 15]), mask)
     with pytest.raises(TypeError, match="tie_embeddings"):
         make(tie_embeddings=False)
+
+
+def language_model(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
+    torch.manual_seed(5)
+    usual = {"vocab_size": 7, "d_model": 16, "depth": 1, "mlp": None, "tie_embeddings": False, "mixer": mixer}
+    model = TokenBackbone(**{**usual, **options}).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def starting_from(model: TokenBackbone, **options: Any) -> TextClassifier:
+    arguments = {**model.arguments, **options}
+    del arguments["tie_embeddings"]
+    new = TextClassifier(num_classes=2, **arguments).double().eval()
+    new.load_body(model)
+    return new
+
+
+@cases("mixer", ["attention", "deltanet", "longhorn", "mamba2", "abc", "2xdeltanet+attention"])
+def test_a_forward_classifier_starts_with_the_features_of_the_language_model(mixer: str) -> None:
+    model = language_model(mixer, depth=3, mlp="swiglu", positions="learned", max_length=9)
+    tokens = torch.cat(make_documents(), dim=1)
+    assert_same(starting_from(model).forward_features(tokens), model.forward_features(tokens)[0])
+
+
+@cases("mixer", ["deltanet", "mamba2", "rwkv4"])
+@cases("sharing", ["projections", "all", "none"])
+@cases("merge", ["sum", "mean"])
+def test_a_bidirectional_layer_starts_as_the_mean_of_two_readings_by_the_language_models(
+    mixer: str, sharing: str, merge: str
+) -> None:
+    model, tokens = language_model(mixer), torch.cat(make_documents(), dim=1)
+    x, block = model.embedding(tokens), model.blocks[0]
+
+    def read(tokens: Tensor) -> Tensor:
+        return block.mixer(block.norm1(tokens))[0]
+
+    expected = model.norm(x + (read(x) + read(x.flip(1)).flip(1)) / 2)
+    new = starting_from(model, direction="bidirectional", share_directions=sharing, merge=merge)
+    assert_same(new.forward_features(tokens), expected)
+
+
+def test_attention_starts_to_see_all_tokens_with_the_same_weights() -> None:
+    model = language_model("attention")
+    new = starting_from(model, direction="bidirectional")
+    for name, weight in new.body.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+    assert new.body.blocks[0].mixer.causal is False
+
+
+def test_a_classifier_starts_from_the_body_of_another_one() -> None:
+    trained = make("gla", direction="bidirectional", share_directions="none")
+    new = make("gla", direction="bidirectional", share_directions="none", num_classes=5)
+    for parameter in new.parameters():
+        torch.nn.init.zeros_(parameter)
+    new.load_body(trained.body)
+    for name, weight in trained.body.state_dict().items():
+        assert torch.equal(weight, new.body.state_dict()[name]), name
+
+
+@cases(
+    ("options", "message"),
+    [
+        ({"norm_eps": 1e-3}, "^norm_eps is 0.001 here and 1e-05 in the model that this one starts from"),
+        ({"mixer_options": {"key_norm": "l1"}}, "^key_norm of deltanet is l1 here and l2 in the model"),
+        ({"vocab_size": 8}, r"^embedding\.weight is \[8, 16\] here; in the model that this one starts from, \[7, 16\]"),
+        ({"depth": 2}, "^depth is 2 here and 1 in the model"),
+        ({"max_length": 12}, "^learned positions are for 12 tokens here and for 9 in the model .* give max_length=9"),
+    ],
+)
+def test_a_body_of_another_model_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        starting_from(language_model(positions="learned", max_length=9), **options)
+
+
+def test_a_body_that_reads_both_ways_starts_no_other_kind() -> None:
+    trained = make("gla", direction="bidirectional")
+    for options in ({}, {"direction": "alternating"}, {"direction": "bidirectional", "share_directions": "all"}):
+        with pytest.raises(
+            ValueError, match=r"^(direction|share_directions) is .* in the model that this one starts from"
+        ):
+            make("gla", **options).load_body(trained.body)
+
+
+def test_layers_are_counted_from_the_embeddings_to_the_head() -> None:
+    groups = {
+        model: group_parameters(model, model.group_matcher(), reverse=True)
+        for model in (make(depth=2, pooling="attention"), language_model(depth=2, positions="learned", max_length=9))
+    }
+    (classifier, text), prefixes = groups.values(), ("body.", "")
+    for layers, prefix in zip((classifier, text), prefixes, strict=True):
+        assert {name for name, layer in layers.items() if layer == 0} == {
+            name for name in layers if name.startswith((f"{prefix}embedding", f"{prefix}positions"))
+        }
+        assert layers[f"{prefix}blocks.0.norm1.weight"] == 1
+        assert layers[f"{prefix}blocks.1.norm1.weight"] == layers[f"{prefix}norm.weight"] == 2
+        assert layers["head.weight"] == 3
+    assert classifier["pooling.query.weight"] == 3

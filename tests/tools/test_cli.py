@@ -46,6 +46,15 @@ def test_the_first_word_of_two_explains_the_second(monkeypatch, capsys, argument
             assert f"\n  {name.removeprefix('benchmark ')} " in output
 
 
+def test_stopped_by_hand_it_says_so_in_a_word(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run_verb", interrupted)
+    assert run(monkeypatch, "prepare") == 130
+    assert capsys.readouterr().err == "longseq: interrupted\n"
+
+
 def test_version(monkeypatch, capsys):
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.split() == ["longseq", importlib.metadata.version("longseq")]
