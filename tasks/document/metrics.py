@@ -78,6 +78,9 @@ class LabelCalibrationError(BinaryCalibrationError):
         super().update(preds.flatten(), target.flatten())
 
 
+_WITH_LISTS = (LabelCalibrationError, MultilabelAveragePrecision)
+
+
 class LengthCounts(Metric):
     """The number of documents in each bin of `BINS`, over all batches and processes."""
 
@@ -143,9 +146,9 @@ class ScoresByLength(nn.Module):
 def update_scores(scores: Mapping[str, Any], probabilities: Tensor, targets: Tensor) -> None:
     """Add documents, maybe none, to the metrics of `make_scores`; a metric `loss` beside them is left alone.
 
-    The average precision keeps every probability. torchmetrics can gather the lists of several processes only if each
-    has the shape of its rows: so no documents are added, too. The other metrics do not take an empty batch.
+    Metrics of several labels keep lists. torchmetrics can gather the lists of several processes only if each process
+    has the shape and the type of their entries: so these metrics are given empty batches, too. The others refuse them.
     """
     for name, metric in scores.items():
-        if name == "average_precision" or (len(targets) and name != "loss"):
+        if name != "loss" and (len(targets) or isinstance(metric, _WITH_LISTS)):
             metric.update(probabilities, targets)
