@@ -32,7 +32,7 @@ def row_count(budget: int, longest: int, most: int = 1024) -> int:
 
 def slots_of(lengths: Integers, row: int) -> int:
     """The most documents of a row: half as many more than a row of average documents has, and a few."""
-    return int(1.5 * row / max(1.0, float(lengths.mean()))) + 4
+    return int(1.5 * row / float(lengths.mean())) + 2
 
 
 def pack(lengths: Integers, order: Sequence[int], row: int, slots: int) -> Iterator[list[int]]:

@@ -155,7 +155,7 @@ class EveryDocument(Sampler[Chosen]):
     """
 
     def __init__(self, lengths: Integers, budget: int, *, packed: bool, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.budget, self.rank, self.world_size = budget, rank, world_size
         self.longest = int(lengths.max())
         if self.longest > budget:
             raise ValueError(

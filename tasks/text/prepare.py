@@ -159,7 +159,7 @@ def prepare(
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with _told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
+    with told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
@@ -183,9 +183,9 @@ def plan_of(
     return json.dumps(
         {
             "version": VERSION,
-            "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
+            "parts": [[*part, [stamp(path) for path in (part.files or [part.path])]] for part in parts],
             "columns": [columns.text, columns.prompt],
-            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
+            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [stamp(tokenizer)])],
             "fractions": dict(fractions),
         }
     )
@@ -195,11 +195,11 @@ def _is_named(tokenizer: str) -> bool:
     return tokenizer == "bytes" or trained_size(tokenizer) is not None
 
 
-def _stamp(path: str) -> list[Any]:
+def stamp(path: str) -> list[Any]:
     """The size and the time of a file, by which a later one is told from it; of a folder those of its files."""
     try:
         if os.path.isdir(path):
-            return [[name, *_stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
+            return [[name, *stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
         found = os.stat(path)
     except OSError:
         return []
@@ -348,7 +348,7 @@ def _leaving_what_goes_on(partial: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_one_line(output: Path) -> Iterator[None]:
+def told_in_one_line(output: Path) -> Iterator[None]:
     """Raise ValueError where a file cannot be read or written, or the disk is full."""
     try:
         yield

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from longseq.tasks.text.documents import Document, Place
+from longseq.tasks.text.documents import Document, LineCounter, Place
 
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
 PART_SIZE = 1 << 25
@@ -73,8 +73,8 @@ class Malformed(NamedTuple):
     place: Place
     reason: str
 
-    def describe(self) -> str:
-        return f"{self.place.describe()}: {self.reason}"
+    def describe(self, lines: LineCounter | None = None) -> str:
+        return f"{self.place.describe(lines)}: {self.reason}"
 
 
 def find_parts(
