@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from longseq.tasks.document.assemble import Split
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.metrics import make_scores, update_scores
 from longseq.tasks.training import targets
-from longseq.tasks.training.options import Range
+from longseq.tasks.training.options import Range, read
 
 # The name of the model in `config.model`.
 MODEL = "linear"
@@ -43,6 +43,19 @@ class LinearModelKeys:
     ngrams: Annotated[int, Range(1)] = 2
     min_documents: Annotated[int, Range(1)] = 2
     inverse_regularization: Annotated[float, Range(above=0)] = 10.0
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """ValueError, in one line, for keys of a configuration that model=linear does not have, or that it cannot heed."""
+    read(LinearModelKeys, config["model"], "model")
+    recipe = config["recipe"]
+    for name, value in (
+        ("init", config["init"]),
+        ("recipe.freeze", recipe.get("freeze")),
+        ("recipe.ema", recipe.get("ema")),
+    ):
+        if value is not None:
+            raise ValueError(f"{name} is for models that are trained by gradients, not for model=linear: leave it out")
 
 
 def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:

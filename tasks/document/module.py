@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
@@ -21,15 +22,7 @@ from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_docu
 from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
 from longseq.tasks.training.metrics import MeanLoss
 from longseq.tasks.training.module import TrainedModule
-from longseq.tasks.training.options import Range
 from longseq.tasks.training.recipe import Training
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossKeys:
-    """The keys of `recipe.loss`, explained in `DocumentTask`."""
-
-    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
 
 
 class DocumentTask(TrainedModule):
@@ -66,6 +59,8 @@ class DocumentTask(TrainedModule):
         weights = None if info.class_weights is None else torch.tensor(info.class_weights)
         self.register_buffer("_class_weights", weights, persistent=False)
         self._train_read = self.compiled(self._read)
+        if info.segment and not isinstance(backbone, LinearTextClassifier):
+            check_segments(backbone, info.gradient_segments)
         self.val_metrics, self.test_metrics = _metrics(info), _metrics(info)
         self._confusion = make_confusion_matrix(info.num_classes, info.multi_label)
         self._by_length = ScoresByLength(info.num_classes, info.multi_label)
@@ -76,10 +71,6 @@ class DocumentTask(TrainedModule):
     ) -> DocumentTask:
         loss = config["recipe"].get("loss") or {} if training else {}
         if isinstance(backbone, LinearTextClassifier):
-            if training and config["recipe"].get("ema"):
-                raise ValueError(
-                    "recipe.ema averages the weights of many updates, and model=linear has none: set it to null"
-                )
             keys = LinearModelKeys(**config["model"]) if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training)
         return cls(backbone, info=info, label_smoothing=loss.get("label_smoothing", 0.0), training=training)
@@ -89,6 +80,9 @@ class DocumentTask(TrainedModule):
         return self._read(inputs.tokens, _packing_of(inputs), inputs.mask)
 
     def _read(self, tokens: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:
+        if self.info.segment and isinstance(self.backbone, TextClassifier):
+            lengths = {"segment": self.info.segment, "gradient_segments": self.info.gradient_segments}
+            return read_in_segments(self.backbone, tokens, cu_seqlens=packing, mask=mask, **lengths)
         return self.backbone(tokens, packing, mask)
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor | None:

@@ -57,7 +57,7 @@ def create_muon(
     ns_steps: int = 5,
     fused: bool | None = None,
 ) -> MuonAdamW:
-    """Muon for the weights of the linear layers in the blocks of a model or its body, AdamW for all other parameters.
+    """Muon for the weights of the linear layers in `model.blocks`, AdamW for all other parameters.
 
     Updates of Muon are scaled to the size of AdamW's, so that one learning rate and one weight decay serve both.
     `momentum` and `ns_steps` (of the Newton-Schulz iteration) are Muon's, the rest AdamW's; `fused` is torch's.
@@ -67,7 +67,7 @@ def create_muon(
     (Liu et al., 2025, arXiv:2502.16982), section 2.2, for the scale.
     """
     kept: set[str] = getattr(model, "no_weight_decay", set)()
-    blocks: Any = getattr(getattr(model, "body", model), "blocks", None)
+    blocks: Any = getattr(model, "blocks", None)
     if blocks is None:
         raise ValueError("Muon is for the matrices in the blocks of a model, and this one has no `blocks`")
     inside = {id(part.weight) for part in blocks.modules() if isinstance(part, nn.Linear)}
