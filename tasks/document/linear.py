@@ -98,7 +98,7 @@ def fit_linear(
         model.inverse_frequency.copy_(torch.from_numpy(vectorizer.idf_))
         model.coefficients.copy_(torch.from_numpy(coefficients))
         model.bias.copy_(torch.from_numpy(bias))
-    return model.eval()
+    return model
 
 
 def _regress(values: Any, wanted: np.ndarray, info: DocumentInfo, strength: float) -> tuple[np.ndarray, np.ndarray]:

@@ -85,13 +85,13 @@ class DocumentTask(TrainedModule):
             return read_in_segments(self.backbone, tokens, cu_seqlens=packing, mask=mask, **lengths)
         return self.backbone(tokens, packing, mask)
 
-    def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor | None:
+    def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
         inputs, targets = batch
         logits = self._train_read(inputs.tokens, _packing_of(inputs), inputs.mask)
         return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
 
-    def count_targets(self, batch: DocumentBatch) -> int | None:
+    def count_targets(self, batch: DocumentBatch) -> int:
         """The number of documents of a batch."""
         return batch[0].units
 
@@ -162,8 +162,9 @@ class DocumentTask(TrainedModule):
 class LinearTask(DocumentTask):
     """Fits the linear model to all training documents at once, and measures it as any other.
 
-    A run has one epoch of one batch, which is not read: the Trainer validates, saves and tests after it. Each of
-    several processes fits the same model. `keys` are those of the model; without them the task only measures.
+    The fit is the beginning of a run. What follows is an epoch of one batch without a learning rate, after which the
+    Trainer validates, saves and tests. Each of several processes fits the same model. `keys` are those of the model;
+    without them the task only measures.
     """
 
     def __init__(
@@ -184,26 +185,18 @@ class LinearTask(DocumentTask):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if stage == TrainerFn.FITTING:
-            self.trainer.limit_train_batches = 1
-            self.trainer.fit_loop.max_epochs = self.trainer.check_val_every_n_epoch = self.last_update = 1
-            self.trainer.val_check_interval = 1.0  # type: ignore[attr-defined]
+        if stage != TrainerFn.FITTING:
+            return
+        assert self.keys is not None, "this module only measures"
+        trainer: Any = self.trainer
+        data: Any = trainer.datamodule
+        self.backbone = fit_linear(read_documents(data.split("train")), data.info, self.keys)
+        trainer.limit_train_batches = 1
+        trainer.fit_loop.max_epochs = trainer.check_val_every_n_epoch = self.last_update = 1
+        trainer.val_check_interval = 1.0
 
     def configure_optimizers(self) -> Any:
-        # It has nothing to do: the Trainer counts an optimizer's updates.
         return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        assert self.keys is not None, "this module only measures"
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.backbone = fit_linear(read_documents(data.split("train")), data.info, self.keys).to(self.device)
-
-    def training_step(self, batch: DocumentBatch, batch_idx: int) -> None:
-        return None
-
-    def count_targets(self, batch: DocumentBatch) -> None:
-        return None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Another number of n-grams is another shape of the weights.
