@@ -45,7 +45,19 @@ def _facts(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _usage(config: Mapping[str, Any]) -> Iterator[str]:
     yield from ("```python", "import longseq", "", 'model = longseq.from_pretrained("FOLDER or OWNER/NAME")', "```", "")
-    if "model_type" in config:
+    if config["kind"] == "document":
+        yield from (
+            'transformers loads it, too (`pip install "longseq[text]"`):',
+            "",
+            "```python",
+            "import longseq.tools.hugging_face.sequence_classification",
+            "from transformers import pipeline",
+            "",
+            'classify = pipeline("text-classification", "FOLDER or OWNER/NAME")',
+            "```",
+            "",
+        )
+    elif "model_type" in config:
         yield from (
             'transformers loads it, too (`pip install "longseq[text]"`):',
             "",

@@ -32,7 +32,7 @@ VERBS = {
         "longseq evaluate checkpoint=FILE",
     ),
     "predict": Verb(
-        "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
+        "longseq.tasks.predict", "classify images or documents", "longseq predict checkpoint=FILE input=FOLDER"
     ),
     "generate": Verb(
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"

@@ -27,6 +27,9 @@ from longseq.mixers.base import check_rows
 from longseq.mixers.directions import Directions
 from longseq.models import PretrainedModel, register_kind
 
+# The name of these models among those of transformers (see `longseq.tools.hugging_face.sequence_classification`).
+MODEL_TYPE = "longseq_document"
+
 # The part of a weight's name that tells a reading of a bidirectional layer: blocks.0.mixer.mixers.1.conv.weight.
 _READING = re.compile(r"(?<=\.mixer\.)mixers\.\d+\.")
 
@@ -75,6 +78,13 @@ class TextClassifier(PretrainedModel, nn.Module):
         self.resolve_arguments(**self.body.arguments)
         restore_rng_state()
         self.init_weights()
+
+    def describe_use(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LongseqForSequenceClassification"],
+            "model_type": MODEL_TYPE,
+            **super().describe_use(),
+        }
 
     def init_weights(self) -> None:
         """Initialise all weights, as after `to_empty`: a model from the meta device becomes what the constructor makes.

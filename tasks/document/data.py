@@ -22,6 +22,7 @@ from longseq.tasks.document import sources
 from longseq.tasks.document.assemble import DocumentBatches, Split
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.labels import sort_names, targets_of, unknown_label
 from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
 from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
@@ -75,6 +76,7 @@ class DocumentData(TaskData):
     """
 
     info_class = DocumentInfo
+    inputs = DocumentFiles
 
     def __init__(
         self,
