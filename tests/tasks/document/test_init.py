@@ -39,7 +39,8 @@ def configure(tmp_path: Path, compose_config: Any) -> Configure:
     data = ("data=documents", f"data.root={tmp_path / 'texts.jsonl'}", f"data.cache={tmp_path / 'cache'}")
     model = ("mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp_ratio=1.0")
     recipe = ("recipe.batch_size=128", "recipe.epochs=1", "recipe.schedule.warmup_updates=0")
-    words = ("task=document", *data, *model, *recipe, "trainer=cpu", f"output={tmp_path / 'run'}")
+    quiet = ("trainer=cpu", "logger=csv", "callbacks.linear=null", "callbacks.telemetry=null")
+    words = ("task=document", *data, *model, *recipe, *quiet, f"output={tmp_path / 'run'}")
     return lambda *overrides: compose_config("train", *words, *overrides)
 
 
