@@ -21,9 +21,10 @@ class Pooling(nn.Module):
         attention    Σ_t a_t x_t with a = softmax(v · tanh(W x_t + b)) over the tokens
 
     The vector of a sequence without tokens is zero. inf and NaN stay in their sequence. Padding may stand on either
-    side, and its features may have any values. Sums are float32, or float64 for float64 features, and no form sums with atomics: the result is the same in
-    every run. Means and attention multiply the features by a matrix with a row for each sequence and a column for each
-    token, which takes little memory beside the features of N < 10 D packed sequences.
+    side, and its features may have any values. Sums are float32, or float64 for float64 features, and no form sums with
+    atomics: the result is the same in every run. Means and attention multiply the features by a matrix with a row for
+    each sequence and a column for each token, which takes little memory beside the features of N < 10 D packed
+    sequences.
 
     Only attention has parameters: `projection` is W and b, `query` is v.
 
