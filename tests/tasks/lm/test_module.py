@@ -16,6 +16,7 @@ from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.lm.metrics import LossByPosition
 from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.lm.samples import write_sample
 from longseq.tasks.text.batch import IGNORED, Carry, TokenInputs
 from longseq.tasks.text.info import TextInfo
 from longseq.tasks.training.recipe import Training
@@ -259,3 +260,8 @@ def test_the_norm_of_the_gradient_is_that_of_an_update_before_it_is_clipped(tmp_
     with open(logger.experiment.metrics_file_path) as file:
         found = [float(row["train/gradient_norm"]) for row in csv.DictReader(file) if row["train/gradient_norm"]]
     assert found == pytest.approx([wanted], rel=1e-6)
+
+
+def test_a_sample_is_no_longer_than_the_learned_positions():
+    model = TokenBackbone(vocab_size=V, d_model=8, depth=1, mixer="attention", positions="learned", max_length=8)
+    assert write_sample(model, INFO, tokens=256) is not None
