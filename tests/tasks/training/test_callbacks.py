@@ -13,8 +13,9 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import train
 from longseq.tasks.image.datasets import TrainingBatches
-from longseq.tasks.image.pictures import SamplePredictions, draw_confusion_matrix, draw_predictions
+from longseq.tasks.image.pictures import SamplePredictions, draw_predictions
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from longseq.tasks.training.callbacks.confusion import draw_confusion_matrix
 from longseq.tasks.training.callbacks.ema import ExponentialMovingAverage
 from longseq.tasks.training.callbacks.nonfinite import NonFiniteError, NonFiniteStop
 from longseq.tasks.training.callbacks.telemetry import Telemetry
