@@ -68,7 +68,7 @@ def run(cfg: DictConfig) -> ExportReport:
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
-    tasks = {name: base for base in EXPORTS if base in registry.names() for name in registry.like(base)}
+    tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
     export, defaults = EXPORTS[tasks[loaded.task_name]]
