@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.blocks.pooling import POOLINGS, Pooling
 from longseq.mixers import make_reading
 from longseq.tasks.document.truncation import truncate
@@ -196,6 +197,12 @@ def load_client(folder: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_linear_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a LinearTextClassifier counts the words of a text") as raised:
+        export_document_classifier(LinearTextClassifier(num_classes=3), tmp_path / "model.onnx", data=DATA)
+    assert "\n" not in str(raised.value)
 
 
 TEXTS = ["so it was", "and so it été", "it", "was it so, or was it not so at all?"]

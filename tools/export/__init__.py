@@ -30,8 +30,8 @@ __all__ = [
     "state_spec",
 ]
 
-# The tasks whose models can be exported: for each the function, and the keys that only its models have, with their values
-# where they are left out.
+# The tasks whose models can be exported: for each the function, and the keys that only its models have. These have the
+# values of keys that are left out.
 EXPORTS: Mapping[str, tuple[Callable[..., ExportReport], Mapping[str, Any]]] = {
     "image": (export_image_classifier, {"preprocess": False, "softmax": False, "dynamic_resolution": False}),
     "lm": (export_language_model, {"dynamic_length": False, "max_length": 2048}),

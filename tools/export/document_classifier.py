@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longseq.backbones.classifier import TextClassifier
 from longseq.timm_models import model_name
 from longseq.tools.export import onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
@@ -125,6 +126,11 @@ def export_document_classifier(
 
 
 def _check_data(model: Any, data: Mapping[str, Any]) -> None:
+    if not isinstance(model, TextClassifier):
+        raise ValueError(
+            f"a {model_name(model)} counts the words of a text, which no graph of tensors does: save_pretrained writes "
+            "its vocabulary and its coefficients, which other programs read"
+        )
     names = data.get("class_names")
     if names is not None and len(names) != model.num_classes:
         raise ValueError(
