@@ -26,6 +26,7 @@ from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.mixers.attention import SoftmaxAttention
+from longseq.mixers.base import required
 from longseq.mixers.directions import Directions
 from longseq.mixers.registry import name_of
 from longseq.mixers.window_attention import WindowAttention
@@ -134,7 +135,9 @@ def memory_per_token(model: TextClassifier) -> int:
     weight = body.embedding.weight
     residual = max(4, weight.element_size()) if body.residual_in_float32 else weight.element_size()
     readings = [block.mixer for block in body.blocks if isinstance(block.mixer, Directions)]
-    widths = [body.d_model if one.share == "none" else one.readers[0].out_proj.in_features for one in readings]
+    widths = [
+        body.d_model if one.share == "none" else required(one.readers[0].out_proj).in_features for one in readings
+    ]
     return body.d_model * residual + max(widths, default=0) * weight.element_size()
 
 

@@ -61,11 +61,12 @@ class Inputs(ABC):
     """What a model classifies below a path.
 
     `passed_over` lists the files there that are not inputs of the task. `details` names what is written of each input
-    beside its classes.
+    beside its classes. `unit` is what inputs are called where the run of the model is not known.
     """
 
     passed_over: list[PassedOver]
     details: tuple[str, ...] = ()
+    unit: str = "files"
 
     @classmethod
     @abstractmethod

@@ -49,6 +49,7 @@ class DocumentFiles(Inputs):
     """
 
     details = ("document", "tokens", "cut")
+    unit = "documents"
 
     def __init__(
         self, parts: list[Part | Malformed], passed_over: list[PassedOver], columns: Columns, info: DocumentInfo
