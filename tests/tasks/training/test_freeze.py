@@ -15,6 +15,7 @@ from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.experiment import RecipeKeys
 from longseq.tasks.training.freeze import freeze
+from longseq.tasks.training.muon import create_muon
 from longseq.tasks.training.options import read
 
 SMALL: dict[str, Any] = {"vocab_size": 7, "d_model": 16, "depth": 2, "mlp": None}
@@ -62,6 +63,28 @@ def test_an_update_changes_no_frozen_layer_and_scales_the_rates_of_the_others() 
     unchanged = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
     assert "body.embedding.weight" in unchanged
     assert not {"body.blocks.0.norm1.weight", "head.weight"} & unchanged
+
+
+def test_muon_takes_the_rates_of_layers_and_leaves_frozen_ones() -> None:
+    torch.manual_seed(0)
+    model = classifier()
+    optimizer = create_muon(model, lr=0.1, layer_decay=0.5)
+    found = {id(p): (group["muon"], group["lr_scale"]) for group in optimizer.param_groups for p in group["params"]}
+    rates = {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+    assert rates["body.embedding.weight"] == (False, 0.125)
+    assert rates["body.blocks.0.norm1.weight"] == (False, 0.25)
+    assert rates["body.blocks.0.mixer.in_proj.weight"] == (True, 0.25)
+    assert rates["body.blocks.1.mixer.in_proj.weight"] == (True, 0.5)
+    assert rates["pooling.projection.weight"] == rates["head.weight"] == (False, 1.0)
+
+    freeze(model, "body")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = create_muon(model, lr=0.1)
+    model(torch.tensor([[0, 1, 2]])).square().sum().backward()
+    optimizer.step()
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert "head.weight" in changed
+    assert not {name for name in changed if name.startswith("body.")}
 
 
 def test_what_cannot_be_frozen_is_one_line() -> None:
