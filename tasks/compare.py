@@ -116,7 +116,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if own.plot:
         comparison.require_matplotlib()
     folder = Path(own.output)
-    trials = plan(own, [override for override in words if _key(override) not in OWN_KEYS])
+    trials = plan(own, [override for override in words if _key(override).split(".")[0] not in OWN_KEYS])
     trained = _compose(trials[0])
     metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
     places = _places(trained)

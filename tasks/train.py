@@ -211,6 +211,8 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
             facts["seconds"] = round(callback.seconds, 1)
         if isinstance(callback, Throughput) and callback.rate is not None:
             facts[f"{callback.unit}_per_second"] = round(callback.rate, 1)
+            if callback.token_rate is not None:
+                facts["tokens_per_second"] = round(callback.token_rate, 1)
             facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)
     return facts
 
@@ -272,6 +274,8 @@ def _record(
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
     rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
+    tokens = metrics.get("tokens_per_second") if unit != "tokens" else None
+    rate += "" if tokens is None else f" ({tokens:.0f} tokens/s)"
     memory = metrics.get("gpu_memory_gib")
     most = "" if memory is None else f", {memory} GiB of GPU memory"
     rows.append(("time", f"{metrics['seconds']:.0f} s{rate}{most}"))

@@ -82,6 +82,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
             whole_lengths=torch.from_numpy(whole),
             numbers=torch.from_numpy(numbers),
             units=count,
+            token_count=int(lengths.sum()),
         )
         known = self.split.targets
         targets = np.full((places, *known.shape[1:]), IGNORED if known.ndim == 1 else 0, known.dtype)

@@ -76,8 +76,20 @@ class DocumentDataKeys:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    """The keys of `recipe.loss`, explained in `longseq.tasks.document.module.DocumentTask`."""
+
+    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
+
+
 @dataclass(frozen=True)
 class DocumentKeys(TaskKeys):
     """The keys of document classifiers."""
 
     data: type = DocumentDataKeys
+    loss: type | None = LossKeys
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        if config["recipe"].get("model"):
+            raise ValueError("recipe.model is read by no part of task=document: leave it out with ~recipe.model")

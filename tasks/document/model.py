@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.document import linear
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, without_weights
-from longseq.tasks.training.options import Range
+from longseq.tasks.training.options import Range, read
 from longseq.tasks.training.token_model import BodyKeys, build_seeded, check_alike, check_tokenizer, have_one_tokenizer
 
 # The classifier, as `config.model` names it.
@@ -37,12 +39,23 @@ class DocumentModel(TaskModel):
     starts_from = ("lm",)
 
     def build(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
-        """The model of a configuration. Options that are null there take the model's own defaults."""
+        """The model of a configuration. Options that are null there take the model's own defaults.
+
+        The linear model is empty until the run fits it.
+        """
+        if config["model"]["name"] == linear.MODEL:
+            keys = read(linear.LinearModelKeys, config["model"], "model")
+            return LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
         model = build_classifier(config, info.num_classes, info.vocab_size, info.window)
         _check_positions(model, info)
         return model
 
     def check(self, config: Mapping[str, Any]) -> None:
+        if config["model"]["name"] == linear.MODEL:
+            linear.check(config)
+            return
+        if config["model"]["name"] == MODEL:
+            read(DocumentModelKeys, config["model"], "model")
         with without_weights():
             build_classifier(config, num_classes=2, vocab_size=2, longest=2)
 
@@ -74,7 +87,8 @@ class DocumentModel(TaskModel):
         own, its = found.tokenizer, trained.tokenizer
         if found.vocab_size != trained.vocab_size or not have_one_tokenizer(own, its):
             raise ValueError("the data has another tokenizer than the model was trained with")
-        _check_positions(model, found)
+        if not isinstance(model, LinearTextClassifier):
+            _check_positions(model, found)
 
 
 def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: int, longest: int) -> TextClassifier:
@@ -83,7 +97,9 @@ def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: in
     ValueError, in one line, for another model and for options that the model does not have.
     """
     if config["model"]["name"] != MODEL:
-        raise ValueError(f"task=document trains classifiers: take model=document in place of {config['model']['name']}")
+        raise ValueError(
+            f"task=document trains classifiers: take model=document or linear in place of {config['model']['name']}"
+        )
     return build_seeded(TextClassifier, config, longest, num_classes=num_classes, vocab_size=vocab_size)
 
 
