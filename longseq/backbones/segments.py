@@ -106,11 +106,11 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
     if (obstacle := find_obstacle(model)) is not None:
         raise ValueError(
             f"{obstacle} cannot be read in segments: take window_attention or a mixer with a state of constant size, "
-            "in a hybrid for these layers, or read whole documents (segment=null)"
+            "in a hybrid for these layers, or read whole documents (data.segment=null)"
         )
     body: TokenBackbone = model.body  # type: ignore[assignment]
     if has_shards(model):
-        raise ValueError("a model with sharded weights reads whole documents (segment=null); take trainer=ddp")
+        raise ValueError("a model with sharded weights reads whole documents (data.segment=null); take trainer=ddp")
     if gradient_segments is None:
         return
     if gradient_segments < 1:
@@ -118,7 +118,7 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
     if body.direction != "forward":
         raise ValueError(
             f"gradient_segments={gradient_segments}: a model with direction={body.direction} reads the document from "
-            "its end too, and its gradients go through all segments: leave gradient_segments=null"
+            "its end too, and its gradients go through all segments: leave data.gradient_segments=null"
         )
 
 
