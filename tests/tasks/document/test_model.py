@@ -60,11 +60,11 @@ def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
     ("words", "message"),
     [
         (["model.pooling=first", "model.direction=forward"], "the first token sees nothing of the document"),
-        (["model=token"], "task=document trains classifiers: take model=document in place of token"),
-        (["+model.heads=2"], "model=document does not take these options: .*heads"),
         (["+data.segment=8", "mixer=attention"], "attention without a window cannot be read in segments: take window"),
         (["+data.segment=8", "+data.gradient_segments=1"], "direction=bidirectional reads the document from its end"),
         (["+data.segment=8", "compile=default"], "compile=default: segments of documents have no fixed shapes"),
+        (["model=token"], "task=document trains classifiers: take model=document or linear in place of token"),
+        (["+model.heads=2"], r"model\.heads is unknown: the keys of model are label, d_model"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_one_line_before_data_is_opened(
