@@ -145,7 +145,7 @@ def test_what_cannot_be_read_in_a_folder_is_named_and_the_rest_is_classified(tmp
         ("b.txt", "bytes that are no UTF-8", 1),
         ("c.jsonl", "line 2: no JSON", 3),
         ("c.jsonl", "line 3: no text in column 'text'", 4),
-        ("c.jsonl", "empty", 5),
+        ("c.jsonl", "line 4: empty", 5),
         ("d.json", "has no column 'text': give column=NAME, one of name", 7),
         ("e.csv", "is empty", 8),
         ("g.md", "is empty", 10),
@@ -200,7 +200,8 @@ def test_the_command_writes_classes_details_and_reasons_and_tells_how_it_has_rea
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("direction=forward: read in segments of 8,192 tokens with carried state: the memory does")
     assert told[1].startswith("peak memory of this process: ")
-    assert told[2].startswith("1 documents classified, 1 unreadable, 0 passed over; written to ")
+    assert told[2] == f"not classified: {tmp_path / 'a.jsonl'}: line 2: empty"
+    assert told[3].startswith("1 documents classified, 1 unreadable, 0 passed over; written to ")
     first, second = csv.DictReader((tmp_path / "p.csv").open())
     written = json.loads((tmp_path / "p.json").read_text())
     (prediction,), (failed,) = written["predictions"], written["unreadable"]
@@ -209,6 +210,6 @@ def test_the_command_writes_classes_details_and_reasons_and_tells_how_it_has_rea
     shares = [float(first[f"probability_{rank}"]) for rank in (1, 2, 3)]
     assert shares == pytest.approx([value for _, value in ranked], abs=1e-5)
     assert (first["document"], first["tokens"], first["cut"], first["error"]) == ("0", "12", "0", "")
-    assert (second["document"], second["class_1"], second["error"]) == ("1", "", "empty")
+    assert (second["document"], second["class_1"], second["error"]) == ("1", "", "line 2: empty")
     assert (prediction["document"], prediction["tokens"], len(prediction["classes"])) == (0, 12, 3)
-    assert failed == {"path": str(tmp_path / "a.jsonl"), "document": 1, "reason": "empty"}
+    assert failed == {"path": str(tmp_path / "a.jsonl"), "document": 1, "reason": "line 2: empty"}
