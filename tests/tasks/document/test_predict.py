@@ -185,6 +185,7 @@ def test_wrong_input_is_one_line_with_the_remedy(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_writes_classes_details_and_reasons_and_tells_how_it_has_read(
     compose_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
