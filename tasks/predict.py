@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
+from longseq.files import replacing
 from longseq.tasks import registry
 from longseq.tasks.data.inputs import InputFiles, PassedOver, describe_passed_over
 from longseq.tasks.devices import choose_device
@@ -53,7 +55,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert keys.checkpoint is not None
     assert keys.input is not None
     output = Path(keys.output)
-    prepare_file(output)
+    prepare_file(output, reads=[keys.input])
     device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
@@ -64,8 +66,11 @@ def run(cfg: DictConfig) -> dict[str, int]:
     loader = DataLoader(files, keys.batch_size, num_workers=keys.num_workers, collate_fn=files.collate)
     backbone = loaded.backbone.to(device).eval()
     predictions, unreadable = predict(backbone, loader, files, info.class_names, top_k=keys.top_k)
+    if not predictions:
+        raise ValueError(f"input={keys.input}: none of its {len(unreadable)} files can be read")
     passed_over = files.passed_over
-    (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
+    with replacing(output) as partial:
+        (_write_csv if output.suffix == ".csv" else _write_json)(partial, predictions, unreadable, passed_over)
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
     unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run has no unit
     print(
@@ -97,27 +102,35 @@ def predict(
 def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]) -> None:
     width = max((len(prediction.classes) for prediction in predictions), default=1)
     ranks = range(1, width + 1)
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
             ["path", *(f"{column}_{rank}" for rank in ranks for column in ("class", "probability")), "error"]
         )
         for prediction in predictions:
             cells = [cell for name, value in prediction.classes for cell in (name, f"{value:.6f}")]
-            writer.writerow([prediction.path, *cells, ""])
+            writer.writerow([_in_utf8(prediction.path), *cells, ""])
         for failed in unreadable:
-            writer.writerow([failed, *[""] * (2 * width), "unreadable"])
+            writer.writerow([_in_utf8(failed), *[""] * (2 * width), "unreadable"])
         for other, reason in passed_over:
-            writer.writerow([other, *[""] * (2 * width), f"passed over: {reason}"])
+            writer.writerow([_in_utf8(other), *[""] * (2 * width), f"passed over: {reason}"])
 
 
 def _write_json(
     path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]
 ) -> None:
     rows = [
-        {"path": p.path, "classes": [{"class": name, "probability": round(value, 6)} for name, value in p.classes]}
+        {
+            "path": _in_utf8(p.path),
+            "classes": [{"class": name, "probability": round(value, 6)} for name, value in p.classes],
+        }
         for p in predictions
     ]
-    others = [one._asdict() for one in passed_over]
-    written = {"predictions": rows, "unreadable": unreadable, "passed_over": others}
-    path.write_text(json.dumps(written, indent=2) + "\n")
+    others = [one._asdict() | {"path": _in_utf8(one.path)} for one in passed_over]
+    written = {"predictions": rows, "unreadable": list(map(_in_utf8, unreadable)), "passed_over": others}
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _in_utf8(path: str) -> str:
+    """A path whose bytes Python has decoded by the locale, which may not be UTF-8, as its name in UTF-8."""
+    return os.fsencode(path).decode("utf-8", "replace")
