@@ -119,7 +119,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if not own.output:
         raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(own.output)
-    trials = plan(own, [override for override in words if _key(override) not in OWN_KEYS])
+    trials = plan(own, [override for override in words if _key(override).split(".")[0] not in OWN_KEYS])
     composed = [_compose(trial) for trial in trials if trial.seed == own.seeds[0]]
     trained = composed[0]
     metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")

@@ -136,6 +136,7 @@ class RecipeKeys:
     schedule: Mapping[str, Any]
     ema: AverageKeys | None = None
     gradient_clip: Annotated[float | None, Range(above=0)] = None
+    freeze: Annotated[int, Range(1)] | Literal["embeddings", "body"] | None = None
     model: Mapping[str, Any] | None = None
     loss: Mapping[str, Any] | None = None
     augment: Mapping[str, Any] | None = None

@@ -33,7 +33,7 @@ VERBS = {
         "longseq evaluate checkpoint=FILE",
     ),
     "predict": Verb(
-        "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
+        "longseq.tasks.predict", "classify images or documents", "longseq predict checkpoint=FILE input=FOLDER"
     ),
     "generate": Verb(
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
@@ -170,6 +170,11 @@ def main() -> int:
         overrides = check_arguments(name, overrides)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
+    except KeyboardInterrupt:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        print("longseq: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
             raise

@@ -460,6 +460,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """Return the head; a model with tied embeddings has none of its own."""
         return nn.Identity() if self.head is None else self.head
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's patterns that group parameters by depth, for layer-wise learning rates and frozen layers."""
+        return {"stem": r"^embedding|^positions", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
     def no_weight_decay(self) -> set[str]:
         """The names of the parameters that are exempt from weight decay: positions and recurrences."""
         return ({"positions.weight"} if self.positions is not None else set()) | no_weight_decay(self)

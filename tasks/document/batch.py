@@ -34,6 +34,7 @@ class DocumentInputs(NamedTuple):
     whole_lengths: `[N]` int64, the tokens of each document before truncation; 0 in empty places.
     numbers: `[N]` int64, the number of each document in its split; -1 in empty places.
     units: documents in this batch on this process; 0 is possible where a split is measured on several processes.
+    token_count: the tokens of these documents that are read, the sum of `lengths`.
     """
 
     tokens: Tensor
@@ -44,6 +45,7 @@ class DocumentInputs(NamedTuple):
     whole_lengths: Tensor
     numbers: Tensor
     units: int
+    token_count: int
 
 
 # The inputs; and the targets, `[N]` int64 (the number of the class, or IGNORED), or for several labels `[N, C]` float32

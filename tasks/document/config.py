@@ -34,6 +34,8 @@ class DocumentDataKeys:
     separator: str | None = None
     max_length: Annotated[int | None, Range(2)] = None
     truncation: Truncation = "none"
+    segment: Annotated[int | None, Range(1)] = None
+    gradient_segments: Annotated[int | None, Range(1)] = None
     class_weights: Literal["none", "balanced"] = "none"
     packing: Literal["packed", "padded"] = "packed"
     cache: str | None = None
@@ -50,6 +52,11 @@ class DocumentDataKeys:
                 if self.max_length is None
                 else f"data.max_length={self.max_length} cuts longer documents: give data.truncation=head, tail, "
                 "head_tail or middle"
+            )
+        if self.gradient_segments is not None and self.segment is None:
+            raise ValueError(
+                f"data.gradient_segments={self.gradient_segments} counts segments: give their length too, "
+                "data.segment=TOKENS"
             )
         fractions = [value for value in (self.validation, self.test) if isinstance(value, float)]
         if sum(fractions) >= 1:
@@ -69,8 +76,20 @@ class DocumentDataKeys:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    """The keys of `recipe.loss`, explained in `longseq.tasks.document.module.DocumentTask`."""
+
+    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
+
+
 @dataclass(frozen=True)
 class DocumentKeys(TaskKeys):
     """The keys of document classifiers."""
 
     data: type = DocumentDataKeys
+    loss: type | None = LossKeys
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        if config["recipe"].get("model"):
+            raise ValueError("recipe.model is read by no part of task=document: leave it out with ~recipe.model")

@@ -17,9 +17,11 @@ class DocumentInfo(Info):
     `vocab_size` is the number of tokens. `separator` is the token with which each document begins, and `tokenizer` what
     `Tokenizer.to_dict` returns; both are None for data that consists of tokens. `window` is the length in tokens of the
     longest document that training reads; `max_length` and `truncation` state how longer ones are cut (see
-    `longseq.tasks.document.truncation`), where `max_length` may be None. `class_counts` has the training documents of
-    each class, and `class_weights` the weight of each class in the loss (with `multi_label` that of a document's own
-    labels), None if all are 1. `sizes` has the documents of each split.
+    `longseq.tasks.document.truncation`), where `max_length` may be None. `segment` is the number of tokens that are in
+    memory at once, None for whole documents, and `gradient_segments` the number of segments that gradients go through,
+    None for all (see `longseq.backbones.segments`). `class_counts` has the training documents of each class, and
+    `class_weights` the weight of each class in the loss (with `multi_label` that of a document's own labels), None if
+    all are 1. `sizes` has the documents of each split.
     """
 
     class_names: list[str]
@@ -30,6 +32,8 @@ class DocumentInfo(Info):
     window: int
     max_length: int | None = None
     truncation: str = "none"
+    segment: int | None = None
+    gradient_segments: int | None = None
     class_counts: list[int] = field(default_factory=list)
     class_weights: list[float] | None = None
 

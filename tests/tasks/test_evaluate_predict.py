@@ -235,11 +235,11 @@ def test_a_gpu_that_is_not_there_is_named(name, count, checkpoint, pictures, com
 
 def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
-    content["hyper_parameters"]["config"] = {"task": {"name": "document"}}
+    content["hyper_parameters"]["config"] = {"task": {"name": "sound"}}
     other = tmp_path / "other.ckpt"
     torch.save(content, other)
     for command, more in ((evaluate, "trainer=cpu"), (predict, f"input={tmp_path}")):
-        with pytest.raises(ValueError, match=r"belongs to task=document.*task=image"):
+        with pytest.raises(ValueError, match=r"belongs to task=sound.*task=image"):
             command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))
 
 

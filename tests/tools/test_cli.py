@@ -46,6 +46,15 @@ def test_the_first_word_of_two_explains_the_second(monkeypatch, capsys, argument
             assert f"\n  {name.removeprefix('benchmark ')} " in output
 
 
+def test_stopped_by_hand_it_says_so_in_a_word(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run_verb", interrupted)
+    assert run(monkeypatch, "prepare") == 130
+    assert capsys.readouterr().err == "longseq: interrupted\n"
+
+
 def test_version(monkeypatch, capsys):
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out.split() == ["longseq", importlib.metadata.version("longseq")]
@@ -111,7 +120,7 @@ def test_a_verb_helps(monkeypatch, capsys):
     [
         ("train", ["seed=0", "init=null"]),
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
-        ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+        ("predict", ["checkpoint=null", "top_k=null", "device=auto"]),
         ("prepare", ["input=null", "validation=0.01", "test=0.01"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
         ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
@@ -162,8 +171,8 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
 
 def test_the_help_names_what_a_key_takes():
     told = key_help.describe_keys("predict").splitlines()
-    (top_k,) = (line for line in told if line.startswith("top_k=5 "))
-    assert top_k.endswith("classes that are written for each image; a whole number of at least 1")
+    (top_k,) = (line for line in told if line.startswith("top_k=null "))
+    assert top_k.endswith("5 of an image, all of a document; a whole number of at least 1 or null")
     (checkpoint,) = (line for line in told if line.startswith("checkpoint=null "))
     assert checkpoint.endswith("; text, needed")
 

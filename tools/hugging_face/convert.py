@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,7 +90,7 @@ def train_command(backbone: TokenBackbone, folder: Path) -> str:
         place = f"+mixer.options.{name}" if hybrid else "mixer.options"
         words += [f"{place}.{key}={_write(value)}" for key, value in options.items() if value != usual[key]]
     usual = {name: one.default for name, one in inspect.signature(TokenBackbone).parameters.items()}
-    for key in TokenModelKeys.__annotations__:
+    for key in (entry.name for entry in fields(TokenModelKeys)):
         if key in arguments and (key in ("d_model", "depth", "mlp_ratio") or arguments[key] != usual[key]):
             words.append(f"model.{key}={_write(arguments[key])}")
     return " ".join(["longseq train task=lm", *words])
