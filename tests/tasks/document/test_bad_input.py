@@ -98,6 +98,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     ),
     "no test": (lambda path: _jsonl(path, ROWS), {"test": None}, "data.test=null: give data.test=FILE, or the share"),
     "unknown source": (lambda path: None, {"source": "hub"}, "data.source=hub is unknown: choose one of files, "),
+    "file for another source": (
+        lambda path: None,
+        {"source": "libraries", "root": None, "test": "b.jsonl"},
+        "data.test=b.jsonl is a file, which data.source=libraries does not read: give data.source=files too",
+    ),
     "key of another source": (
         lambda path: None,
         {"source": "libraries", "root": "."},

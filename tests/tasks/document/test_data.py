@@ -239,6 +239,11 @@ def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path) -> None:
     found = DocumentData.for_evaluation(config, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
     assert found.info.sizes["test"] == 8
     assert found.info.class_names == data.info.class_names
+    cut = {"data": {**config["data"], "max_length": 20, "truncation": "head"}}
+    whole = DocumentData.for_evaluation(
+        cut, {"test": str(other), "truncation": "none"}, split="test", trained=data.info, batch_size=64
+    )
+    assert contents(whole, "test") == contents(found, "test")
     alone = DocumentData.for_evaluation({}, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
     assert contents(alone, "test") == contents(found, "test")
     write_jsonl(other, [{"text": "a stone", "label": "stone"}])
