@@ -155,7 +155,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     folder, file = tmp_path / "folder.json", tmp_path / "file"
     folder.mkdir()
     file.write_text("kept")
-    given = [f"checkpoint={checkpoint}", *([f"input={pictures}"] if verb == "predict" else [])]
+    more = {"predict": [f"input={pictures}"], "export": ["format=onnx"]}
+    given = [f"checkpoint={checkpoint}", *more.get(verb, [])]
     for output, told in ((folder, "is a folder: name a file"), (file / "a.json", "the folder cannot be made: ")):
         monkeypatch.setattr(sys, "argv", ["longseq", verb, *given, f"output={output}"])
         with pytest.raises(SystemExit) as left:
