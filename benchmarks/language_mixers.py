@@ -59,8 +59,9 @@ def row(found: Sequence[Mapping[str, Any]], name: str, folder: Path, long: str) 
     cells: dict[str, Any] = {"mixer": name, "parameters": first["parameters"]}
     for key, digits in (("test/perplexity", 3), ("test/bits_per_byte", 4)):
         cells[key.replace("/", "_")] = by_seed(found, key, digits)
-    for key in ("tokens_per_second", "gpu_memory_gib", "seconds"):
-        cells[key] = by_seed(found, key)
+    for key, places in (("tokens_per_second", None), ("gpu_memory_gib", 2), ("seconds", None)):
+        if measured := by_seed(found, key, places):  # runs from before a figure was kept lack it
+            cells[key] = measured
     positions = {str(one["seed"]): measure_length(folder / one["folder"], long) for one in found}
     lengths = [part["to"] + 1 for part in next(iter(positions.values())) if part["to"] >= SHORTEST - 1]
     for length in lengths:
@@ -83,8 +84,9 @@ def plot(rows: Sequence[Mapping[str, Any]], trained: int, file: Path) -> None:
     axes.axvline(trained, color="0.6", linestyle="--", linewidth=1)
     axes.annotate("length in training", (trained, 0.98), xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="position in the document (tokens)", ylabel="perplexity")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=2)  # it puts formatters of its own
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
     figure.tight_layout()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -166,6 +167,32 @@ def language_models() -> str:
     return draw(heading, lines) + "\n" + surroundings(rows)
 
 
+def language_mixers() -> str:
+    """Mixers in one comparison of language models; the lowest perplexity first."""
+    result = read("language_mixers")
+    rows = sorted(result["rows"], key=lambda row: mean_of(row["test_perplexity"]))
+    beside = next(row["parameters"] for row in rows if row["mixer"] == "attention")
+    lines = [
+        [
+            name_of(row, result["kind"], row["mixer"]),
+            millions(row["parameters"], beside),
+            f"{mean_of(row['test_perplexity']):.1f}",
+            f"{mean_of(row['test_bits_per_byte']):.3f}",
+            *(f"{mean_of(row[f'perplexity_to_{length}']):,.1f}" for length in (2048, 32768)),
+            f"{mean_of(row['tokens_per_second']):,.0f}",
+            f"{mean_of(row['gpu_memory_gib']):.1f} GiB" if "gpu_memory_gib" in row else "",
+        ]
+        for row in rows
+    ]
+    heading = ["mixer", "parameters (beside attention's)", "perplexity", "bits per byte", "at 2,048", "at 32,768"]
+    return draw([*heading, "training tokens/s", "memory"], lines) + "\n" + surroundings(rows)
+
+
+def mean_of(values: Mapping[str, float]) -> float:
+    """The mean over seeds."""
+    return statistics.fmean(values.values())
+
+
 def recompute() -> str:
     """Speed and memory of language models of 8,192 tokens, by what the backward pass computes again."""
     result = read("language_models")
@@ -276,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: trained("digits", "mixer"),
     "fashion_mnist": lambda: trained("fashion_mnist", "mixer"),
     "cifar10": lambda: trained("cifar10", "model"),
+    "language_mixers": language_mixers,
     "language_models": language_models,
     "image_models": image_models,
     "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),
@@ -291,7 +319,7 @@ def with_tables(page: Path) -> str:
     """The text of a page, with every table between its markers written anew."""
     made = MARKER.sub(
         lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of {found[1]} -->\n",
-        page.read_text(),
+        page.read_text(encoding="utf-8"),
     )
     if made.count("<!-- table ") != len(MARKER.findall(made)):
         raise ValueError(f"{page} has a table without its end: each needs <!-- table NAME --> and <!-- end of NAME -->")

@@ -6,7 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+Construct = TypeVar("Construct", bound=Callable[..., None])
 
 
 class KeepsArguments:
@@ -38,6 +40,24 @@ class KeepsArguments:
         """
         known = {name: copy_containers(value) for name, value in values.items() if name in self.arguments}
         self.arguments.update(known)
+
+
+def takes_also(other: type, without: Collection[str] = ()) -> Callable[[Construct], Construct]:
+    """Decorate a constructor with `**options`: they are the keyword arguments of the class `other`, with its defaults.
+
+    The signature then lists these arguments by name, and `KeepsArguments` records all of them. `without` names those
+    that the constructor does not take.
+    """
+
+    def decorate(construct: Construct) -> Construct:
+        own = inspect.signature(construct)
+        named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {*own.parameters, *without}
+        added = [each for name, each in inspect.signature(other).parameters.items() if name not in taken]
+        construct.__signature__ = own.replace(parameters=[*named, *added])  # type: ignore[attr-defined]
+        return construct
+
+    return decorate
 
 
 def _keep_arguments(construct: Callable[..., None]) -> Callable[..., None]:

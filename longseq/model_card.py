@@ -24,6 +24,8 @@ def _front_matter(config: Mapping[str, Any]) -> Iterator[str]:
     yield from ("---", "library_name: longseq", "tags:", *(f"- {tag}" for tag in tags))
     if config.get("num_classes"):
         yield "pipeline_tag: image-classification"
+    elif config["kind"] == "document":
+        yield "pipeline_tag: text-classification"
     elif "model_type" in config:
         yield "pipeline_tag: text-generation"
     yield from ("---", "")
@@ -43,7 +45,19 @@ def _facts(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _usage(config: Mapping[str, Any]) -> Iterator[str]:
     yield from ("```python", "import longseq", "", 'model = longseq.from_pretrained("FOLDER or OWNER/NAME")', "```", "")
-    if "model_type" in config:
+    if config["kind"] == "document":
+        yield from (
+            'transformers loads it, too (`pip install "longseq[text]"`):',
+            "",
+            "```python",
+            "import longseq.tools.hugging_face.sequence_classification",
+            "from transformers import pipeline",
+            "",
+            'classify = pipeline("text-classification", "FOLDER or OWNER/NAME")',
+            "```",
+            "",
+        )
+    elif "model_type" in config:
         yield from (
             'transformers loads it, too (`pip install "longseq[text]"`):',
             "",

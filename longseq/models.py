@@ -20,9 +20,11 @@ config.json:
         above and the next two as `saved_by`, because timm keeps nothing else.
     revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
-    architectures, model_type: of language models, so that transformers loads the folder (see
-        `longseq.tools.hugging_face.causal_lm`).
-    window: of models that were trained on text: the tokens of a training window.
+    architectures, model_type: of language models and classifiers of documents, so that transformers loads the folder
+        (see `longseq.tools.hugging_face`).
+    window: of models that were trained on text: the tokens of a training window, or of the longest document.
+    id2label, label2id, problem_type: of classifiers of documents: their classes, as transformers writes them.
+    documents: of these classifiers: what else `DOCUMENT_KEYS` names.
     timm_version, timm_defaults: of models that timm builds: its version, and the defaults of the constructor's options,
         with which a later timm is compared.
     architecture, num_classes, num_features, global_pool, label_names, pretrained_cfg: of image models, as timm writes
@@ -31,7 +33,7 @@ config.json:
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import json
 import os
 import re
@@ -60,6 +62,7 @@ from longseq.model_card import model_card
 from longseq.plugins import check_loaded, plugin_of
 from longseq.timm_models import describe_timm_model, is_timm_model, rebuild_timm_model
 from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE, read_folder, tokenizer_files
+from longseq.version import installed_version
 
 CONFIG_VERSION = 1
 
@@ -83,9 +86,26 @@ CHECKPOINT_RAW_WEIGHTS = "current_model_state"
 CHECKPOINT_RUN = "hyper_parameters"
 CHECKPOINT_PREFIX = "backbone."
 
+# What `PretrainedModel.text` has of classifiers of documents beside the tokenizer: see
+# `longseq.tasks.document.info.DocumentInfo`.
+DOCUMENT_KEYS = ("class_names", "multi_label", "vocab_size", "separator", "max_length", "truncation")
+
+# The names that transformers has for one class a document, and for any number of labels.
+_PROBLEM_TYPES = {False: "single_label_classification", True: "multi_label_classification"}
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _KINDS: dict[str, type[PretrainedModel]] = {}
+
+# The kinds of this package and their modules, which are imported when a file names the kind.
+OWN_KINDS = {
+    "image": "longseq.backbones.image",
+    "document": "longseq.backbones.classifier",
+    "document_pair": "longseq.backbones.document_pairs",
+    "linear": "longseq.backbones.linear_text",
+    "sequence_autoencoder": "longseq.backbones.autoencoder",
+    "token": "longseq.backbones.tokens",
+}
 
 ModelClass = TypeVar("ModelClass", bound="type[PretrainedModel]")
 
@@ -101,7 +121,8 @@ class PretrainedModel(KeepsArguments):
 
     Attributes:
         text: of a model that reads text: its `tokenizer`, as in `longseq.tokenizer_files`, and the `window` of its
-            training in tokens, None where it is not known. Files keep it beside the weights.
+            training in tokens, None where it is not known. A classifier of documents also has `DOCUMENT_KEYS`, and no
+            tokenizer (None) where documents consist of tokens. Files keep it beside the weights.
     """
 
     decided_options: ClassVar[tuple[str, ...]] = ()
@@ -130,8 +151,17 @@ class PretrainedModel(KeepsArguments):
 
     def describe_use(self) -> dict[str, Any]:
         """The keys of config.json for programs that use the model; a model within another one does not have them."""
-        window = (self.text or {}).get("window")
-        return {} if window is None else {"window": window}
+        text = self.text or {}
+        use = {} if text.get("window") is None else {"window": text["window"]}
+        if "class_names" not in text:
+            return use
+        names = text["class_names"]
+        return use | {
+            "id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)},
+            "problem_type": _PROBLEM_TYPES[bool(text["multi_label"])],
+            "documents": {key: text[key] for key in ("vocab_size", "separator", "max_length", "truncation")},
+        }
 
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -154,7 +184,7 @@ def register_kind(name: str) -> Callable[[ModelClass], ModelClass]:
     """Register a class of models under a name: `@register_kind("token")`."""
 
     def enter(model: ModelClass) -> ModelClass:
-        if name == TIMM or name in _KINDS:
+        if name == TIMM or name in _KINDS or OWN_KINDS.get(name, model.__module__) != model.__module__:
             raise ValueError(f"the kind of models {name!r} is taken; choose another name")
         _KINDS[name] = model
         return model
@@ -209,8 +239,8 @@ def save_pretrained(
     _check_description(config, state)
     folder = Path(folder)
     texts = {CONFIG_FILE: json.dumps(config, indent=2) + "\n"}
-    if isinstance(model, PretrainedModel) and model.text is not None:
-        texts |= tokenizer_files(model.text["tokenizer"])
+    if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
+        texts |= tokenizer_files(model.text["tokenizer"], documents=model.text if "truncation" in model.text else None)
     card = model_card(model, config, metrics or {})
     if not any(map(is_sharded, state.values())):
         _write(folder, texts, _separate(state), card, max_shard_size)
@@ -267,7 +297,7 @@ def push_to_hub(
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(token=token, library_name="longseq", library_version=_version())
+    api = HfApi(token=token, library_name="longseq", library_version=installed_version())
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(model, folder, metrics=metrics)
@@ -360,7 +390,7 @@ def describe_origin(model: nn.Module) -> dict[str, Any]:
     """The keys of config.json that state which version wrote the others."""
     return {
         "library_name": "longseq",
-        "longseq_version": _version(),
+        "longseq_version": installed_version(),
         "config_version": CONFIG_VERSION,
         "kind": kind_of(model),
         "revisions": mixer_revisions(model),
@@ -374,6 +404,8 @@ def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, l
     kind = config.get("kind", TIMM if "architecture" in config else None)
     if not isinstance(config.get("model_args", {}), Mapping) or kind is None:
         raise ValueError(f"{label} names no model of longseq: {CONFIG_FILE} needs the keys kind and model_args")
+    if kind in OWN_KINDS:
+        importlib.import_module(OWN_KINDS[kind])
     if kind != TIMM and kind not in _KINDS:
         raise ValueError(f"{label} holds a model of the kind {kind}, which is not registered{_origin(config)}")
     rebuild = rebuild_timm_model if kind == TIMM else _KINDS[kind].rebuild
@@ -406,8 +438,8 @@ def check_config_version(config: Mapping[str, Any], label: str) -> None:
     version = config.get("config_version", CONFIG_VERSION)
     if not isinstance(version, int) or version > CONFIG_VERSION:
         raise ValueError(
-            f"{label} is of config_version {version}, this longseq {_version()} reads up to {CONFIG_VERSION}: install "
-            f"longseq {config.get('longseq_version', 'of a later date')}"
+            f"{label} is of config_version {version}, this longseq {installed_version()} reads up to "
+            f"{CONFIG_VERSION}: install longseq {config.get('longseq_version', 'of a later date')}"
         )
 
 
@@ -440,9 +472,21 @@ def _read_folder(folder: Path, weights: str, label: str) -> SavedModel:
     state: dict[str, Tensor] = {}
     for name in weight_files(folder, label):
         state |= _read_weights(folder / name, label)
-    tokenizer = read_folder(folder)
-    text = None if tokenizer is None else {"tokenizer": tokenizer, "window": config.get("window")}
-    return SavedModel(label, config, state, text=text)
+    return SavedModel(label, config, state, text=_text_of(config, read_folder(folder), label))
+
+
+def _text_of(config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None, label: str) -> dict[str, Any] | None:
+    """`PretrainedModel.text` of a folder with this config.json and this tokenizer."""
+    names, documents = config.get("id2label"), config.get("documents")
+    text = {"tokenizer": tokenizer, "window": config.get("window")}
+    if not (isinstance(names, Mapping) and isinstance(documents, Mapping)):
+        return None if tokenizer is None else text
+    try:
+        listed = [names[str(number)] for number in range(len(names))]
+        known = {key: documents[key] for key in ("vocab_size", "separator", "max_length", "truncation")}
+    except KeyError as error:
+        raise ValueError(f"{label}: {CONFIG_FILE} is damaged: id2label or documents lacks {error}") from error
+    return {**text, "class_names": listed, "multi_label": config.get("problem_type") == _PROBLEM_TYPES[True], **known}
 
 
 def weight_files(folder: Path, label: str) -> list[str]:
@@ -528,7 +572,9 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     state = checkpoint[CHECKPOINT_RAW_WEIGHTS if averaged and taken == "model" else CHECKPOINT_WEIGHTS]
     own = {name.removeprefix(CHECKPOINT_PREFIX): value for name, value in state.items() if _is_backbone(name)}
     data = (checkpoint.get(CHECKPOINT_RUN) or {}).get("data") or {}
-    text = {"tokenizer": data["tokenizer"], "window": data.get("window")} if data.get("tokenizer") else None
+    reads_documents = all(key in data for key in ("tokenizer", *DOCUMENT_KEYS))
+    keys = ("tokenizer", "window", *(DOCUMENT_KEYS if reads_documents else ()))
+    text = {key: data.get(key) for key in keys} if data.get("tokenizer") or reads_documents else None
     return SavedModel(label, config, own, taken, checkpoint, text)
 
 
@@ -659,13 +705,7 @@ def _plugins(model: nn.Module) -> list[str]:
 
 def _origin(config: Mapping[str, Any]) -> str:
     """The version that wrote a config.json, if it can explain why the file is not understood."""
-    version, plugins = config.get("longseq_version", _version()), config.get("plugins") or ()
-    other = "" if version == _version() else f"; it was saved by longseq {version}, and this is {_version()}"
+    this = installed_version()
+    version, plugins = config.get("longseq_version", this), config.get("plugins") or ()
+    other = "" if version == this else f"; it was saved by longseq {version}, and this is {this}"
     return other + (f"; {', '.join(plugins)} defines parts of it" if plugins else "")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("longseq")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+sources"  # imported from the repository's root without installation

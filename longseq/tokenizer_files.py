@@ -20,6 +20,9 @@ GENERATION_FILE = "generation_config.json"
 # The tokens that end a text in the vocabularies of published models, in the order of preference.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[EOS]", "[SEP]")
 
+# The side on which transformers cuts a document.
+_SIDES = {"head": "right", "tail": "left"}
+
 BYTES: Mapping[str, Any] = {"kind": "bytes"}
 _BYTE_SEPARATOR = (SEPARATORS[0], 256)
 
@@ -57,11 +60,15 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
     return tokenizer if start in (None, tokenizer.get("separator")) else {**tokenizer, "start": start}
 
 
-def tokenizer_files(tokenizer: Mapping[str, Any]) -> dict[str, str]:
+def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The files of a tokenizer, their contents by name.
 
     With them transformers does what `longseq generate` does: a text begins with the separator, or with `start`, and
     ends with the separator; shorter texts of a batch are padded on the left.
+
+    `documents` is for the tokenizer of a classifier, whose documents begin with the separator: its `truncation` and
+    `max_length` say how longer ones are cut. With truncation=True transformers then cuts as `head` and `tail` do; it
+    has no form of the others.
     """
     content = _byte_tokenizer() if tokenizer["kind"] == "bytes" else json.loads(tokenizer["json"])
     files = {}
@@ -72,13 +79,21 @@ def tokenizer_files(tokenizer: Mapping[str, Any]) -> dict[str, str]:
     }
     if (found := find_separator(tokenizer)) is not None:
         name, number = found
-        start = tokenizer.get("start") or name
+        start = (tokenizer.get("start") if documents is None else None) or name
         first = number if start == name else _numbers(content)[start]
         settings |= {"bos_token": start, "eos_token": name, "pad_token": name}
         if _first_token(content) != start:
             content = {**content, "post_processor": _beginning_with(start, first)}
         generation = {"bos_token_id": first, "eos_token_id": number, "pad_token_id": number}
-        files[GENERATION_FILE] = json.dumps(generation, indent=2) + "\n"
+        if documents is None:
+            files[GENERATION_FILE] = json.dumps(generation, indent=2) + "\n"
+    if documents is not None:
+        settings |= {"padding_side": "right", "model_input_names": ["input_ids", "attention_mask"]}
+        if documents["truncation"] in _SIDES:
+            settings |= {
+                "model_max_length": documents["max_length"],
+                "truncation_side": _SIDES[documents["truncation"]],
+            }
     files[SETTINGS_FILE] = json.dumps(settings, indent=2) + "\n"
     files[TOKENIZER_FILE] = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     return files

@@ -2,42 +2,33 @@
 
 import csv
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig
-from torch.utils.data import DataLoader
 
+from longseq.files import replacing
 from longseq.tasks import registry
-from longseq.tasks.data.inputs import InputFiles, PassedOver, describe_passed_over
+from longseq.tasks.data.inputs import InputKeys, Inputs, Prediction, Unreadable, describe_passed_over
 from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
 from longseq.tasks.training.files import prepare_file
-from longseq.tasks.training.options import Range, Required
-
-
-class Prediction(NamedTuple):
-    """The most probable classes of one file, best first."""
-
-    path: str
-    classes: list[tuple[str, float]]
+from longseq.tasks.training.options import Required
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictKeys(CommandKeys):
+class PredictKeys(InputKeys, CommandKeys):
     """The keys of `longseq predict`; conf/predict.yaml documents them."""
 
     checkpoint: Annotated[str | None, CHECKPOINT_NEEDED]
     input: Annotated[str | None, Required("give input=FILE or input=FOLDER: the file or files to classify")]
     output: str
-    top_k: Annotated[int, Range(1)]
-    batch_size: Annotated[int, Range(1)]
-    num_workers: Annotated[int, Range(0)]
     device: str
     weights: Literal["auto", "ema", "model"]
 
@@ -48,76 +39,87 @@ class PredictKeys(CommandKeys):
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, int]:
-    """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of files."""
+    """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of inputs."""
     keys = read_command(PredictKeys, cfg)
     assert keys.checkpoint is not None
     assert keys.input is not None
     output = Path(keys.output)
-    prepare_file(output)
+    prepare_file(output, reads=[keys.input])
     device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
     data = registry.get(loaded.task_name).data
     assert data.inputs is not None
-    info: Any = data.info_class.from_dict(loaded.data)
-    files = data.inputs(keys.input, info)
-    loader = DataLoader(files, keys.batch_size, num_workers=keys.num_workers, collate_fn=files.collate)
-    backbone = loaded.backbone.to(device).eval()
-    predictions, unreadable = predict(backbone, loader, files, info.class_names, top_k=keys.top_k)
-    passed_over = files.passed_over
-    (_write_csv if output.suffix == ".csv" else _write_json)(output, predictions, unreadable, passed_over)
+    inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
+    found = inputs.predict(loaded.backbone.to(device).eval(), keys)
+    write = _write_csv if output.suffix == ".csv" else _write_json
+    with torch.inference_mode(), replacing(output) as partial:
+        classified, unreadable = write(partial, found, inputs)
+        if not classified:
+            raise ValueError(f"input={keys.input}: not one of its {unreadable} files can be read")
+    passed_over = inputs.passed_over
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
-    unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run has no unit
+    unit = loaded.config.get("task", {}).get("unit", inputs.unit)
+    for line in inputs.notes():
+        print(line)
     print(
-        f"{len(predictions)} {unit} classified, {len(unreadable)} unreadable, {len(passed_over)} passed over{more}; "
+        f"{classified} {unit} classified, {unreadable} unreadable, {len(passed_over)} passed over{more}; "
         f"written to {output}"
     )
-    return {"classified": len(predictions), "unreadable": len(unreadable), "passed_over": len(passed_over)}
+    return {"classified": classified, "unreadable": unreadable, "passed_over": len(passed_over)}
 
 
-@torch.inference_mode()
-def predict(
-    backbone: torch.nn.Module, loader: Any, files: InputFiles, class_names: Sequence[str], *, top_k: int = 5
-) -> tuple[list[Prediction], list[str]]:
-    """Predictions of the readable inputs of `loader`, in its order, and the paths of the others."""
-    device = next(backbone.parameters()).device
-    predictions, unreadable = [], []
-    for batch, paths, failed in loader:
-        unreadable += failed
-        if not paths:
-            continue
-        probabilities = backbone(files.prepare(batch.to(device))).float().softmax(dim=1)
-        values, classes = probabilities.topk(min(top_k, len(class_names)), dim=1)
-        for path, row, indices in zip(paths, values.tolist(), classes.tolist(), strict=True):
-            names = [class_names[index] for index in indices]
-            predictions.append(Prediction(path, list(zip(names, row, strict=True))))
-    return predictions, unreadable
-
-
-def _write_csv(path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]) -> None:
-    width = max((len(prediction.classes) for prediction in predictions), default=1)
-    ranks = range(1, width + 1)
-    with path.open("w", newline="") as file:
+def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
+    """Write predictions as they come, then the inputs that cannot be read, then what was passed over; count them."""
+    failed: list[Unreadable] = []
+    classified, width = 0, 1
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(
-            ["path", *(f"{column}_{rank}" for rank in ranks for column in ("class", "probability")), "error"]
-        )
-        for prediction in predictions:
-            cells = [cell for name, value in prediction.classes for cell in (name, f"{value:.6f}")]
-            writer.writerow([prediction.path, *cells, ""])
-        for failed in unreadable:
-            writer.writerow([failed, *[""] * (2 * width), "unreadable"])
-        for other, reason in passed_over:
-            writer.writerow([other, *[""] * (2 * width), f"passed over: {reason}"])
+        for one in found:
+            if isinstance(one, Unreadable):
+                failed.append(one)
+                continue
+            if not classified:
+                width = len(one.classes)
+                _write_header(writer, inputs.details, width)
+            classified += 1
+            cells = [cell for name, value in one.classes for cell in (name, f"{value:.6f}")]
+            writer.writerow([_in_utf8(one.path), *_cells(one, inputs.details), *cells, ""])
+        if not classified:
+            _write_header(writer, inputs.details, width)
+        others = [Unreadable(path, f"passed over: {reason}") for path, reason in inputs.passed_over]
+        for other in (*failed, *others):
+            writer.writerow([_in_utf8(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason])
+    return classified, len(failed)
 
 
-def _write_json(
-    path: Path, predictions: list[Prediction], unreadable: list[str], passed_over: list[PassedOver]
-) -> None:
-    rows = [
-        {"path": p.path, "classes": [{"class": name, "probability": round(value, 6)} for name, value in p.classes]}
-        for p in predictions
-    ]
-    others = [one._asdict() for one in passed_over]
-    written = {"predictions": rows, "unreadable": unreadable, "passed_over": others}
-    path.write_text(json.dumps(written, indent=2) + "\n")
+def _write_header(writer: Any, details: Sequence[str], width: int) -> None:
+    columns = [f"{column}_{rank}" for rank in range(1, width + 1) for column in ("class", "probability")]
+    writer.writerow(["path", *details, *columns, "error"])
+
+
+def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
+    return [one.details.get(name, "") for name in details]
+
+
+def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
+    """Write one object: the predictions, the inputs that cannot be read, and what was passed over; count them."""
+    predictions: list[dict[str, Any]] = []
+    failed: list[Any] = []
+    for one in found:
+        if isinstance(one, Prediction):
+            classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
+            predictions.append({"path": _in_utf8(one.path), **one.details, "classes": classes})
+        else:
+            # Without details there is no reason to tell: the file is no image, say.
+            told = {"path": _in_utf8(one.path), **one.details, "reason": one.reason}
+            failed.append(told if inputs.details else told["path"])
+    passed_over = [one._asdict() | {"path": _in_utf8(one.path)} for one in inputs.passed_over]
+    written = {"predictions": predictions, "unreadable": failed, "passed_over": passed_over}
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    return len(predictions), len(failed)
+
+
+def _in_utf8(path: str) -> str:
+    """A path as its name in UTF-8: Python has decoded its bytes by the locale, which may be another."""
+    return os.fsencode(path).decode("utf-8", "replace")

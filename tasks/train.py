@@ -31,6 +31,7 @@ from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.configuration import Config, resolve, spell_value
 from longseq.tasks.training.files import write_text
+from longseq.tasks.training.freeze import freeze
 from longseq.tasks.training.lock import locked
 from longseq.tasks.training.logger import RunLogger
 from longseq.tasks.training.model import values_in_force
@@ -57,8 +58,10 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
-    folder = Path(config["output"])
     check_experiment(config)
+    if not config["output"]:
+        raise ValueError("output is empty: give output=FOLDER, or leave it out")
+    folder = Path(config["output"])
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)
@@ -104,8 +107,9 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     datamodule = task.data.from_config(config, device_batch_size(config))
     model = task.model.build(config, datamodule.info)
     if initialized and config["init"] is not None:
-        name = config["task"]["name"]
-        task.model.initialize(model, checkpoints.load(config["init"], key="init", tasks=(name,)).backbone)
+        taken = (config["task"]["name"], *task.model.starts_from)
+        task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
+    freeze(model, config["recipe"].get("freeze"))
     config["plugins"] = _find_plugins(config, datamodule, model, task.module)
     training = Training.from_config(config, datamodule.info)
     return Parts(datamodule, task.module.from_config(config, model, datamodule.info, training))
@@ -209,6 +213,8 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
             facts["seconds"] = round(callback.seconds, 1)
         if isinstance(callback, Throughput) and callback.rate is not None:
             facts[f"{callback.unit}_per_second"] = round(callback.rate, 1)
+            if callback.token_rate is not None:
+                facts["tokens_per_second"] = round(callback.token_rate, 1)
             facts["data_wait_ms"] = round(callback.data_wait_ms or 0.0, 2)
     return facts
 
@@ -270,6 +276,8 @@ def _record(
     unit = config["task"]["unit"]
     speed = metrics.get(f"{unit}_per_second")
     rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
+    tokens = metrics.get("tokens_per_second") if unit != "tokens" else None
+    rate += "" if tokens is None else f" ({tokens:.0f} tokens/s)"
     memory = metrics.get("gpu_memory_gib")
     most = "" if memory is None else f", {memory} GiB of GPU memory"
     rows.append(("time", f"{metrics['seconds']:.0f} s{rate}{most}"))

@@ -223,6 +223,11 @@ TOP = {
 }
 
 
+def test_no_page_holds_the_marks_of_a_merge():
+    for name, page in PAGES.items():
+        assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(encoding="utf-8"), re.MULTILINE), name
+
+
 def test_the_top_level_holds_what_is_listed():
     ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
     found = {path.name for path in ROOT.iterdir() if not any(fnmatch(path.name, pattern) for pattern in ignored)}
@@ -236,7 +241,7 @@ def test_every_mixer_has_a_family():
 
 
 def test_the_readme_is_one_screen():
-    text = re.sub(r"<!-- table summary -->.*<!-- end of summary -->", "", (ROOT / "README.md").read_text(), flags=re.S)
+    text = re.sub(r"<!-- table (\w+) -->.*<!-- end of \1 -->", "", (ROOT / "README.md").read_text(), flags=re.S)
     assert len(text.splitlines()) <= 90
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up. A layer imports from itself and from those before it.
 LAYERS = (
     ("longseq.kernels", ROOT / "kernels"),
+    ("longseq.version", ROOT / "longseq" / "version.py"),
     ("longseq.state", ROOT / "longseq" / "state.py"),
     ("longseq.files", ROOT / "longseq" / "files.py"),
     ("longseq.parameters", ROOT / "longseq" / "parameters.py"),
@@ -26,6 +27,7 @@ LAYERS = (
     ("longseq.model_card", ROOT / "longseq" / "model_card.py"),
     ("longseq.models", ROOT / "longseq" / "models.py"),
     ("longseq.backbones", ROOT / "longseq" / "backbones"),
+    ("longseq.registration", ROOT / "longseq" / "registration.py"),
     ("longseq", ROOT / "longseq" / "__init__.py"),
     ("longseq.timm_script", ROOT / "longseq" / "timm_script.py"),
     ("longseq.tasks", ROOT / "tasks"),

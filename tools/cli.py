@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from longseq.version import installed_version
 
 
 class Verb(NamedTuple):
@@ -32,7 +33,7 @@ VERBS = {
         "longseq evaluate checkpoint=FILE",
     ),
     "predict": Verb(
-        "longseq.tasks.predict", "classify a folder of images", "longseq predict checkpoint=FILE input=FOLDER"
+        "longseq.tasks.predict", "classify images or documents", "longseq predict checkpoint=FILE input=FOLDER"
     ),
     "generate": Verb(
         "longseq.tasks.generate", "continue text with a language model", "longseq generate checkpoint=FILE prompt=TEXT"
@@ -91,6 +92,16 @@ NAME_A_MIXER = ("convert",)
 # Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
 
+# What other programs call a verb.
+OTHER_NAMES = {
+    **dict.fromkeys(("fit", "finetune", "fine-tune", "resume"), "train"),
+    **dict.fromkeys(("test", "eval", "validate", "val"), "evaluate"),
+    **dict.fromkeys(("infer", "inference", "classify"), "predict"),
+    **dict.fromkeys(("sample", "complete", "chat"), "generate"),
+    **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
+    **dict.fromkeys(("summary", "info", "list"), "describe"),
+}
+
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
 
 
@@ -109,21 +120,45 @@ def overview() -> str:
     )
 
 
+def _members(first: str) -> list[str]:
+    """The second words of the verbs of two words that begin with `first`."""
+    return [name.removeprefix(f"{first} ") for name in VERBS if name.startswith(f"{first} ")]
+
+
+def _overview_of(first: str, members: list[str]) -> str:
+    """The text that `longseq FIRST` alone prints, where FIRST is the first word of verbs of two words."""
+    width = max(map(len, members))
+    lines = "\n".join(f"  {name:<{width}}  {VERBS[f'{first} {name}'].summary}" for name in members)
+    return (
+        f"usage: longseq {first} {{{','.join(members)}}} [key=value] ...\n\n{lines}\n\n"
+        f"`longseq {first} {members[0]} --help` lists the keys."
+    )
+
+
 def main() -> int:
     """Run `longseq VERB overrides...`; returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal does not have are escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"longseq {importlib.metadata.version('longseq')}")
+        print(f"longseq {installed_version()}")
         return 0
     words = 2 if " ".join(arguments[:2]) in VERBS else 1
     name = " ".join(arguments[:words])
     if name in FORMER:
         return _fail(f"`longseq {name}` is `{FORMER[name]}` now, with the same keys")
+    if name not in VERBS and (members := _members(name)):
+        if set(arguments[1:]) <= {"-h", "--help", "help"}:
+            print(_overview_of(name, members))
+            return 0
+        return _fail(f"`longseq {name}` is followed by one of {', '.join(members)}, then key=value")
     if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, n=1)
+        import difflib
+
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name.lower(), VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
@@ -132,9 +167,14 @@ def main() -> int:
 
     overrides = arguments[words:]
     try:
-        check_arguments(name, overrides)
+        overrides = check_arguments(name, overrides)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
+    except KeyboardInterrupt:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        print("longseq: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         if not is_users(error) or os.environ.get(TRACEBACK_VARIABLE):
             raise

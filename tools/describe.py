@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from longseq import mixers
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.positions import Layout
 from longseq.kernels.dispatch import Call, explain_call, record_calls
@@ -38,6 +40,7 @@ from longseq.tasks.training.recipe import device_batch_size
 from longseq.timm_models import model_name
 
 __all__ = [
+    "describe_document_model",
     "describe_image_model",
     "describe_token_model",
     "find_devices",
@@ -75,6 +78,8 @@ class DescribeKeys(TrainKeys):
 def run(cfg: DictConfig) -> Any:
     """Print and return what `describe.yaml` selects: facts about a model, or a list."""
     keys = read_command(DescribeKeys, cfg)
+    if keys.output is not None:
+        raise ValueError(f"longseq describe writes no file: leave output={keys.output} out, and add > FILE at the end")
     if keys.list is None:
         model, data = _model_and_data(cfg)
         facts: Any = _describe(model, data, _device(keys.device))
@@ -117,8 +122,10 @@ def _describe(model: nn.Module, data: Mapping[str, Any], device: str) -> dict[st
         if tokens is None:
             raise ValueError("the checkpoint does not tell the length of its sequences: give one of `longseq train`")
         return describe_token_model(model, tokens, device)
+    if isinstance(model, TextClassifier | LinearTextClassifier):
+        return describe_document_model(model, data["window"], device)
     if "img_size" not in data:
-        raise ValueError(f"longseq describe takes image and token models, not {type(model).__name__}")
+        raise ValueError(f"longseq describe takes models of images, tokens and documents, not {type(model).__name__}")
     return describe_image_model(model, data, device)
 
 
@@ -178,6 +185,34 @@ def describe_token_model(model: TokenBackbone, tokens: int, device: str = "cpu")
         "mixer": model.mixer_name,
         "direction": model.direction,
         "vocabulary": model.vocab_size,
+        "tokens": tokens,
+        "parameters": _count_parts(model),
+        "weight_decay": _count_decayed(model),
+        "flops": {"forward": model.flops(tokens), "source": "analytic"},
+        "state": _describe_states(model),
+        "operations": _judge_operations(model, device, tokens),
+        "device": device,
+        "devices": find_devices(),
+    }
+
+
+def describe_document_model(
+    model: TextClassifier | LinearTextClassifier, tokens: int, device: str = "cpu"
+) -> dict[str, Any]:
+    """Facts about a classifier of documents, as dictionaries, lists and numbers.
+
+    FLOPs are those of a forward pass over one document of `tokens` tokens, a multiply-add counts as two; of a linear
+    model at most, and its vocabulary is that of n-grams. State sizes are the numbers that are kept for one document.
+    Kernels are judged for `device`.
+    """
+    is_linear = isinstance(model, LinearTextClassifier)
+    return {
+        "model": model_name(model),
+        "mixer": None if is_linear else model.body.mixer_name,
+        "direction": None if is_linear else model.body.direction,
+        "pooling": None if is_linear else model.pooling.kind,
+        "vocabulary": len(model.inverse_frequency) if is_linear else model.body.vocab_size,
+        "classes": model.num_classes,
         "tokens": tokens,
         "parameters": _count_parts(model),
         "weight_decay": _count_decayed(model),
@@ -285,7 +320,11 @@ def _find_calls(model: nn.Module) -> list[tuple[str, str, Call]]:
         for _, reading in mixers.named_readings(model):
             empty = copy.deepcopy(reading).to("meta").eval()
             x = torch.empty(1, 4, empty.readers[0].d_model, device="meta")
-            empty(x, layout=None if isinstance(model, TokenBackbone) else Layout(2, 2, None), output_final_state=False)
+            empty(
+                x,
+                layout=None if isinstance(model, TokenBackbone | TextClassifier) else Layout(2, 2, None),
+                output_final_state=False,
+            )
     return calls
 
 
@@ -394,6 +433,11 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         sample, rows = "image", [("images", f"{channels} x {height} x {width}"), ("classes", str(facts["classes"]))]
     else:
         sample, rows = "sequence", [("vocabulary", f"{facts['vocabulary']:,}")]
+        if "classes" in facts:
+            sample = "document"
+            rows.append(("classes", str(facts["classes"])))
+        if facts.get("pooling") is not None:
+            rows.append(("pooling", facts["pooling"]))
     if facts["tokens"] is not None:
         rows.append(("tokens", str(facts["tokens"])))
     rows.append(("parameters", f"{parameters['total']:,}"))

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from timm.layers import Mlp, lecun_normal_, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from longseq.backbones.stack import build_blocks
+from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
@@ -54,9 +55,6 @@ from longseq.timm_models import rebuild_timm_model, timm_layout
 POOLS = ("token", "avg", "")
 NORMS = {"rms": ResidualRMSNorm, "layer": ResidualLayerNorm}
 NORM_EPSILONS = {"rms": 1e-5, "layer": 1e-6}
-
-# The name in timm's registry of models that were built without timm: all of their arguments are given with it.
-UNNAMED = "longseq_tiny_patch16_224"
 
 # Arguments that timm does not write to its files: they matter in training only.
 TRAINING_ARGUMENTS = ("drop_rate", "pos_drop_rate", "drop_path_rate")
@@ -537,7 +535,10 @@ def _has_class_position(positions: int, patches: int) -> bool:
     return math.isqrt(positions - 1) ** 2 == positions - 1
 
 
-def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: dict[str, Any]) -> ImageBackbone:
+def create_variant(
+    variant: str, pretrained: bool, chassis: Mapping[str, Any], options: Mapping[str, Any]
+) -> ImageBackbone:
+    """The model of a name in timm's registry: `options` of the caller, else those of `chassis`, else the defaults."""
     options = {**chassis, **options}
     saved_by = options.pop("saved_by", None)
     if saved_by is not None:  # all arguments come from a file that timm has read
@@ -559,71 +560,3 @@ def _create(variant: str, pretrained: bool, chassis: dict[str, Any], options: di
     if saved_by is not None:
         check_revisions(model, saved_by["revisions"])
     return model if dtype is None else model.to(dtype)
-
-
-VIM = {"depth": 24}
-VIT = {
-    "depth": 12,
-    "mixer": "deltanet",
-    "class_token": "first",
-    "mlp_ratio": 4.0,
-    "norm": "layer",
-    "residual_in_float32": False,
-    "depth_scaled_init": False,
-}
-
-
-def _cfg() -> dict[str, Any]:
-    return {
-        "input_size": (3, 224, 224),
-        "fixed_input_size": True,
-        "num_classes": 1000,
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-    }
-
-
-default_cfgs = generate_default_cfgs(
-    {f"longseq_{chassis}{size}_patch16_224": _cfg() for chassis in ("", "vit_") for size in ("tiny", "small", "base")}
-)
-
-
-@register_model
-def longseq_tiny_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
-    """Vim's chassis, 192 channels."""
-    return _create("longseq_tiny_patch16_224", pretrained, {**VIM, "embed_dim": 192}, options)
-
-
-@register_model
-def longseq_small_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
-    """Vim's chassis, 384 channels."""
-    return _create("longseq_small_patch16_224", pretrained, {**VIM, "embed_dim": 384}, options)
-
-
-@register_model
-def longseq_base_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
-    """Vim's chassis, 768 channels."""
-    return _create("longseq_base_patch16_224", pretrained, {**VIM, "embed_dim": 768}, options)
-
-
-@register_model
-def longseq_vit_tiny_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
-    """The Vision Transformer's chassis, 192 channels."""
-    return _create("longseq_vit_tiny_patch16_224", pretrained, {**VIT, "embed_dim": 192}, options)
-
-
-@register_model
-def longseq_vit_small_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
-    """The Vision Transformer's chassis, 384 channels."""
-    return _create("longseq_vit_small_patch16_224", pretrained, {**VIT, "embed_dim": 384}, options)
-
-
-@register_model
-def longseq_vit_base_patch16_224(pretrained: bool = False, **options: Any) -> ImageBackbone:
-    """The Vision Transformer's chassis, 768 channels."""
-    return _create("longseq_vit_base_patch16_224", pretrained, {**VIT, "embed_dim": 768}, options)

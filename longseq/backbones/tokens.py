@@ -286,7 +286,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
             places, position = count_positions(tokens, position, cu_seqlens=packing, mask=mask)
-        x = self._embed(tokens, places)
+        x = self.embed(tokens, places)
         states = []
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
         for index, block in enumerate(self.blocks):
@@ -328,7 +328,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """
         self._check_forward("step")
         position = state.position
-        x = self._embed(token, position)
+        x = self.embed(token, position)
         states = []
         for block, layer in zip(self.blocks, state.layers, strict=True):
             x, layer = block.step(x, layer)
@@ -439,7 +439,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         # An adapter took the place of the layer: `weight` is then the weight that it adapts.
         return self.embedding(torch.arange(self.vocab_size, device=self.embedding.weight.device))
 
-    def _embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
+    def embed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
+        """The residual before the first block: the embeddings of tokens, and of `places` with learned positions."""
         x = self.embedding(tokens)
         if self.positions is not None:
             assert places is not None
@@ -458,6 +459,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def get_classifier(self) -> nn.Module:
         """Return the head; a model with tied embeddings has none of its own."""
         return nn.Identity() if self.head is None else self.head
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's patterns that group parameters by depth, for layer-wise learning rates and frozen layers."""
+        return {"stem": r"^embedding|^positions", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
     def no_weight_decay(self) -> set[str]:
         """The names of the parameters that are exempt from weight decay: positions and recurrences."""

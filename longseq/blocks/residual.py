@@ -61,26 +61,27 @@ class Block(nn.Module, Generic[StateT]):
     ) -> tuple[Tensor, StateT | None]:
         """Transform `x [B, T, D]`; the arguments and the state are those of `longseq.blocks.reading.Reading`."""
         y, following = self.mixer(
-            self._enter(x),
+            self.enter(x),
             state,
             layout=layout,
             cu_seqlens=cu_seqlens,
             mask=mask,
             output_final_state=output_final_state,
         )
-        return self._add_branches(x, y), following
+        return self.add_branches(x, y), following
 
     @gathers_parameters
     def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
         """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
-        y, following = self.mixer.step(self._enter(x), state)
-        return self._add_branches(x, y), following
+        y, following = self.mixer.step(self.enter(x), state)
+        return self.add_branches(x, y), following
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         """What the mixer reads of the residual."""
         return self.norm1(x)
 
-    def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add what the mixer gives, and then the MLP's branch, to the residual."""
         branch = self.drop_path(branch)
         if self.mlp is None or self.norm2 is None:
             return x + branch
@@ -101,12 +102,12 @@ class PostNormBlock(Block[StateT]):
     Source: 2 OLMo 2 Furious (OLMo team, 2024), section 3.3, the reordered norm.
     """
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         norm: Any = self.norm1
         return x.to(product_dtype(norm.weight))
 
-    def _add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
+    def add_branches(self, x: Tensor, branch: Tensor) -> Tensor:
         x = x + self.drop_path(self.norm1(branch))
         if self.mlp is None or self.norm2 is None:
             return x
-        return x + self.drop_path(self.norm2(self.mlp(self._enter(x))))
+        return x + self.drop_path(self.norm2(self.mlp(self.enter(x))))

@@ -135,6 +135,36 @@ class Directions(nn.Module):
             readings = [_read(mixer, projected, order, layout, packing, mask) for mixer, order in pairs]
         return first.project_out(self._merge(readings)), None
 
+    def read_order(
+        self, index: int, x: Tensor, state: Any = None, *, cu_seqlens: Packing | None = None,
+        output_final_state: bool = True,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Read a segment `x [B, T, D]` of sequences in the order `index`; `join` makes the output of all readings.
+
+        Args:
+            index: of an order along the sequence, forward or backward.
+            state: what the segment before in this order returned: for a backward order, that of the tokens after `x`.
+            cu_seqlens: of packed pieces; the state has a row for each, in the order of the pieces.
+
+        Returns:
+            The reading `[B, T, I]`, in the order of `x`, and the state after its last token in this order, or None.
+        """
+        mixer = self.readers[index]
+        projecting = mixer if self.share == "none" else self.readers[0]
+        y, state = mixer.read(
+            projecting.project_in(x),
+            state,
+            reverse=self.orders[index] in REVERSED,
+            cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state,
+        )
+        return (mixer.project_out(y) if self.share == "none" else y), state
+
+    def join(self, readings: list[Tensor]) -> Tensor:
+        """The output `[B, T, D]` of the readings that `read_order` gives for all orders."""
+        merged = self._merge(readings)
+        return merged if self.share == "none" else self.readers[0].project_out(merged)
+
     def step(self, x: Tensor, state: Any) -> NoReturn:
         """Raise ValueError: later tokens change the output of a token."""
         raise ValueError(NO_STATE)

@@ -47,9 +47,9 @@ class Lattice(CompressionMixer):
             one-token steps are always those of the exact form.
 
     A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token. Nothing in
-    the paper's layer bounds the keys. In training on text, clipped gradients and weight decay have kept the keys short
-    enough. With hundreds of equal filler tokens, gradients overflow (benchmarks/README.md, zoology's recall).
-    `normalize_key` with the sigmoid keeps γ ‖k‖² at most 1.
+    the paper's layer bounds the keys. Where hundreds of tokens are equal, gradients then overflow: in zoology's recall,
+    and at update 9 of a language model of 110M parameters (benchmarks/README.md). Small models of text with clipped
+    gradients have trained. `normalize_key` with the sigmoid keeps γ ‖k‖² at most 1.
 
     Source: Lattice: Learning to Efficiently Compress the Memory (Karami and Mirrokni, 2025), equations 7, 10, 12, 14,
     16 and 18.

@@ -1,17 +1,24 @@
-"""The input files of `longseq predict`."""
+"""The inputs of `longseq predict`, and what a model predicts for them."""
 
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import Self
+
+from longseq.tasks.training.options import Range
 
 _NAMED = 5
+_TOP_K = 5  # classes that are written of a file if the user does not say
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class PassedOver(NamedTuple):
@@ -21,16 +28,82 @@ class PassedOver(NamedTuple):
     reason: str
 
 
-class InputFiles(Dataset[Any]):
-    """The files below a path that a model classifies, built from the path and the info of the model's data.
+class Prediction(NamedTuple):
+    """The most probable classes of one input, best first; `details` has a value for each of `Inputs.details`."""
 
-    `passed_over` lists the files there that are not inputs of the task. ValueError if there are no inputs.
+    path: str
+    classes: list[tuple[str, float]]
+    details: Mapping[str, Any] = _NONE
+
+
+class Unreadable(NamedTuple):
+    """An input that cannot be classified, and the reason."""
+
+    path: str
+    reason: str = "unreadable"
+    details: Mapping[str, Any] = _NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputKeys:
+    """The keys of `longseq predict` that inputs read; conf/predict.yaml documents them."""
+
+    top_k: Annotated[int | None, Range(1)]
+    batch_size: Annotated[int, Range(1)]
+    num_workers: Annotated[int, Range(0)]
+    column: str | None
+    truncation: Literal["none"] | None
+    segment: Annotated[int | None, Range(1)]
+
+
+class Inputs(ABC):
+    """What a model classifies below a path.
+
+    `passed_over` lists the files there that are not inputs of the task. `details` names what is written of each input
+    beside its classes. `unit` is what inputs are called where the run of the model is not known.
     """
 
     passed_over: list[PassedOver]
+    details: tuple[str, ...] = ()
+    unit: str = "files"
+
+    @classmethod
+    @abstractmethod
+    def open(cls, path: str, info: Any, keys: InputKeys) -> Self:
+        """The inputs at a path, for a model whose data has this info.
+
+        ValueError, in one line, if there are none, or if a key is for inputs of another kind.
+        """
+
+    @abstractmethod
+    def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
+        """Classify the inputs in their order; the model is in eval mode, and gradients are off."""
+
+    def notes(self) -> list[str]:
+        """Lines for the end of a prediction, such as the memory that it took."""
+        return []
+
+
+class InputFiles(Inputs, Dataset[Any]):
+    """The files below a path, each of them one input, built from the path and the info of the model's data.
+
+    They are read in batches by a `DataLoader`, and the model gives scores of classes that exclude each other.
+    ValueError if there are no inputs.
+    """
+
+    info: Any
 
     @abstractmethod
     def __init__(self, path: str, info: Any) -> None: ...
+
+    @classmethod
+    def open(cls, path: str, info: Any, keys: InputKeys) -> Self:
+        for name in ("column", "truncation", "segment"):
+            if (value := getattr(keys, name)) is not None:
+                raise ValueError(
+                    f"{name}={value} is for documents, and this model classifies other files: leave it out"
+                )
+        return cls(path, info)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -42,6 +115,25 @@ class InputFiles(Dataset[Any]):
     def prepare(self, batch: Tensor) -> Tensor:
         """The model's input for a batch, on the device of the batch."""
         return batch
+
+    def predict(self, model: nn.Module, keys: InputKeys) -> Iterator[Prediction | Unreadable]:
+        device = next(model.parameters()).device
+        loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
+        for batch, paths, failed in loader:
+            if paths:
+                probabilities = model(self.prepare(batch.to(device))).float().softmax(dim=1)
+                ranked = rank(probabilities, self.info.class_names, keys.top_k or _TOP_K)
+                yield from map(Prediction, paths, ranked)
+            yield from map(Unreadable, failed)
+
+
+def rank(probabilities: Tensor, class_names: Sequence[str], count: int) -> list[list[tuple[str, float]]]:
+    """The most probable classes of each row of `[B, C]`, best first."""
+    values, classes = probabilities.topk(min(count, len(class_names)), dim=1)
+    return [
+        [(class_names[index], value) for index, value in zip(indices, row, strict=True)]
+        for indices, row in zip(classes.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:

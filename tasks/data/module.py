@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from lightning.pytorch import LightningDataModule
 
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.inputs import InputFiles
+from longseq.tasks.data.inputs import Inputs
 
 Self = TypeVar("Self", bound="TaskData")
 
@@ -19,8 +19,8 @@ class TaskData(LightningDataModule, ABC):
 
     `batch_size` is the size of a device's training batch, `eval_batch_size` that of its evaluation batch. The first
     element of a batch is the model's input `[B, ...]`. A training loader that can resume in the middle of an epoch is a
-    `longseq.tasks.data.loader.TrainingLoader`. `info_class` is the class of `info`. `inputs` is the class of the files
-    for `longseq predict`, None if the task has no predictions; infos of a task with inputs have `class_names`.
+    `longseq.tasks.data.loader.TrainingLoader`. `info_class` is the class of `info`. `inputs` is the class of the inputs
+    of `longseq predict`, None if the task has no predictions; infos of a task with inputs have `class_names`.
 
     `longseq.tasks.data.samples.SampleData` has all of this for data sets of single samples.
     """
@@ -28,7 +28,7 @@ class TaskData(LightningDataModule, ABC):
     batch_size: int
     eval_batch_size: int
     info_class: ClassVar[type[Info]]
-    inputs: ClassVar[type[InputFiles] | None] = None
+    inputs: ClassVar[type[Inputs] | None] = None
 
     @classmethod
     @abstractmethod

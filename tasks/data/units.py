@@ -1,4 +1,4 @@
-"""The size of a batch in the unit of its task: images, sequences or tokens."""
+"""The size of a batch in the unit of its task: images, sequences, documents or tokens."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def count_units(batch: Any) -> int:
         if (units := getattr(told, "units", None)) is not None:
             return int(units)
     return len(batch[0])
+
+
+def count_tokens(batch: Any) -> int | None:
+    """The tokens in a batch of this process whose units are documents: its inputs have the whole number `token_count`.
+
+    None for other batches.
+    """
+    return getattr(batch[0], "token_count", None)

@@ -7,7 +7,8 @@ from typing import Any
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.text.info import TextInfo
-from longseq.tasks.training.token_model import TokenModel, build_token_model
+from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.token_model import TokenModel, build_token_model, check_tokenizer
 from longseq.tokenizer_files import same_tokenizer
 
 
@@ -17,6 +18,11 @@ class LanguageModel(TokenModel):
     def build(self, config: Mapping[str, Any], info: TextInfo) -> TokenBackbone:
         """The model of a configuration. Options that are null there take the model's own defaults."""
         return build_token_model(config, vocab_size=info.vocab_size, longest=info.window)
+
+    def start_from(self, model: Any, loaded: Loaded, info: TextInfo) -> None:
+        """As `TaskModel.start_from`; ValueError also if the model of the file was trained with another tokenizer."""
+        check_tokenizer(loaded, info.tokenizer)
+        super().start_from(model, loaded, info)
 
     def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
         """Raise ValueError if a model that was trained on the text of `trained` cannot read the text of `found`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,54 @@ _BATCH = 256
 Fractions = Mapping[str, float]
 
 
+class Place(NamedTuple):
+    """Where an input stands: a line of a file (`line`, or `offset` in bytes), a `row` of a table, or a whole file."""
+
+    path: str
+    line: int | None = None
+    offset: int | None = None
+    row: int | None = None
+
+    def describe(self, lines: LineCounter | None = None) -> str:
+        """The place in words; a counter of lines saves time for many places of a file."""
+        line = self.line
+        if self.offset is not None:
+            line = 1 + (lines or LineCounter()).count(self.path, self.offset)
+        # A name of bytes that are no UTF-8 has lone surrogates, which not every terminal takes.
+        path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        if line is not None:
+            return f"{path}, line {line}"
+        return path if self.row is None else f"{path}, row {self.row}"
+
+
+class LineCounter:
+    """Counts the ends of lines before places of a file; places in their order take one pass over the file."""
+
+    def __init__(self) -> None:
+        self._path, self._offset, self._found = "", 0, 0
+
+    def count(self, path: str, offset: int, block: int = 1 << 20) -> int:
+        """The ends of lines in the first `offset` bytes of a file."""
+        if path != self._path or offset < self._offset:
+            self._path, self._offset, self._found = path, 0, 0
+        with open(path, "rb") as file:
+            file.seek(self._offset)
+            for start in range(self._offset, offset, block):
+                self._found += file.read(min(block, offset - start)).count(b"\n")
+        self._offset = offset
+        return self._found
+
+
 class Document(NamedTuple):
-    """A text; `prompt` is the text before it, which is read but not trained on."""
+    """A text; `prompt` is the text before it, which is read but not trained on.
+
+    `labels` are the values of the columns that `Columns.labels` names, as the file has them.
+    """
 
     text: str
     prompt: str = ""
+    labels: tuple[Any, ...] = ()
+    place: Place | None = None
 
 
 class Encoded(NamedTuple):
@@ -43,7 +86,7 @@ class Encoded(NamedTuple):
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
-    """Encode documents; `prompt` and `text` are encoded separately."""
+    """Encode documents; `prompt` and `text` are encoded separately. ValueError for one that holds the separator."""
     dtype, separator = token_type(tokenizer.vocab_size), [tokenizer.separator]
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
@@ -54,6 +97,12 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
         measured = split_numbers(found, fractions) == SPLITS.index("test")
         for index, one in enumerate(batch):
             prompt, text = encoded[2 * index], encoded[2 * index + 1]
+            if tokenizer.separator in prompt or tokenizer.separator in text:
+                where = "a document" if one.place is None else one.place.describe()
+                raise ValueError(
+                    f"{where} holds the separator, token {tokenizer.separator}: give separator=TOKEN, "
+                    "one that no text has"
+                )
             parts += [np.array(separator, dtype), prompt.astype(dtype), text.astype(dtype)]
             content = one.text.encode()
             numbers.append((1 + len(prompt) + len(text), len(content), len(prompt)))

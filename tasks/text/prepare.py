@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import shutil
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.documents import (
     Encoded,
     Fractions,
+    Place,
     first_of_equal,
     gzip_bits,
     hashes_of,
@@ -46,12 +46,14 @@ from longseq.tasks.text.store import (
     SPLITS,
     TOKENIZER,
     VERSION,
+    SplitWriter,
     checksum,
     file_types,
 )
 from longseq.tasks.text.tokenizer import (
     Tokenizer,
     read_tokenizer,
+    refuse_separator,
     train_tokenizer,
     trained_size,
 )
@@ -111,6 +113,9 @@ def run(cfg: DictConfig) -> None:
         processes=keys.processes,
     )
     print(describe(manifest))
+    asked, found = trained_size(keys.tokenizer), manifest["vocab_size"]
+    if asked is not None and found < asked:
+        print(f"the vocabulary has {found:,} tokens and not {asked:,}: the text has no more pairs")
     print(f"longseq train task=lm data=tokens data.root={shorten(keys.output)}")
 
 
@@ -154,7 +159,7 @@ def prepare(
         raise ValueError(f"{output} holds prepared tokens already: choose another output, or remove it")
     partial = output / PARTIAL
     plan = plan_of(parts, columns, tokenizer, separator, fractions)
-    with _told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
+    with told_in_one_line(output), _leaving_what_goes_on(partial), locked(partial, "output"):
         _continue_plan(partial, plan)
         chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
         counts, malformed = _encode_parts(parts, columns, chosen, fractions, partial, processes, show_progress)
@@ -178,9 +183,9 @@ def plan_of(
     return json.dumps(
         {
             "version": VERSION,
-            "parts": [[*part, [_stamp(path) for path in (part.files or [part.path])]] for part in parts],
-            "columns": list(columns),
-            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [_stamp(tokenizer)])],
+            "parts": [[*part, [stamp(path) for path in (part.files or [part.path])]] for part in parts],
+            "columns": [columns.text, columns.prompt],
+            "tokenizer": [tokenizer, separator, *([] if _is_named(tokenizer) else [stamp(tokenizer)])],
             "fractions": dict(fractions),
         }
     )
@@ -190,11 +195,11 @@ def _is_named(tokenizer: str) -> bool:
     return tokenizer == "bytes" or trained_size(tokenizer) is not None
 
 
-def _stamp(path: str) -> list[Any]:
+def stamp(path: str) -> list[Any]:
     """The size and the time of a file, by which a later one is told from it; of a folder those of its files."""
     try:
         if os.path.isdir(path):
-            return [[name, *_stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
+            return [[name, *stamp(os.path.join(path, name))] for name in sorted(os.listdir(path))]
         found = os.stat(path)
     except OSError:
         return []
@@ -205,7 +210,7 @@ def _continue_plan(partial: Path, plan: str) -> None:
     path = partial / "plan.json"
     if not path.exists():
         write_text(path, plan)
-    elif path.read_text() != plan:
+    elif path.read_text(encoding="utf-8") != plan:
         raise ValueError(
             f"{partial} holds an unfinished preparation of other input or with other keys: remove it, or choose "
             "another output"
@@ -218,6 +223,7 @@ def _choose_tokenizer(
     size = trained_size(tokenizer)
     if size is None:
         return read_tokenizer(tokenizer, separator)
+    refuse_separator(tokenizer, separator)
     path = partial / TOKENIZER
     if not path.exists():
         trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
@@ -268,9 +274,9 @@ def _encode_parts(
     counts: Counter[str] = Counter()
     malformed: list[Malformed] = []
     for index in range(len(parts)):
-        found = json.loads(told_path(partial, index).read_text())
+        found = json.loads(told_path(partial, index).read_text(encoding="utf-8"))
         counts.update(found["counts"])
-        malformed += [Malformed(*fields) for fields in found["malformed"]]
+        malformed += [Malformed(Place(*place), reason) for place, reason in found["malformed"]]
     return counts, [one.describe() for one in malformed[:NAMED]]
 
 
@@ -284,7 +290,7 @@ def _join(
     byte_counts = np.concatenate([read_array(partial, index, "byte_counts") for index in range(count)])[kept]
     has_prompts = any(read_array(partial, index, "prompts").any() for index in range(count))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
-    writers = {split: _SplitWriter(output, split, types) for split in SPLITS}
+    writers = {split: SplitWriter(output, split, types) for split in SPLITS}
     done = 0
     with progress_bar("joining", count, shown=show_progress) as advance:
         for index in range(count):
@@ -294,61 +300,37 @@ def _join(
             here = kept[done : done + len(numbers)]
             done += len(numbers)
             for number, split in enumerate(SPLITS):
-                writers[split].add(encoded, here & (numbers == number))
+                chosen = here & (numbers == number)
+                prompts = {"prompts": encoded.prompts[chosen]} if has_prompts else {}
+                writers[split].add(
+                    encoded.tokens[np.repeat(chosen, encoded.lengths)],
+                    encoded.lengths[chosen],
+                    encoded.byte_counts[chosen],
+                    **prompts,
+                )
             advance(1)
+    return {
+        **manifest_of(tokenizer, output),
+        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
+        "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
+        "splits": {split: writer.close() for split, writer in writers.items()},
+    }
+
+
+def manifest_of(tokenizer: Tokenizer, output: Path) -> dict[str, Any]:
+    """The entries of a manifest that tell the version and the tokenizer, whose file is written to `output`."""
     told = tokenizer.to_dict()
-    manifest = {
+    manifest: dict[str, Any] = {
         "version": VERSION,
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
         "tokenizer": {key: value for key, value in told.items() if key != "json"},
-        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
-        "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
-        "splits": {split: writer.close() for split, writer in writers.items()},
     }
     if told["kind"] == "file":
         path = output / TOKENIZER
         write_text(path, told["json"])
         manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": checksum(path)}
     return manifest
-
-
-class _SplitWriter:
-    """Writes the files of a split, part by part, and counts their contents."""
-
-    def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
-        self._types = types
-        self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
-        self._sums = dict.fromkeys(types, 0)
-        self._documents = self._tokens = self._bytes = 0
-        self._write("offsets", np.zeros(1, np.int64))
-
-    def add(self, encoded: Encoded, chosen: np.ndarray) -> None:
-        """Add the chosen documents, `[N]` bool."""
-        lengths = encoded.lengths[chosen]
-        self._write("tokens", encoded.tokens[np.repeat(chosen, encoded.lengths)])
-        self._write("offsets", self._tokens + np.cumsum(lengths))
-        self._write("bytes", encoded.byte_counts[chosen])
-        if "prompts" in self._types:
-            self._write("prompts", encoded.prompts[chosen])
-        self._documents += len(lengths)
-        self._tokens += int(lengths.sum())
-        self._bytes += int(encoded.byte_counts[chosen].sum())
-
-    def close(self) -> dict[str, Any]:
-        """The manifest's entry of the split."""
-        files = {}
-        for ending, file in self._files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            files[ending] = {"size": file.tell(), "crc32": self._sums[ending]}
-            file.close()
-        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes, "files": files}
-
-    def _write(self, ending: str, numbers: np.ndarray) -> None:
-        content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
-        self._files[ending].write(content)
-        self._sums[ending] = zlib.crc32(content, self._sums[ending])
 
 
 @contextmanager
@@ -366,11 +348,13 @@ def _leaving_what_goes_on(partial: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told_in_one_line(output: Path) -> Iterator[None]:
+def told_in_one_line(output: Path) -> Iterator[None]:
     """Raise ValueError where a file cannot be read or written, or the disk is full."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error
+        if error.errno == errno.ENOTDIR:
+            raise ValueError(f"output={output} is or lies below a file: give a folder") from error
         raise ValueError(f"{error.filename or output}: {error.strerror or error}") from error

@@ -5,18 +5,22 @@ An input is cut into parts that processes read in parallel. A part holds everyth
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
 import os
 import sys
+import textwrap
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from longseq.tasks.text.documents import Document
+from longseq.tasks.text.documents import Document, LineCounter, Place
 
 # Bytes of a part. One process holds the text of some documents and the tokens of one part.
 PART_SIZE = 1 << 25
@@ -28,13 +32,21 @@ _INSTALL = '{what} need the library {library}: pip install "longseq[text]"'
 
 
 class Columns(NamedTuple):
-    """The columns of a document: its text, and optionally the prompt before it, which is not trained on."""
+    """The columns of a document: its text, optionally the prompt before it, which is not trained on, and its labels.
+
+    `keys` are the names of the keys by which a user gives the columns, for messages.
+    """
 
     text: str = "text"
     prompt: str | None = None
+    labels: tuple[str, ...] = ()
+    keys: tuple[str, str, str] = ("column", "prompt_column", "label_column")
+
+    def texts(self) -> list[str]:
+        return [self.text, *([] if self.prompt is None else [self.prompt])]
 
     def names(self) -> list[str]:
-        return [name for name in self if name is not None]
+        return [*self.texts(), *self.labels]
 
 
 TEXT = Columns()
@@ -56,24 +68,13 @@ class Part(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """An input that could not be read, and why: a line of a file (`offset` in bytes, or `line`), or a whole file."""
+    """An input that could not be read, and why."""
 
-    path: str
+    place: Place
     reason: str
-    line: int | None = None
-    offset: int | None = None
 
-    def describe(self) -> str:
-        line = self.line
-        if self.offset is not None:
-            line = 1 + _count_lines(self.path, self.offset)
-        return f"{self.path}{f', line {line}' if line is not None else ''}: {self.reason}"
-
-
-def _count_lines(path: str, stop: int, block: int = 1 << 20) -> int:
-    """The ends of lines in the first `stop` bytes of a file."""
-    with open(path, "rb") as file:
-        return sum(file.read(min(block, stop - start)).count(b"\n") for start in range(0, stop, block))
+    def describe(self, lines: LineCounter | None = None) -> str:
+        return f"{self.place.describe(lines)}: {self.reason}"
 
 
 def find_parts(
@@ -173,6 +174,8 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
         yield Part("text", str(path.parent), total, files=(str(path),))
     elif format == "parquet":
         yield from _parts_of_parquet(path, columns, size)
+    elif format == "jsonl" and _is_array(path):
+        yield Part("array", str(path), total)
     elif format == "jsonl":
         _check_first_line(path, columns)
         for start in range(0, total, size):
@@ -190,16 +193,28 @@ def _parts_of_file(path: Path, columns: Columns, size: int) -> Iterator[Part]:
 
 def _parts_of_parquet(path: Path, columns: Columns, size: int) -> Iterator[Part]:
     try:
-        file = _parquet().ParquetFile(path)
+        file = _pyarrow().parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"input={path} is no parquet file, or a truncated one: {error}") from error
     _check_columns(path, columns, file.schema_arrow.names)
+    for name in columns.texts():
+        kind = file.schema_arrow.field(name).type
+        if not _is_text(kind):
+            raise ValueError(f"the column {name!r} of {path} is of the type {kind}, which is no text")
     first, held = 0, 0
     for group in range(file.num_row_groups):
         held += file.metadata.row_group(group).total_byte_size
         if held >= size or group + 1 == file.num_row_groups:
             yield Part("parquet", str(path), held, first, group + 1)
             first, held = group + 1, 0
+
+
+def _is_text(kind: Any) -> bool:
+    """True for the types of Arrow that hold text, or nothing at all."""
+    types = _pyarrow().types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(holds(kind) for holds in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
 def _parts_of_saved(path: Path, columns: Columns, size: int) -> Iterator[Part]:
@@ -221,6 +236,14 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
         yield Part("stream", given, 0, shard, shard + 1)
 
 
+def _is_array(path: Path) -> bool:
+    """True for a file .json that is one array in place of lines, such as many sets of instructions."""
+    if path.suffix.lower() != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
 def _check_first_line(path: Path, columns: Columns) -> None:
     """Refuse a file whose first object has other columns; other errors in lines are counted when they are read."""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -233,9 +256,11 @@ def _check_first_line(path: Path, columns: Columns) -> None:
 
 
 def _check_columns(path: Path | str, columns: Columns, found: Sequence[str]) -> None:
-    for key, name in (("column", columns.text), ("prompt_column", columns.prompt)):
+    text, prompt, label = columns.keys
+    for key, name in ((text, columns.text), (prompt, columns.prompt), *((label, name) for name in columns.labels)):
         if name is not None and name not in found:
-            raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {', '.join(map(str, found))}")
+            names = textwrap.shorten(", ".join(map(str, found)), 200, placeholder=" ...")
+            raise ValueError(f"{path} has no column {name!r}: give {key}=NAME, one of {names}")
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -246,8 +271,7 @@ def _read_jsonl(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
             file.readline()
         while (offset := file.tell()) < part.stop and (line := file.readline()):
             if line.strip():
-                document = _parse(line, columns)
-                yield document if isinstance(document, Document) else Malformed(part.path, document, offset=offset)
+                yield _parse(line, columns, Place(part.path, offset=offset))
 
 
 def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -257,21 +281,32 @@ def _read_compressed(part: Part, columns: Columns) -> Iterator[Document | Malfor
         with gzip.open(part.path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    document = _parse(line, columns)
-                    yield document if isinstance(document, Document) else Malformed(part.path, document, line=number)
+                    yield _parse(line, columns, Place(part.path, line=number))
     except (OSError, EOFError, zlib.error) as error:
-        yield Malformed(part.path, f"the rest cannot be read ({error})", line=number + 1)
+        yield Malformed(Place(part.path, line=number + 1), f"the rest cannot be read ({error})")
 
 
-def _parse(line: bytes, columns: Columns) -> Document | str:
-    """The document of a line of JSON, or why it is none."""
+def _read_array(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
+    """The objects of a JSON array."""
+    try:
+        rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        yield Malformed(Place(part.path), "bytes that are no UTF-8")
+    except (ValueError, RecursionError) as error:
+        yield Malformed(Place(part.path), f"no JSON ({error})")
+    else:
+        yield from _rows(part.path, [row if isinstance(row, dict) else {} for row in rows], columns, 0)
+
+
+def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
+    """The document of a line of JSON."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return "bytes that are no UTF-8"
+        return Malformed(place, "bytes that are no UTF-8")
     except (ValueError, RecursionError) as error:
-        return f"no JSON ({error})"
-    return _document(row if isinstance(row, dict) else {}, columns)
+        return Malformed(place, f"no JSON ({error})")
+    return _document(row if isinstance(row, dict) else {}, columns, place)
 
 
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -288,40 +323,46 @@ def _read_csv(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Malformed(part.path, f"no {part.format} ({error})", line=rows.line_num)
+                yield Malformed(Place(part.path, line=rows.line_num), f"no {part.format} ({error})")
                 continue
-            document = _document(row, columns)
-            if isinstance(document, Document):
-                yield document
+            place = Place(part.path, line=rows.line_num)
+            if None in row or any(value is None for value in row.values()):
+                # The cells of such a row may stand in the wrong columns: a text with a delimiter needs quotes.
+                found = sum(value is not None for name, value in row.items() if name is not None)
+                found += len(row.get(None) or ())  # type: ignore[call-overload]
+                yield Malformed(place, f"{found} cells under a header of {len(rows.fieldnames or ())}")
             else:
-                yield Malformed(part.path, document, line=rows.line_num)
+                yield _document(row, columns, place)
 
 
 def _read_parquet(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
-    file = _parquet().ParquetFile(part.path)
+    file = _pyarrow().parquet.ParquetFile(part.path)
+    first = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
     try:
         for batch in file.iter_batches(
             batch_size=256, row_groups=list(range(part.start, part.stop)), columns=columns.names()
         ):
-            yield from _rows(part.path, batch.to_pylist(), columns)
+            yield from _rows(part.path, batch.to_pylist(), columns, first)
+            first += batch.num_rows
     except (OSError, ValueError) as error:
-        yield Malformed(part.path, f"row groups {part.start} to {part.stop - 1} cannot be read ({error})")
+        yield Malformed(Place(part.path), f"row groups {part.start} to {part.stop - 1} cannot be read ({error})")
 
 
 def _read_saved(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     saved = _load_saved(part.path).select_columns(columns.names())
+    named = _class_names(saved.features, columns)
     for start in range(part.start, part.stop, 256):
         rows = saved[start : min(part.stop, start + 256)]
-        yield from _rows(
-            part.path, [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)], columns
-        )
+        dicts = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        yield from _rows(part.path, dicts, columns, start, named)
 
 
 def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     stream = _load_stream(part.path)
     if stream.num_shards > 1:
         stream = stream.shard(num_shards=stream.num_shards, index=part.start)
-    rows = iter(stream)
+    named = _class_names(stream.features or {}, columns)
+    rows, number = iter(stream), -1
     while True:
         try:
             row = next(rows)
@@ -329,17 +370,33 @@ def _read_stream(part: Part, columns: Columns) -> Iterator[Document | Malformed]
             return
         except Exception as error:  # the library raises many kinds, also for a network that fails
             raise ValueError(f"input={part.path} broke off: {error}; the same command goes on") from error
-        yield from _rows(part.path, [row], columns)
+        number += 1
+        yield from _rows(part.path, [row], columns, number, named)
 
 
 def _read_texts(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
     for path in part.files:
         try:
-            yield Document(Path(path).read_bytes().decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            yield Malformed(path, "bytes that are no UTF-8")
+            content = Path(path).read_bytes()
         except OSError as error:
-            yield Malformed(path, str(error.strerror))
+            yield Malformed(Place(path), str(error.strerror))
+            continue
+        try:
+            yield Document(content.decode("utf-8-sig"), place=Place(path))
+        except UnicodeDecodeError:
+            yield Malformed(Place(path), _why_no_text(content))
+
+
+# The first bytes of compressed files.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\3\4": "zip"}
+
+
+def _why_no_text(content: bytes) -> str:
+    """Why the content of a file is no UTF-8."""
+    kind = next((kind for begin, kind in _COMPRESSED.items() if content.startswith(begin)), None)
+    if kind is None:
+        return "bytes that are no UTF-8"
+    return f"compressed by {kind}: decompress it; of compressed files only .jsonl.gz is read"
 
 
 def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]:
@@ -347,14 +404,15 @@ def _read_python(part: Part, columns: Columns) -> Iterator[Document | Malformed]
     for path in part.files:
         try:
             with tokenize.open(path) as file:
-                yield Document(file.read())
+                yield Document(file.read(), place=Place(path))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
-            yield Malformed(path, f"no Python source ({error})")
+            yield Malformed(Place(path), f"no Python source ({error})")
 
 
 _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] = {
     "jsonl": _read_jsonl,
     "jsonl.gz": _read_compressed,
+    "array": _read_array,
     "csv": _read_csv,
     "tsv": _read_csv,
     "parquet": _read_parquet,
@@ -365,33 +423,64 @@ _READERS: dict[str, Callable[[Part, Columns], Iterator[Document | Malformed]]] =
 }
 
 
-def _rows(path: str, rows: Sequence[dict[str, Any]], columns: Columns) -> Iterator[Document | Malformed]:
-    for row in rows:
-        document = _document(row, columns)
-        yield document if isinstance(document, Document) else Malformed(path, document)
+def _rows(
+    path: str,
+    rows: Sequence[dict[str, Any]],
+    columns: Columns,
+    first: int,
+    named: Mapping[str, Callable[[Any], Any]] = MappingProxyType({}),
+) -> Iterator[Document | Malformed]:
+    """The documents of rows; `first` is the number of the first row, `named` gives the names of numbered classes."""
+    for number, row in enumerate(rows, start=first):
+        for column, name in named.items():
+            row[column] = name(row[column])
+        yield _document(row, columns, Place(path, row=number))
 
 
-def _document(row: dict[str, Any], columns: Columns) -> Document | str:
-    """The document of a row, or the reason why there is none."""
-    values = []
-    for name in columns.names():
+def _document(row: dict[str, Any], columns: Columns, place: Place) -> Document | Malformed:
+    texts = []
+    for name in columns.texts():
         value = row.get(name)
         if not isinstance(value, str):
-            return f"no text in column {name!r}"
+            return Malformed(place, f"no text in column {name!r}")
         try:
             value.encode()
         except UnicodeEncodeError:
-            return f"no Unicode text in column {name!r}"
-        values.append(value)
-    return Document(*values)
+            return Malformed(place, f"no Unicode text in column {name!r}")
+        texts.append(value)
+    return Document(
+        texts[0], texts[1] if len(texts) > 1 else "", tuple(row.get(name) for name in columns.labels), place
+    )
 
 
-def _parquet() -> Any:
+def _class_names(features: Mapping[str, Any], columns: Columns) -> dict[str, Callable[[Any], Any]]:
+    """For each column of labels that a set keeps as numbers of named classes: the function from numbers to names."""
+    found: dict[str, Callable[[Any], Any]] = {}
+    for column in columns.labels:
+        feature = features.get(column)
+        inner = getattr(feature, "feature", None)  # of a list
+        if hasattr(feature, "int2str"):
+            found[column] = partial(_name_of, feature)
+        elif hasattr(inner, "int2str"):
+            found[column] = partial(_names_of, inner)
+    return found
+
+
+def _name_of(feature: Any, value: Any) -> Any:
+    """The name of a class; None where there is no label, which sets also write as -1."""
+    return None if value is None or value < 0 else feature.int2str(value)
+
+
+def _names_of(feature: Any, values: Any) -> Any:
+    return None if values is None else [_name_of(feature, value) for value in values]
+
+
+def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(_INSTALL.format(what="parquet files", library="pyarrow")) from error
-    return pyarrow.parquet
+    return pyarrow
 
 
 def _datasets() -> Any:

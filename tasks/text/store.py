@@ -6,6 +6,8 @@ A folder of `longseq prepare` holds, for each split (train, validation, test):
     SPLIT.offsets    int64, N + 1: document i is tokens[offsets[i]:offsets[i + 1]]
     SPLIT.bytes      int64, N: bytes of the text that the document's targets stand for
     SPLIT.prompts    int64, N: how many targets at a document's beginning are not trained on; only of instructions
+    SPLIT.labels     int64, N: the number of the document's set of labels in the manifest; only of labelled documents
+    SPLIT.hashes     uint64, N x 2: the hash of the document's content; only of labelled documents
 
 and manifest.json: the version of the format, the tokenizer, counts, sizes and checksums of the files; beside it
 tokenizer.json, where the tokenizer is not that of bytes. The manifest is written last: a folder without it is
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +47,8 @@ class Corpus(NamedTuple):
     offsets: Integers
     byte_counts: Integers
     prompts: Integers | None = None
+    labels: Integers | None = None
+    hashes: npt.NDArray[np.uint64] | None = None
 
     @property
     def documents(self) -> int:
@@ -55,6 +60,7 @@ class TokenStore:
     """Prepared tokens: `splits`, and the tokenizer that made them, as returned by `Tokenizer.to_dict`.
 
     `gzip_bits_per_byte` is the size of the documents of test after gzip -9, in bits per byte; None without any.
+    `separator` is None for tokens that stand for no text. `manifest` is that of the folder, None of a store in memory.
     """
 
     name: str
@@ -63,6 +69,7 @@ class TokenStore:
     separator: int
     splits: dict[str, Corpus]
     gzip_bits_per_byte: float | None = None
+    manifest: Mapping[str, Any] | None = None
 
 
 def token_type(vocab_size: int) -> Any:
@@ -70,10 +77,14 @@ def token_type(vocab_size: int) -> Any:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def file_types(vocab_size: int, *, prompts: bool) -> dict[str, Any]:
+def file_types(vocab_size: int, *, prompts: bool = False, labels: bool = False) -> dict[str, Any]:
     """The files of a split: their endings, and the types of their numbers."""
     types = {"tokens": token_type(vocab_size), "offsets": np.dtype("<i8"), "bytes": np.dtype("<i8")}
-    return {**types, "prompts": np.dtype("<i8")} if prompts else types
+    if prompts:
+        types["prompts"] = np.dtype("<i8")
+    if labels:
+        types |= {"labels": np.dtype("<i8"), "hashes": np.dtype("<u8")}
+    return types
 
 
 def checksum(path: Path) -> int:
@@ -102,11 +113,20 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         tokenizer["json"] = path.read_text(encoding="utf-8")
     splits = {}
     for split, told in manifest["splits"].items():
-        types = file_types(manifest["vocab_size"], prompts="prompts" in told["files"])
+        files = told["files"]
+        types = file_types(manifest["vocab_size"], prompts="prompts" in files, labels="labels" in files)
         arrays = {}
         for ending, dtype in types.items():
-            arrays[ending] = _open_file(root / f"{split}.{ending}", told["files"][ending], dtype, check)
-        splits[split] = Corpus(arrays["tokens"], arrays["offsets"], arrays["bytes"], arrays.get("prompts"))
+            arrays[ending] = _open_file(root / f"{split}.{ending}", files[ending], dtype, check)
+        hashes = arrays.get("hashes")
+        splits[split] = Corpus(
+            arrays["tokens"],
+            arrays["offsets"],
+            arrays["bytes"],
+            arrays.get("prompts"),
+            arrays.get("labels"),
+            None if hashes is None else hashes.reshape(-1, 2),
+        )
     return TokenStore(
         name=root.resolve().name,
         tokenizer=tokenizer,
@@ -114,6 +134,7 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         separator=manifest["separator"],
         splits=splits,
         gzip_bits_per_byte=manifest["gzip_bits_per_byte"],
+        manifest=manifest,
     )
 
 
@@ -160,3 +181,40 @@ def _check_file(path: Path, told: Mapping[str, int], check: bool) -> None:
         raise ValueError(f"{path} has {size} bytes, its manifest tells {told['size']}: it is truncated or changed")
     if check and checksum(path) != told["crc32"]:
         raise ValueError(f"{path} was changed: its checksum is not that of its manifest; prepare the tokens again")
+
+
+class SplitWriter:
+    """Writes the files of a split, part by part, and counts their contents."""
+
+    def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
+        self._types = types
+        self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
+        self._sums = dict.fromkeys(types, 0)
+        self._documents = self._tokens = self._bytes = 0
+        self._write("offsets", np.zeros(1, np.int64))
+
+    def add(self, tokens: Tokens, lengths: Integers, byte_counts: Integers, **others: npt.NDArray[Any]) -> None:
+        """Add documents: their tokens end to end, their lengths and bytes, and the split's other files by ending."""
+        self._write("tokens", tokens)
+        self._write("offsets", self._tokens + np.cumsum(lengths))
+        self._write("bytes", byte_counts)
+        for ending, numbers in others.items():
+            self._write(ending, numbers)
+        self._documents += len(lengths)
+        self._tokens += int(lengths.sum())
+        self._bytes += int(byte_counts.sum())
+
+    def close(self) -> dict[str, Any]:
+        """The manifest's entry of the split."""
+        files = {}
+        for ending, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            files[ending] = {"size": file.tell(), "crc32": self._sums[ending]}
+            file.close()
+        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes, "files": files}
+
+    def _write(self, ending: str, numbers: npt.NDArray[Any]) -> None:
+        content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
+        self._files[ending].write(content)
+        self._sums[ending] = zlib.crc32(content, self._sums[ending])

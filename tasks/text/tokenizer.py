@@ -135,6 +135,7 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
     one line, where there is none.
     """
     if choice == "bytes":
+        refuse_separator(choice, separator)
         return ByteTokenizer()
     path = Path(choice)
     if path.is_dir():
@@ -163,6 +164,15 @@ def trained_size(choice: str) -> int | None:
     if not size.isdecimal():
         raise ValueError(f"tokenizer={choice}: give train:SIZE, such as train:16384")
     return int(size)
+
+
+def refuse_separator(choice: str, separator: str | None) -> None:
+    """Raise ValueError if a separator is named for a tokenizer whose separator is fixed."""
+    if separator is not None:
+        raise ValueError(
+            f"separator={separator}: the tokens of tokenizer={choice} have a separator of their own; leave it out, or "
+            "give a tokenizer.json"
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:

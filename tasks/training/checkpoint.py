@@ -124,16 +124,20 @@ def _numbered_classes(model: nn.Module) -> dict[str, Any]:
 def _task_of(saved: SavedModel) -> str | None:
     """The task of a model that is saved without its run, None where it is not known.
 
-    Models that timm can read classify images. Models that read text forward, and are saved with its tokenizer, continue
-    it.
+    Models that timm can read classify images. Models that are saved with what they know of documents classify these.
+    Models that read text forward, and are saved with its tokenizer, continue it.
     """
     if "architecture" in saved.config:
         return "image"
+    if saved.text is not None and "class_names" in saved.text:
+        return "document"
     return "lm" if saved.text is not None and saved.config.get("model_type") == MODEL_TYPE else None
 
 
 def _text_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
-    """What `TextInfo` holds of the text of a model that is saved without its run."""
+    """What `TextInfo` or `DocumentInfo` holds of the text of a model that is saved without its run."""
+    if saved.text is not None and "class_names" in saved.text:
+        return {**saved.text, "window": saved.text["window"] or saved.text["max_length"] or WINDOW}
     if saved.text is None or not isinstance(model, TokenBackbone):
         return {}
     tokenizer = saved.text["tokenizer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,18 @@ from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.models import PretrainedModel, describe, kind_of
 
+if TYPE_CHECKING:
+    from longseq.tasks.training.checkpoint import Loaded
+
 
 class TaskModel(ABC):
-    """Builds the models of a task."""
+    """Builds the models of a task.
+
+    Class attributes:
+        starts_from: other tasks whose checkpoints `init` takes.
+    """
+
+    starts_from: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def build(self, config: Mapping[str, Any], info: Any) -> nn.Module:
@@ -38,6 +47,13 @@ class TaskModel(ABC):
         ValueError if other shapes differ, too.
         """
         copy_weights(model, trained.state_dict())
+
+    def start_from(self, model: nn.Module, loaded: Loaded, info: Any) -> None:
+        """Copy the weights of the checkpoint or folder that `init` names, for the data of `info`.
+
+        ValueError, in one line, for a model that does not fit the new one, or was trained on data that does not fit.
+        """
+        self.initialize(model, loaded.backbone)
 
     def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `checkpoint.load` with which a model can read its data after `changes` of the keys of `data`.

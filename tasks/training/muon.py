@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from timm.optim import param_groups_weight_decay
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from longseq.blocks.sharding import is_sharded
@@ -55,13 +55,15 @@ def create_muon(
     betas: Sequence[float] = (0.9, 0.95),
     eps: float = 1e-8,
     ns_steps: int = 5,
+    layer_decay: float | None = None,
     fused: bool | None = None,
 ) -> MuonAdamW:
     """Muon for the weights of the linear layers in `model.blocks`, AdamW for all other parameters.
 
     Updates of Muon are scaled to the size of AdamW's, so that one learning rate and one weight decay serve both.
     `momentum` and `ns_steps` (of the Newton-Schulz iteration) are Muon's, the rest AdamW's; `fused` is torch's.
-    Embeddings, head, convolutions, norms and what `no_weight_decay` names are AdamW's.
+    Embeddings, head, convolutions, norms and what `no_weight_decay` names are AdamW's. With `layer_decay`, the learning
+    rate of each layer is this part of that of the layer above, as in timm's `param_groups_layer_decay`.
 
     Sources: Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon); Muon is scalable for LLM training
     (Liu et al., 2025, arXiv:2502.16982), section 2.2, for the scale.
@@ -77,12 +79,24 @@ def create_muon(
         if id(parameter) in inside and name not in kept and parameter.requires_grad
     ]
     chosen = {id(parameter) for parameter in hidden}
+    if layer_decay is None:
+        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
+        layers: list[dict[str, Any]] = [{"params": hidden}]
+    else:
+        groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
+        layers = [
+            {
+                "params": [parameter for parameter in group["params"] if id(parameter) in chosen],
+                "lr_scale": group["lr_scale"],
+            }
+            for group in groups
+        ]
     groups = [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) not in chosen]}
-        for group in param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
+        for group in groups
     ]
     muon = torch.optim.Muon(
-        hidden,
+        layers,
         lr=lr,
         weight_decay=weight_decay,
         momentum=momentum,

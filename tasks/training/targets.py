@@ -18,6 +18,7 @@ SCHEDULES = ["timm.scheduler.create_scheduler_v2"]
 CALLBACKS = [
     "longseq.tasks.training.callbacks.checkpoint.BestCheckpoint",
     "longseq.tasks.training.callbacks.checkpoint.LastCheckpoint",
+    "longseq.tasks.training.callbacks.confusion.ConfusionMatrix",
     "longseq.tasks.training.callbacks.nonfinite.NonFiniteStop",
     "longseq.tasks.training.callbacks.progress.TrainingProgress",
     "longseq.tasks.training.callbacks.telemetry.Telemetry",

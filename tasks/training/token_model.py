@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
 from longseq.backbones.likeness import find_difference
 from longseq.backbones.tokens import TokenBackbone
 from longseq.models import describe
+from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.model import TaskModel, mixer_options, without_weights
 from longseq.tasks.training.options import Range, spell
+from longseq.tokenizer_files import same_tokenizer
 
 # The only model of these tasks, as `config.model` names it.
 MODEL = "token"
+
+ModelT = TypeVar("ModelT")
 
 Probability = Annotated[float, Range(0, below=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenModelKeys:
-    """The keys of `model`, explained in `longseq.backbones.tokens.TokenBackbone`."""
+class BodyKeys:
+    """The keys of `model` for every model with the body of a token model; see `TokenBackbone`."""
 
-    name: Literal["token"]
     label: str
     d_model: Annotated[int | None, Range(1)] = None
     depth: Annotated[int | None, Range(1)] = None
@@ -37,12 +40,19 @@ class TokenModelKeys:
     norm_order: Literal["pre", "post"] | None = None
     positions: Literal["none", "learned"] | None = None
     max_length: Annotated[int | None, Range(1)] = None
-    tie_embeddings: bool | None = None
     dropout: Probability | None = None
     drop_path: Probability | None = None
     residual_in_float32: bool | None = None
     recompute: Literal["none", "mixer", "block"] | None = None
     backend: Literal["auto", "torch", "reference", "triton"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenModelKeys(BodyKeys):
+    """The keys of `model`, explained in `longseq.backbones.tokens.TokenBackbone`."""
+
+    name: Literal["token"]
+    tie_embeddings: bool | None = None
 
 
 class TokenModel(TaskModel):
@@ -51,22 +61,40 @@ class TokenModel(TaskModel):
     def initialize(self, model: Any, trained: Any) -> None:
         """As `TaskModel.initialize`; ValueError also if the models compute different functions of the same weights."""
         super().initialize(model, trained)
-        own, its = (describe(one)["model_args"] for one in (model, trained))
-        if (
-            found := find_difference(own, its, ignored=("vocab_size", "direction", "share_directions", "merge"))
-        ) is None:
-            return
-        option, _, mixer = found.name.partition(" of ")
-        place = f"+mixer.options.{mixer}.{option}" if "+" in own["mixer"] else f"mixer.options.{option}"
-        key = place if mixer else "mixer" if found.name == "mixer" else f"model.{found.name}"
-        raise ValueError(
-            f"init: {found.name} is {spell(found.one)} in the new model and {spell(found.other)} in that of the file: "
-            f"give {key}={spell(found.other)}"
-        )
+        check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
 
     def check(self, config: Mapping[str, Any]) -> None:
         with without_weights():
             build_token_model(config, vocab_size=2, longest=2)
+
+
+def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:
+    """ValueError, which names the key to give, if token models compute different functions of the same weights."""
+    own, its = (describe(one)["model_args"] for one in (model, trained))
+    if (found := find_difference(own, its, ignored=ignored)) is None:
+        return
+    option, _, mixer = found.name.partition(" of ")
+    place = f"+mixer.options.{mixer}.{option}" if "+" in own["mixer"] else f"mixer.options.{option}"
+    key = place if mixer else "mixer" if found.name == "mixer" else f"model.{found.name}"
+    raise ValueError(
+        f"init: {found.name} is {spell(found.one)} in the new model and {spell(found.other)} in that of the file: "
+        f"give {key}={spell(found.other)}"
+    )
+
+
+def check_tokenizer(loaded: Loaded, tokenizer: Mapping[str, Any] | None) -> None:
+    """ValueError if the model of a file was trained with another tokenizer than that of the data, None for tokens."""
+    if have_one_tokenizer(loaded.data.get("tokenizer"), tokenizer):
+        return
+    raise ValueError(
+        f"init={loaded.path}: its model was trained with another tokenizer than that of the data, whose tokens mean "
+        "something else: take the tokenizer of the model"
+    )
+
+
+def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """True if two tokenizers give the same tokens; None stands for data that consists of tokens."""
+    return same_tokenizer(one, other) if one is not None and other is not None else one is other
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
@@ -78,6 +106,15 @@ def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: in
     if config["model"]["name"] != MODEL:
         task = config["task"]["name"]
         raise ValueError(f"task={task} trains token models: take model=token in place of {config['model']['name']}")
+    return build_seeded(TokenBackbone, config, longest, vocab_size=vocab_size)
+
+
+def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest: int, **given: Any) -> ModelT:
+    """A model with the body that a configuration describes, built after `config.seed` is set.
+
+    `kind` takes the options of `TokenBackbone`; `given` are those that the data decides. `longest` is the length of
+    learned positions where `model.max_length` is null. ValueError for options that `kind` does not have.
+    """
     options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
     mlp = options.pop("mlp", None)
     options = {key: value for key, value in options.items() if value is not None}
@@ -85,12 +122,12 @@ def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: in
         options.setdefault("max_length", longest)
     torch.manual_seed(config["seed"])
     try:
-        return TokenBackbone(
-            vocab_size=vocab_size,
+        return kind(
             mixer=config["mixer"]["name"],
             mixer_options=mixer_options(config),
             mlp=None if mlp == "none" else mlp,
+            **given,
             **options,
         )
     except TypeError as error:
-        raise ValueError(f"model=token does not take these options: {error}") from error
+        raise ValueError(f"model={config['model']['name']} does not take these options: {error}") from error

@@ -12,6 +12,7 @@ from torch import nn
 import longseq.backbones.image  # noqa: F401  (its models register with timm)
 from longseq import mixers
 from longseq.backbones.autoencoder import SequenceAutoencoder
+from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 
 # Options that add parameters or buffers to those of a mixer's defaults.
@@ -62,6 +63,10 @@ def assert_drawn_alike(build: Any) -> None:
 @pytest.mark.parametrize(("mixer", "options"), CASES)
 def test_a_model_from_the_meta_device_is_the_one_made_directly(mixer: str, options: Any, build: Any) -> None:
     assert_drawn_alike(lambda: build(mixer, options))
+
+
+def test_a_classifier_from_the_meta_device_is_the_one_made_directly() -> None:
+    assert_drawn_alike(lambda: TextClassifier(num_classes=3, vocab_size=7, d_model=16, pooling="attention"))
 
 
 def test_an_autoencoder_from_the_meta_device_is_the_one_made_directly() -> None:

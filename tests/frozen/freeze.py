@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longseq import mixers, models
+from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.image import ImageBackbone
 from longseq.backbones.tokens import TokenBackbone
 
@@ -43,7 +44,8 @@ SMALL: dict[str, Any] = {
 IMAGE: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 1}
 TOKENS: dict[str, Any] = {"vocab_size": 6, "d_model": 8, "depth": 1, "mlp_ratio": 1.0}
 
-# Vim and the Vision Transformer, each with directions that the other does not have, and token models of both kinds.
+# Vim and the Vision Transformer, each with directions that the other does not have, token models of both kinds, and
+# classifiers of documents.
 CHASSIS: dict[str, Any] = {
     "vim": lambda **mixer: ImageBackbone(**IMAGE, **mixer),
     "vit": lambda **mixer: ImageBackbone(
@@ -51,6 +53,9 @@ CHASSIS: dict[str, Any] = {
     ),
     "lm": lambda **mixer: TokenBackbone(**TOKENS, **mixer, positions="learned", max_length=8),
     "encoder": lambda **mixer: TokenBackbone(**TOKENS, **mixer, direction="bidirectional", tie_embeddings=False),
+    "document": lambda **mixer: TextClassifier(
+        **TOKENS, **mixer, num_classes=3, pooling="attention", direction="bidirectional", share_directions="none"
+    ),
 }
 
 

@@ -311,6 +311,9 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
     assert "model.d_model=32" not in wide
     assert found["jobs"] == 2
     assert {path.read_text() for path in tmp_path.glob("compared/runs/*/gpu")} == {"0,1", "2,3"}
+    one_row = (*words, *several, "report=test/accuracy", "~rows.wide", "++rows.third='mixer=gla'")
+    assert comparing(monkeypatch, tmp_path, script, *one_row) == 0
+    assert [entry["name"] for entry in results_of(tmp_path)["summary"]] == ["deep one", "third"]
     assert comparing(monkeypatch, tmp_path, script, *words, "trainer.accelerator=gpu", "trainer.devices=6") == 2
     assert "a run takes 6 GPUs, and there are 5" in capsys.readouterr().err
 

@@ -18,6 +18,7 @@ import longseq.conf
 from longseq import mixers
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
+from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.generators import check_options
 from longseq.tasks.probe.info import ProbeInfo
@@ -36,7 +37,10 @@ EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
 SMALL_TEXT = TextInfo(vocab_size=8, separator=7, window=16, tokenizer={"kind": "bytes"})
-SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT}
+SMALL_DOCUMENTS = DocumentInfo(
+    class_names=["a", "b"], multi_label=False, vocab_size=8, separator=7, tokenizer={"kind": "bytes"}, window=16
+)
+SMALL_INFOS = {"image": SMALL, "probe": SMALL_PROBE, "lm": SMALL_TEXT, "document": SMALL_DOCUMENTS}
 
 
 class Measured:
@@ -96,7 +100,7 @@ def test_every_model_builds(group, option, compose_config, tmp_path):
     with torch.device("meta"):
         backbone = registry.of(config).model.build(config, info)
     assert sum(parameter.numel() for parameter in backbone.parameters()) > 0
-    assert backbone.num_classes == 2 if info is SMALL else backbone.vocab_size == 8
+    assert backbone.num_classes == 2 if info in (SMALL, SMALL_DOCUMENTS) else backbone.vocab_size == 8
 
 
 @pytest.mark.parametrize("model", ["vim", "vit", "token"])

@@ -10,9 +10,10 @@ _KEY = "seconds"
 
 
 class RunClock(Callback):
-    """Counts the seconds of a run from the start of its training, including the time before each resume.
+    """Counts the seconds of a run from the start of its training to the end of its test, with those before a resume.
 
-    If a run was killed, the time after its last checkpoint does not count.
+    Other callbacks may measure after the test; their time does not count. If a run was killed, the time after its last
+    checkpoint does not count.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,9 @@ class RunClock(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == TrainerFn.FITTING:
             self._started = time.monotonic()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before, self._started = self.seconds, None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = self.seconds

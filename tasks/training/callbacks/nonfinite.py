@@ -34,6 +34,15 @@ class NonFiniteStop(Callback):
         self._names: list[str] = []
         self._first_step: Tensor | None = None  # the first bad update, -1 if there was none
         self._verdict: Tensor | None = None  # which of loss, parameters and gradients were bad in that update
+        self._remedy = "lower recipe.learning_rate"
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        remedies = ["lower recipe.learning_rate"]
+        if not trainer.gradient_clip_val:
+            remedies.append("set recipe.gradient_clip=1.0")
+        if trainer.precision != "32-true":
+            remedies.append("train with trainer.precision=32-true")
+        self._remedy = ", or ".join(remedies)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._loss = loss.detach()
@@ -82,10 +91,7 @@ class NonFiniteStop(Callback):
         verdicts = _of_all_ranks(self._verdict) & (steps == step).unsqueeze(1)  # later ones are consequences
         loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(self._names)], dim=1)
         culprit, ranks = self._culprit(loss.squeeze(1), parameters, gradients)
-        raise NonFiniteError(
-            f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; lower "
-            f"recipe.learning_rate, set recipe.gradient_clip=1.0, or train with trainer.precision=32-true"
-        )
+        raise NonFiniteError(f"training diverged at step {step}{_name_ranks(ranks)}: {culprit}; {self._remedy}")
 
     def _culprit(self, loss: Tensor, parameters: Tensor, gradients: Tensor) -> tuple[str, Tensor]:
         """What was first not finite, and a mask `[ranks]` of where.

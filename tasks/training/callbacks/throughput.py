@@ -1,4 +1,4 @@
-"""Images, sequences or tokens per second, and the time that training waits for data."""
+"""Images, sequences, documents or tokens per second, and the time that training waits for data."""
 
 import time
 from functools import lru_cache
@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
-from longseq.tasks.data.units import count_units
+from longseq.tasks.data.units import count_tokens, count_units
 from longseq.tasks.training.callbacks.updates import updated
 
 _KEY = "throughput"
@@ -19,9 +19,10 @@ _KEY = "throughput"
 class Throughput(Callback):
     """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch).
 
-    It logs a window of `log_every_n_steps` updates at a time; `unit` is that of `longseq.tasks.data.units`. The clock
-    runs while a batch is loaded and trained on, not during validation and checkpoints. Each window waits for the device
-    once. `rate` (units per second) and `data_wait_ms` are means over the whole run, including the time before a resume.
+    Of documents it also logs `throughput/tokens_per_second`. It logs a window of `log_every_n_steps` updates at a time;
+    `unit` is that of `longseq.tasks.data.units`. The clock runs while a batch is loaded and trained on, not during
+    validation and checkpoints. Each window waits for the device once. `rate` (units per second), `token_rate` and
+    `data_wait_ms` are means over the whole run, including the time before a resume.
 
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
@@ -39,6 +40,10 @@ class Throughput(Callback):
     @property
     def rate(self) -> float | None:
         return self._run.rate
+
+    @property
+    def token_rate(self) -> float | None:
+        return self._run.token_rate
 
     @property
     def data_wait_ms(self) -> float | None:
@@ -70,17 +75,22 @@ class Throughput(Callback):
         due = updated(trainer, batch_idx) and trainer.global_step % every == 0
         if due and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        self._window.add(count_units(batch), time.perf_counter() - self._batch_started, self._clock.take())
+        self._window.add(
+            count_units(batch), count_tokens(batch) or 0, time.perf_counter() - self._batch_started, self._clock.take()
+        )
         if not due:
             return
         if trainer.world_size > 1:
-            units = torch.tensor(float(self._window.units), device=pl_module.device)
-            self._window.units = int(trainer.strategy.reduce(units, reduce_op="sum"))
+            # as whole numbers: float32 would round many tokens
+            sizes = torch.tensor([self._window.units, self._window.tokens], device=pl_module.device)
+            self._window.units, self._window.tokens = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
         if trainer.logger is not None:
             measured = {
                 f"throughput/{self.unit}_per_second": self._window.rate or 0.0,
                 "throughput/data_wait_ms": self._window.data_wait_ms or 0.0,
             }
+            if (tokens := self._window.token_rate) is not None:
+                measured["throughput/tokens_per_second"] = tokens
             if (used := self._utilisation(trainer, pl_module, batch)) is not None:
                 measured["throughput/mfu"] = used
             trainer.logger.log_metrics(measured, step=trainer.global_step - 1)
@@ -123,24 +133,32 @@ class _Window:
     def __init__(self) -> None:
         self.batches = 0
         self.units = 0
+        self.tokens = 0
         self.seconds = 0.0
         self.waited = 0.0
 
-    def add(self, units: int, seconds: float, waited: float) -> None:
+    def add(self, units: int, tokens: int, seconds: float, waited: float) -> None:
         self.batches += 1
         self.units += units
+        self.tokens += tokens
         self.seconds += seconds
         self.waited += waited
 
     def merge(self, other: "_Window") -> None:
         self.batches += other.batches
         self.units += other.units
+        self.tokens += other.tokens
         self.seconds += other.seconds
         self.waited += other.waited
 
     @property
     def rate(self) -> float | None:
         return self.units / self.seconds if self.seconds > 0 else None
+
+    @property
+    def token_rate(self) -> float | None:
+        """None for batches that are not of documents."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
     @property
     def data_wait_ms(self) -> float | None:

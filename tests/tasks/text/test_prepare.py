@@ -6,8 +6,10 @@ import csv
 import errno
 import gzip
 import json
+import lzma
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +57,10 @@ def write_saved(path: Path, texts: list[str]) -> None:
     pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).save_to_disk(str(path))
 
 
+def write_array(path: Path, texts: list[str]) -> None:
+    path.write_bytes(b"\xef\xbb\xbf\n" + json.dumps([{"text": text} for text in texts], indent=1).encode())
+
+
 def write_compressed(path: Path, texts: list[str]) -> None:
     write_jsonl(path, texts)
     path.write_bytes(gzip.compress(path.read_bytes()))
@@ -63,6 +69,7 @@ def write_compressed(path: Path, texts: list[str]) -> None:
 WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
     "a.jsonl": write_jsonl,
     "a.jsonl.gz": write_compressed,
+    "a.json": write_array,
     "a.csv": write_csv,
     "a.tsv": write_csv,
     "a.parquet": write_parquet,
@@ -234,7 +241,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._SplitWriter, "_write", full)
+        patch.setattr(module.SplitWriter, "_write", full)
         with pytest.raises(ValueError, match="the disk is full; make room, and the same command goes on"):
             run(tmp_path / "a.jsonl", tmp_path / "out")
     assert documents(run(tmp_path / "a.jsonl", tmp_path / "out")) == split_texts(TEXTS)
@@ -281,8 +288,26 @@ def test_the_command_tells_what_it_made(
     assert f"train {len(expected['train'])} documents of " in found
     assert "left out: 30 duplicates" in found
     assert "longseq train task=lm data=tokens data.root=out" in found
-    assert command("task=lm", "input=a.jsonl", "output=none", "validation=0") == 0
-    assert "validation has no document, which training needs" in capsys.readouterr().out
+    assert command("task=lm", "input=a.jsonl", "output=none", "validation=0", "tokenizer=train:9999") == 0
+    found = capsys.readouterr().out
+    assert "validation has no document, which training needs" in found
+    assert re.search(r"the vocabulary has \d+ tokens and not 9,999", found)
+
+
+def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
+    name = os.fsdecode(b"a\xff.txt")
+    (tmp_path / name).write_bytes(b"\xff")
+    (tmp_path / "b.txt").write_text("text")
+    run(tmp_path, tmp_path / "out")
+    (told,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["malformed"]
+    assert told.encode().endswith(b"a\\xff.txt: bytes that are no UTF-8")
+
+
+def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["no such letter", "a Quill"])
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).to_dict()["json"], encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2 holds the separator, token \d+: give separator=TOKEN"):
+        run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"), separator="Q")
 
 
 @pytest.mark.parametrize(
@@ -304,6 +329,11 @@ def test_the_command_tells_what_it_made(
         (["input=a.jsonl", "output=out", "tokenizer=nowhere"], "tokenizer=nowhere is no file"),
         (["input=a.jsonl", "output=out", "tokenizer=train:many"], "give train:SIZE, such as train:16384"),
         (["input=a.jsonl", "output=out", "tokenizer=train:100"], "a vocabulary needs the 256 bytes and the separator"),
+        (["input=a.jsonl", "output=out", "separator=x"], "separator=x: the tokens of tokenizer=bytes have a separator"),
+        (["input=a.jsonl", "output=out", "tokenizer=train:300", "separator=x"], "tokenizer=train:300 have a separator"),
+        (["input=a.jsonl.xz", "output=out"], "a.jsonl.xz: compressed by xz: decompress it; of compressed files only"),
+        (["input=long.csv", "output=out"], "long.csv has no column 'text': give column=NAME, one of long, ..."),
+        (["input=bytes.parquet", "output=out"], "the column 'text' of bytes.parquet is of the type binary, which is"),
         (["input=a.jsonl", "output=out", "test=0.6", "validation=0.4"], "leave nothing to train on"),
     ],
 )
@@ -318,7 +348,10 @@ def test_mistakes_are_one_line(
     write_jsonl(Path("a.jsonl"), TEXTS)
     write_csv(Path("a.csv"), TEXTS)
     Path("a.parquet").write_bytes(b"PAR1 and no more")
+    write_parquet(Path("bytes.parquet"), [b"text"])  # type: ignore[list-item]
     Path("bad.jsonl").write_text("{\n[\n")
+    Path("a.jsonl.xz").write_bytes(lzma.compress(b"{}"))
+    Path("long.csv").write_text(f"long,{'x' * 1000}\n")
     Path("empty.jsonl").touch()
     Path("empty").mkdir()
     before = sorted(os.listdir())

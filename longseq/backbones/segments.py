@@ -1,0 +1,466 @@
+"""Documents that are longer than memory: a classifier reads them in segments, with carried state.
+
+    logits = read_in_segments(classifier, tokens, segment=8192)
+
+A model that reads forward goes through the document once; the recurrent state of each layer and what pooling has
+gathered so far go from segment to segment, and memory does not grow with the document. A model that also reads
+backward goes through the document layer by layer, and keeps one layer's features of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.pooling import Pooling
+from longseq.blocks.precision import at_least_float32
+from longseq.blocks.recompute import checkpoint_if
+from longseq.blocks.sharding import has_shards, unsharded_class
+from longseq.kernels.packing import Packing
+from longseq.mixers import Mixer
+from longseq.mixers.attention import SoftmaxAttention
+from longseq.mixers.base import required
+from longseq.mixers.directions import Directions
+from longseq.mixers.registry import name_of
+from longseq.mixers.window_attention import WindowAttention
+from longseq.state import fill_state, map_state, state_tensors
+
+# What pooling has gathered of the tokens of a document so far.
+Gathered = tuple[Tensor, ...]
+# The numbers of documents, and their pooled features `[P, D]`.
+Pooled = tuple[tuple[int, ...], Tensor]
+
+
+def read_in_segments(
+    model: TextClassifier,
+    tokens: Tensor,
+    *,
+    cu_seqlens: Tensor | Packing | None = None,
+    mask: Tensor | None = None,
+    segment: int,
+    gradient_segments: int | None = None,
+) -> Tensor:
+    """Classify documents; the logits are those of `model(tokens, ...)`, which reads them at once.
+
+    Each document is cut at multiples of `segment` tokens from its own start. Neighbouring documents, or a document and
+    the last piece of another, are read together where they fit into a segment. The gradients of a document therefore do
+    not depend on the other documents of its batch.
+
+    Gradients go through all segments by default, and equal those of reading at once: the backward pass reads each
+    segment again, from its saved state. With `gradient_segments=k` the gradients of a document end before its last k
+    segments (truncated backpropagation through time), whose activations are kept; what earlier segments add to the
+    pooled features counts in the logits, but not in the gradients. A stochastic depth is drawn for each segment.
+
+    Args:
+        tokens: `[B, T]`, padded with `mask`, or packed `[1, L]` with `cu_seqlens`; they may be on another device.
+        segment: the most tokens in memory at once, at least 1.
+        gradient_segments: k, at least 1, for models that read forward; None for all.
+
+    Returns:
+        Logits `[N, num_classes]`.
+
+    Raises:
+        ValueError: the model cannot be read in segments (see `check_segments`); `cu_seqlens` or `mask` does not fit
+            `tokens`, or both are given; a document is longer than the model's learned positions.
+    """
+    check_segments(model, gradient_segments)
+    if segment < 1:
+        raise ValueError(f"segment={segment}: a segment has at least 1 token")
+    body = model.body
+    row, bounds = _as_row(tokens, cu_seqlens, mask)
+    longest = max(end - start for start, end in pairwise(bounds))
+    if body.max_length is not None and longest > body.max_length:
+        raise ValueError(
+            f"a document of {longest} tokens is longer than the max_length={body.max_length} of the learned positions: "
+            "truncate it, or train with a larger max_length or without positions"
+        )
+    steps = _choose_gradients(_cut(bounds, segment), gradient_segments)
+    pooling = _RunningPooling(model.pooling)
+    reader = _Stream(body, pooling) if body.direction == "forward" else _Sweep(body, pooling)
+    found = list(reader.read(row, steps))
+    if not found:
+        return model.classify(body.embedding.weight.new_zeros(len(bounds) - 1, body.d_model))
+    vectors = torch.cat([vectors for _, vectors in found])
+    places = torch.tensor([number for numbers, _ in found for number in numbers], device=vectors.device)
+    return model.classify(vectors.new_zeros(len(bounds) - 1, body.d_model).index_copy(0, places, vectors))
+
+
+def find_obstacle(model: nn.Module) -> str | None:
+    """What keeps a model from being read in segments: its class, or its layers that see all tokens; None if nothing."""
+    if not isinstance(model, TextClassifier) or unsharded_class(model).forward is not TextClassifier.forward:
+        return unsharded_class(model).__name__
+    found = {obstacle for block in model.body.blocks if (obstacle := _find_in_layer(block.mixer)) is not None}
+    return " and ".join(sorted(found)) or None
+
+
+def check_segments(model: nn.Module, gradient_segments: int | None = None) -> None:
+    """Raise ValueError, in one line with the remedy, if a classifier cannot be read in segments."""
+    if (obstacle := find_obstacle(model)) is not None:
+        raise ValueError(
+            f"{obstacle} cannot be read in segments: take window_attention or a mixer with a state of constant size, "
+            "in a hybrid for these layers, or read whole documents (data.segment=null)"
+        )
+    body: TokenBackbone = model.body  # type: ignore[assignment]
+    if has_shards(model):
+        raise ValueError("a model with sharded weights reads whole documents (data.segment=null); take trainer=ddp")
+    if gradient_segments is None:
+        return
+    if gradient_segments < 1:
+        raise ValueError(f"gradient_segments={gradient_segments}: give at least 1, or null for all segments")
+    if body.direction != "forward":
+        raise ValueError(
+            f"gradient_segments={gradient_segments}: a model with direction={body.direction} reads the document from "
+            "its end too, and its gradients go through all segments: leave data.gradient_segments=null"
+        )
+
+
+def memory_per_token(model: TextClassifier) -> int:
+    """Bytes that reading in segments, without gradients, keeps of each token of a document; 0 for forward models.
+
+    A model that also reads backward keeps the features of one layer, and the backward reading of that layer.
+    """
+    body = model.body
+    if body.direction == "forward":
+        return 0
+    weight = body.embedding.weight
+    residual = max(4, weight.element_size()) if body.residual_in_float32 else weight.element_size()
+    readings = [block.mixer for block in body.blocks if isinstance(block.mixer, Directions)]
+    widths = [
+        body.d_model if one.share == "none" else required(one.readers[0].out_proj).in_features for one in readings
+    ]
+    return body.d_model * residual + max(widths, default=0) * weight.element_size()
+
+
+def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
+    """The layer that has to see all tokens at once, None if there is none."""
+    for mixer in reading.readers:
+        name = name_of(type(mixer)) or type(mixer).__name__
+        if isinstance(mixer, SoftmaxAttention) and not isinstance(mixer, WindowAttention):
+            return f"{name} without a window"
+        if mixer.growing_state:
+            return f"{name}, whose state keeps every token,"
+        if not getattr(mixer, "causal", True) and not isinstance(mixer, WindowAttention):
+            return f"{name}, which sees all tokens at once,"
+    return None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The pieces of documents that are read together: the tokens from `start` to `stop` of the row.
+
+    Only the first piece can continue a document of the step before, `offset` tokens long so far, and only the last one
+    can go on in the next step; a piece that goes on is the only one. `left` counts the steps that its document still
+    has. `borders` are those of the pieces, from 0 on; `documents` are their numbers.
+    """
+
+    start: int
+    borders: tuple[int, ...]
+    documents: tuple[int, ...]
+    offset: int
+    left: int
+    has_gradient: bool = True
+    recompute: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.borders[-1]
+
+    @property
+    def continues(self) -> bool:
+        return self.offset > 0
+
+    @property
+    def goes_on(self) -> bool:
+        return self.left > 0
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """The numbers of the documents that end in this step."""
+        return () if self.goes_on else self.documents
+
+    def packing(self, device: torch.device, before: int = 0, after: int = 0) -> Packing | None:
+        """The borders of the pieces, with more tokens around the first and the last; None for a single one."""
+        inner = [border + before for border in self.borders[1:-1]]
+        return _pack([0, *inner, before + self.borders[-1] + after], device)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the step's gradients: none, recorded, or recorded and recomputed."""
+        if not self.has_gradient:
+            with torch.no_grad():
+                return function(*args)
+        return checkpoint_if(self.recompute, function, *args)
+
+
+def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Documents as one row `[L]` of real tokens, and their borders."""
+    if mask is not None:
+        if cu_seqlens is not None:
+            raise ValueError("mask and cu_seqlens are both given; packed documents have no padding, leave the mask out")
+        if mask.shape != tokens.shape:
+            raise ValueError(f"mask has the shape {list(mask.shape)}, and tokens {list(tokens.shape)}")
+        return tokens[mask], [0, *accumulate(mask.sum(1).tolist())]
+    if cu_seqlens is None:
+        batch, length = tokens.shape
+        return tokens.reshape(-1), [number * length for number in range(batch + 1)]
+    if tokens.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, but there are {tokens.shape[0]} rows")
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens.cpu(), tokens.shape[1])
+    return tokens[0], packing.bounds
+
+
+def _cut(bounds: Sequence[int], segment: int) -> list[_Step]:
+    """Steps of at most `segment` tokens: a longer document is cut at multiples of it, and no other is cut."""
+    steps: list[_Step] = []
+    for number, (start, end) in enumerate(pairwise(bounds)):
+        for first in range(start, end, segment):
+            size = min(segment, end - first)
+            last = steps[-1] if steps else None
+            # The pieces of a cut document are whole segments up to the last one, so that they never share a step.
+            if last is not None and last.borders[-1] + size <= segment:
+                borders, documents = (*last.borders, last.borders[-1] + size), (*last.documents, number)
+                steps[-1] = replace(last, borders=borders, documents=documents)
+            else:
+                left = -(-(end - first) // segment) - 1
+                steps.append(_Step(first, (0, size), (number,), first - start, left))
+    return steps
+
+
+def _choose_gradients(steps: list[_Step], gradient_segments: int | None) -> list[_Step]:
+    """Mark the steps with gradients, and recompute them if more steps than may be kept have any."""
+    kept = [gradient_segments is None or step.left < gradient_segments for step in steps]
+    recompute = sum(kept) > (gradient_segments or 1)
+    return [
+        replace(step, has_gradient=gradient, recompute=recompute) for step, gradient in zip(steps, kept, strict=True)
+    ]
+
+
+def _pack(borders: Sequence[int], device: torch.device) -> Packing | None:
+    """The packing of several documents, None for a single one."""
+    return None if len(borders) == 2 else Packing(torch.tensor(borders), device=device)
+
+
+class _RunningPooling:
+    """Pools documents whose features come in pieces; the vectors are those of `longseq.blocks.pooling.Pooling`.
+
+    Attention keeps the largest score so far, and the sums of weights and of weighted features relative to it.
+    """
+
+    def __init__(self, pooling: Pooling) -> None:
+        self.pooling = pooling
+        self.kind = pooling.kind
+
+    def read(self, features: Tensor, step: _Step, gathered: Gathered | None) -> tuple[Tensor, Gathered | None]:
+        """The vectors `[P, D]` of the documents that end in a step, and what the one that goes on has gathered.
+
+        `features` are `[1, T, D]`; `gathered` is what the document that the step continues has so far.
+        """
+        if not (step.continues or step.goes_on):
+            return self.pooling(features, packing=step.packing(features.device)), None
+        size = step.borders[1]
+        own = self._gather(features[:, :size])
+        if gathered is not None:
+            own = self._merge(gathered, own)
+        if step.goes_on:
+            return features.new_zeros(0, features.shape[2]), own
+        vector = self._finish(own).to(features.dtype)[None]
+        if len(step.documents) == 1:
+            return vector, None
+        rest = _pack([border - size for border in step.borders[1:]], features.device)
+        return torch.cat([vector, self.pooling(features[:, size:], packing=rest)]), None
+
+    def _gather(self, features: Tensor) -> Gathered:
+        """Gather the tokens `[1, T, D]` of a piece."""
+        x = at_least_float32(features[0])
+        if self.kind == "mean":
+            return x.sum(0), x.new_tensor(float(len(x)))
+        if self.kind == "max":
+            return (x.amax(0),)
+        if self.kind == "last":
+            return (x[-1],)
+        if self.kind == "first":
+            return (x[0],)
+        score = self.pooling.scores(features)[0]
+        most = score.detach().amax()
+        weight = (score - most).exp()
+        return most, weight.sum(), (weight[:, None] * x).sum(0)
+
+    def _merge(self, one: Gathered, other: Gathered) -> Gathered:
+        """Join what was gathered of tokens and of those after them."""
+        if self.kind == "mean":
+            return one[0] + other[0], one[1] + other[1]
+        if self.kind == "max":
+            return (torch.maximum(one[0], other[0]),)
+        if self.kind in ("last", "first"):
+            return other if self.kind == "last" else one
+        most = torch.maximum(one[0], other[0])
+        scales = (one[0] - most).exp(), (other[0] - most).exp()
+        total, weighted = (scales[0] * x + scales[1] * y for x, y in zip(one[1:], other[1:], strict=True))
+        return most, total, weighted
+
+    def _finish(self, gathered: Gathered) -> Tensor:
+        if self.kind == "mean":
+            return gathered[0] / gathered[1]
+        return gathered[2] / gathered[1] if self.kind == "attention" else gathered[0]
+
+
+class _Stream:
+    """Reads documents once, through all layers of a model that reads forward."""
+
+    def __init__(self, body: TokenBackbone, pooling: _RunningPooling) -> None:
+        self.body, self.pooling = body, pooling
+        self.device = body.embedding.weight.device
+
+    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
+        """The documents that end in each step, with their pooled features."""
+        carried: tuple[Any, Any] = (None, None)
+        for step in steps:
+            tokens = row[None, step.start : step.stop].to(self.device, torch.long)
+            vectors, *carried = step.run(partial(self._read, step), tokens, *carried)
+            yield step.ending, vectors
+
+    def _read(self, step: _Step, tokens: Tensor, state: Any, gathered: Gathered | None) -> tuple[Any, Any, Any]:
+        start = _place(state, len(step.documents), 0, self.body.initial_state, self.body.embedding.weight)
+        features, last = self.body.forward_features(
+            tokens, start, cu_seqlens=step.packing(self.device), output_final_state=step.goes_on
+        )
+        vectors, gathered = self.pooling.read(features, step, gathered)
+        return vectors, last, gathered
+
+
+class _Sweep:
+    """Reads documents layer by layer: each layer from the first segment to the last, from the last to the first, or
+    both ways, with a carried state for each way.
+    """
+
+    def __init__(self, body: TokenBackbone, pooling: _RunningPooling) -> None:
+        self.body, self.pooling = body, pooling
+        self.device = body.embedding.weight.device
+
+    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
+        """The documents that end in each step, with their pooled features."""
+        residual = [
+            step.run(partial(self._embed, step), row[None, step.start : step.stop].to(self.device, torch.long))
+            for step in steps
+        ]
+        for block in self.body.blocks:
+            if isinstance(block.mixer, Directions):
+                self._read_both_ways(block, residual, steps)
+            elif getattr(block.mixer, "causal", True):
+                self._read_one_way(block, residual, steps)
+            else:
+                self._read_windows(block, residual, steps)
+        gathered = None
+        for index, step in enumerate(steps):
+            vectors, gathered = step.run(partial(self._pool, step), residual[index], gathered)
+            residual[index] = None
+            yield step.ending, vectors
+
+    def _embed(self, step: _Step, tokens: Tensor) -> Tensor:
+        if self.body.positions is None:
+            return self.body.embed(tokens, None)
+        places = [torch.arange(end - start) for start, end in pairwise(step.borders)]
+        places[0] += step.offset
+        return self.body.embed(tokens, torch.cat(places)[None].to(self.device))
+
+    def _pool(self, step: _Step, x: Tensor, gathered: Gathered | None) -> tuple[Any, Any]:
+        return self.pooling.read(self.body.norm(x), step, gathered)
+
+    # Each of these replaces the residual `[1, T, D]` of every step by that after the block.
+
+    def _read_both_ways(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
+        orders = range(len(block.mixer.orders))
+        assert list(orders) == [0, 1], "token models read forward, backward, or both ways"
+        backward: list[Any] = [None] * len(steps)
+        state = None
+        for index in reversed(range(len(steps))):
+            step = steps[index]
+            backward[index], state = step.run(partial(self._scan, step, block, 1), residual[index], state)
+        for index, step in enumerate(steps):
+            residual[index], state = step.run(partial(self._join, step, block), residual[index], backward[index], state)
+            backward[index] = None
+
+    def _scan(self, step: _Step, block: Any, order: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """One reading of a step of a layer that reads both ways, and the state for the step after it in its order."""
+        backward = order == 1
+        count = len(step.documents)
+        initial = block.mixer.readers[order].initial_state
+        start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
+        wanted = step.continues if backward else step.goes_on
+        y, last = block.mixer.read_order(
+            order, block.enter(x), start, cu_seqlens=step.packing(x.device), output_final_state=wanted
+        )
+        return y, _row(last, 0) if backward and wanted else last
+
+    def _join(self, step: _Step, block: Any, x: Tensor, backward: Tensor, state: Any) -> tuple[Tensor, Any]:
+        forward, state = self._scan(step, block, 0, x, state)
+        return block.add_branches(x, block.mixer.join([forward, backward])), state
+
+    def _read_one_way(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
+        order = range(len(steps))
+        state = None
+        for index in reversed(order) if block.mixer.reverse else order:
+            step = steps[index]
+            residual[index], state = step.run(partial(self._call, step, block), residual[index], state)
+
+    def _call(self, step: _Step, block: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        backward, count = block.mixer.reverse, len(step.documents)
+        initial = block.mixer.initial_state
+        start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
+        wanted = step.continues if backward else step.goes_on
+        y, last = block(x, start, cu_seqlens=step.packing(x.device), output_final_state=wanted)
+        return y, _row(last, 0) if backward and wanted else last
+
+    def _read_windows(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
+        """Read a layer whose tokens see a window on either side: each step with the tokens around it."""
+        reach = block.mixer.window - 1
+        before: Tensor | None = None
+        for index, step in enumerate(steps):
+            x = residual[index]
+            earlier = x[:, :0] if before is None else before
+            later = self._find_later(residual, steps, index, reach)
+            residual[index] = step.run(partial(self._call_window, step, block), earlier, x, later)
+            before = torch.cat([earlier, x], dim=1)[:, -reach:] if step.goes_on and reach else None
+
+    def _find_later(self, residual: list[Any], steps: list[_Step], index: int, reach: int) -> Tensor:
+        """Up to `reach` tokens of the document that goes on after a step."""
+        found = [residual[index][:, :0]]
+        while steps[index].goes_on and reach > 0:
+            index += 1
+            found.append(residual[index][:, : min(reach, steps[index].borders[1])])
+            reach -= found[-1].shape[1]
+        return torch.cat(found, dim=1)
+
+    def _call_window(self, step: _Step, block: Any, earlier: Tensor, x: Tensor, later: Tensor) -> Tensor:
+        around = earlier.shape[1], later.shape[1]
+        y, _ = block(
+            torch.cat([earlier, x, later], dim=1),
+            cu_seqlens=step.packing(x.device, *around),
+            output_final_state=False,
+        )
+        return y[:, around[0] : around[0] + x.shape[1]]
+
+
+def _place(carried: Any, count: int, row: int, initial_state: Callable[..., Any], like: Tensor) -> Any:
+    """The state before `count` pieces, of which the one at `row` goes on from the state `carried`; None if none does.
+
+    `row` is the first or the last one.
+    """
+    if carried is None or count == 1:
+        return carried
+    fresh = initial_state(count - 1, like.device, like.dtype)
+    pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
+    joined = [torch.cat([own.to(other.dtype), other][:: 1 if row == 0 else -1]) for (_, own), (_, other) in pairs]
+    return fill_state(fresh, joined)
+
+
+def _row(state: Any, index: int) -> Any:
+    """One row of a state, as a batch of one."""
+    return map_state(lambda x: x[index : index + 1], state)

@@ -1,0 +1,95 @@
+"""The configuration keys of document classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from longseq.tasks.document.truncation import Truncation
+from longseq.tasks.training.keys import TaskKeys
+from longseq.tasks.training.options import Length, Range, spell
+
+Fraction = Annotated[float, Range(above=0, below=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentDataKeys:
+    """The keys of `data`, explained in `longseq.tasks.document.data.DocumentData`."""
+
+    name: str
+    source: str
+    root: str | None = None
+    train: str | None = None
+    validation: Fraction | str | None = None
+    test: Fraction | str | None = None
+    text_column: str | None = None
+    label_column: str | Annotated[list[str], Length(1)] | None = None
+    label_delimiter: str | None = None
+    multi_label: bool = False
+    on_bad_line: Literal["skip", "stop"] = "skip"
+    duplicates: Literal["report", "drop"] = "report"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    separator: str | None = None
+    max_length: Annotated[int | None, Range(2)] = None
+    truncation: Truncation = "none"
+    segment: Annotated[int | None, Range(1)] = None
+    gradient_segments: Annotated[int | None, Range(1)] = None
+    class_weights: Literal["none", "balanced"] = "none"
+    packing: Literal["packed", "padded"] = "packed"
+    cache: str | None = None
+    check: bool = True
+    eval_batch_size: Annotated[int | None, Range(1)] = None
+    num_workers: Annotated[int, Range(0)] = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.max_length is None) != (self.truncation == "none"):
+            raise ValueError(
+                f"data.truncation={self.truncation} needs the tokens that are read of a document: give "
+                "data.max_length=NUMBER"
+                if self.max_length is None
+                else f"data.max_length={self.max_length} cuts longer documents: give data.truncation=head, tail, "
+                "head_tail or middle"
+            )
+        if self.gradient_segments is not None and self.segment is None:
+            raise ValueError(
+                f"data.gradient_segments={self.gradient_segments} counts segments: give their length too, "
+                "data.segment=TOKENS"
+            )
+        fractions = [value for value in (self.validation, self.test) if isinstance(value, float)]
+        if sum(fractions) >= 1:
+            raise ValueError(
+                f"data.validation={self.validation} and data.test={self.test} leave nothing to train on: give less "
+                "than 1"
+            )
+        if isinstance(self.label_column, list) and not self.multi_label:
+            raise ValueError(
+                f"data.label_column={spell(self.label_column)} names a column for each label: give "
+                "data.multi_label=true, or one column"
+            )
+        if self.label_delimiter is not None and not self.multi_label:
+            raise ValueError(
+                f"data.label_delimiter={spell(self.label_delimiter)} stands between several labels: give "
+                "data.multi_label=true"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKeys:
+    """The keys of `recipe.loss`, explained in `longseq.tasks.document.module.DocumentTask`."""
+
+    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
+
+
+@dataclass(frozen=True)
+class DocumentKeys(TaskKeys):
+    """The keys of document classifiers."""
+
+    data: type = DocumentDataKeys
+    loss: type | None = LossKeys
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        if config["recipe"].get("model"):
+            raise ValueError("recipe.model is read by no part of task=document: leave it out with ~recipe.model")

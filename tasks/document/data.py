@@ -1,0 +1,436 @@
+"""The data module of document classifiers: labelled documents, packed or padded to batches of a token budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from longseq.models import read as read_model
+from longseq.plugins import plugin_of
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader
+from longseq.tasks.data.module import TaskData
+from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
+from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
+from longseq.tasks.document import sources
+from longseq.tasks.document.assemble import DocumentBatches, Split
+from longseq.tasks.document.config import DocumentDataKeys
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.inputs import DocumentFiles
+from longseq.tasks.document.labels import sort_names, targets_of, unknown_label
+from longseq.tasks.document.prepared import Bare, Labelled, prepare_documents, trained_tokenizer
+from longseq.tasks.document.sampler import DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
+from longseq.tasks.document.splits import LonelyLabelError, divide, find_repeats
+from longseq.tasks.text.store import SPLITS, Integers
+from longseq.tasks.text.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    read_tokenizer,
+    refuse_separator,
+    tokenizer_from_dict,
+    trained_size,
+)
+from longseq.tasks.training.options import read
+from longseq.tokenizer_files import same_tokenizer
+
+_log = logging.getLogger(__name__)
+
+# The split of each stage of a run.
+STAGES = {"train": "train", "val": "validation", "test": "test"}
+
+# Of a model that is saved without its run: the tokens of a batch in evaluation.
+_BUDGET = 65536
+
+
+class DocumentData(TaskData):
+    """Labelled documents for training, validation and test; batches are those of `longseq.tasks.document.batch`.
+
+    `source` names the source of the documents. `files`: `root` is a file (jsonl, csv, tsv, parquet), a saved Hugging
+    Face set, a folder of these, or a folder of text files with a folder for each class; or `train`, `validation` and
+    `test` name such files below it. `text_column` and `label_column` name the columns, by default text and label.
+    `libraries`: Python files of eight installed libraries. A program registers others (see
+    `longseq.tasks.document.sources`), which read `options`.
+
+    `validation` and `test` are files, or the shares of the training documents that are set apart, stratified by label
+    (see `longseq.tasks.document.splits.divide`). A document that is in two splits is told; with `duplicates=drop`
+    training and validation leave out what test has, and training what validation has. A document has one label, or with
+    `multi_label` any number (see `longseq.tasks.document.labels.read_labels`). What cannot be read is left out and
+    listed, or with `on_bad_line=stop` an error. `class_weights=balanced` weights the classes in the loss, each by
+    documents / (classes * documents of the class), or with `multi_label` by documents without / with the label.
+
+    `tokenizer` is bytes, a tokenizer.json or its folder, `train:SIZE` (trained on the training documents), or `init`
+    (that of the checkpoint that `init` gives, which is the default beside `init`; else bytes). Tokens are kept in
+    `cache`, by default `longseq.tasks.text.corpora.cache_folder`, and compared with their checksums with `check`. Of
+    documents of more than `max_length` tokens `truncation` states which ones are read (see
+    `longseq.tasks.document.truncation`).
+
+    `packing` puts the documents of a batch end to end (`packed`) or pads documents of similar lengths (`padded`; see
+    `longseq.tasks.document.sampler`). `batch_size` and `eval_batch_size` count tokens. Which documents make a batch is
+    a function of (`seed`, epoch, place in the epoch). ValueError, in one line, for what the user can mend.
+    """
+
+    info_class = DocumentInfo
+    inputs = DocumentFiles
+
+    def __init__(
+        self,
+        keys: DocumentDataKeys,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        init: str | None = None,
+        stages: Collection[str] = tuple(STAGES),
+        trained: DocumentInfo | None = None,
+    ) -> None:
+        """`init` is the checkpoint with the initial weights. `stages` are those that are run: the documents of others
+        are not opened. `trained` is the info of a trained model, whose tokenizer and classes are taken.
+        """
+        super().__init__()
+        self.keys = keys = read(DocumentDataKeys, vars(keys), "data")
+        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
+        self.seed, self.stages = seed, tuple(stages)
+        self._init, self._trained = init, trained
+        self._source = sources.find(keys)
+        self._splits: dict[str, Split] = {}
+        self._info: DocumentInfo | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> DocumentData:
+        """The data of a configuration; `batch_size` counts tokens."""
+        keys = read(DocumentDataKeys, config["data"], "data")
+        datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], init=config.get("init"))
+        datamodule.setup()
+        return datamodule
+
+    @classmethod
+    def for_evaluation(
+        cls,
+        config: Mapping[str, Any],
+        changes: Mapping[str, Any],
+        *,
+        split: str,
+        trained: DocumentInfo,
+        batch_size: int,
+    ) -> DocumentData:
+        own = config.get("data") or {"name": "given", "source": "files", "multi_label": trained.multi_label}
+        if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
+            raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
+        if changes.get("truncation") == "none":
+            own = {**own, "max_length": None}
+        keys = read(DocumentDataKeys, {**own, **changes}, "data")
+        if keys.multi_label != trained.multi_label:
+            raise ValueError(
+                f"data.multi_label={str(keys.multi_label).lower()}: the model was trained with "
+                f"{'several labels' if trained.multi_label else 'one label'} a document"
+            )
+        budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
+        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0), stages=(split,), trained=trained)
+        datamodule.setup()
+        return datamodule
+
+    @property
+    def info(self) -> DocumentInfo:
+        """What models and checkpoints need to know of the documents; available after `setup`."""
+        assert self._info is not None, "call setup() first"
+        return self._info
+
+    @property
+    def registered_parts(self) -> list[Any]:
+        return [self._source.open] if plugin_of(self._source.open) else []
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """The number of training batches of one device in an epoch."""
+        return len(self._training_sampler())
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of all training documents, after truncation."""
+        return int(self._splits["train"].lengths.sum())
+
+    def split(self, stage: str) -> Split:
+        """The documents of train, val or test; available after `setup`."""
+        return self._splits[stage]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the documents, prepares their tokens where the cache has none; a second call does nothing."""
+        if self._splits:
+            return
+        opened = self._source.open(self.keys)
+        own = {name: find for name, find in opened.splits.items() if name == "train" or name in self._wanted()}
+        divided = [name for name in self._wanted() if name not in own and name != "train"]
+        fractions = self._fractions(opened.splits)
+        if not divided and "train" not in self._wanted():
+            del own["train"]
+        readers = {name: find() for name, find in own.items()}
+        tokenizer = self._choose_tokenizer(opened, readers, fractions)
+        found = {name: self._prepare(reader, tokenizer, name) for name, reader in readers.items()}
+        numbers = {name: np.arange(one.corpus.documents) for name, one in found.items()}
+        if "train" in found and fractions:
+            numbers |= self._divide(found["train"], fractions)
+            found |= {name: found["train"] for name in fractions}
+        found = {name: one for name, one in found.items() if name in self._wanted()}
+        numbers = self._without_repeats(found, {name: numbers[name] for name in found})
+        for name, chosen in numbers.items():
+            if not len(chosen):
+                raise ValueError(f"the {name} split has no document: {_remedy(name)}")
+        self._finish(found, numbers, tokenizer)
+
+    def train_dataloader(self) -> TrainingLoader:
+        sampler = self._training_sampler()
+        return TrainingLoader(
+            DocumentBatches(self._splits["train"], self.batch_size, sampler.longest),  # type: ignore[arg-type]
+            sampler,
+            num_workers=self.keys.num_workers,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
+            **follow(self.trainer),
+        )
+
+    def val_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> BatchLoader:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, stage: str) -> BatchLoader:
+        rank, world_size, _ = find_place(self.trainer)
+        every = self._every(stage, rank=rank, world_size=world_size)
+        return BatchLoader(
+            DocumentBatches(self._splits[stage], every.budget, every.longest),  # type: ignore[arg-type]
+            every,  # type: ignore[arg-type]
+            num_workers=self.keys.num_workers,
+            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
+        )
+
+    def _every(self, stage: str, **place: int) -> EveryDocument:
+        lengths = self._splits[stage].lengths
+        # Where nobody has chosen a budget, the longest document of the split may be longer than a training batch.
+        budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
+        return EveryDocument(lengths, budget, packed=self.keys.packing == "packed", **place)
+
+    def _training_sampler(self) -> DocumentSampler:
+        kind = PackedSampler if self.keys.packing == "packed" else PaddedSampler
+        return kind(
+            self._splits["train"].lengths, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict()
+        )
+
+    def _wanted(self) -> list[str]:
+        return [STAGES[stage] for stage in self.stages]
+
+    def _fractions(self, given: Collection[str]) -> dict[str, float]:
+        """The shares of training documents that are set apart for splits that the source does not have."""
+        found = {}
+        for name in ("validation", "test"):
+            value = getattr(self.keys, name)
+            if name in given:
+                continue
+            if value is None and name in self._wanted():
+                raise ValueError(
+                    f"data.{name}=null: give data.{name}=FILE, or the share of the training documents, such as 0.1"
+                )
+            if isinstance(value, str):
+                raise ValueError(
+                    f"data.{name}={value} is a file, which data.source={self.keys.source} does not read: give "
+                    "data.source=files too"
+                )
+            if value is not None:
+                found[name] = value
+        return found
+
+    def _choose_tokenizer(
+        self, opened: sources.Opened, readers: Mapping[str, sources.Reader], fractions: Mapping[str, float]
+    ) -> Tokenizer | Bare:
+        if opened.vocab_size is not None:
+            trained = self._trained
+            if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
+                raise ValueError(
+                    f"data.source={self.keys.source} has {opened.vocab_size} tokens that stand for no text, and the "
+                    f"model was trained on {'text' if trained.tokenizer else f'{trained.vocab_size} tokens'}"
+                )
+            return Bare(opened.vocab_size)
+        choice, initial = self.keys.tokenizer, self._initial_tokenizer()
+        if self._trained is not None:
+            tokenizer: Tokenizer = self._trained.make_tokenizer()
+            # A trained one is that of the checkpoint, whatever the documents to evaluate are.
+            given = (
+                None
+                if choice in (None, "init") or trained_size(choice)
+                else read_tokenizer(choice, self.keys.separator)
+            )
+            if given is not None and not same_tokenizer(given.to_dict(), tokenizer.to_dict()):
+                raise ValueError(
+                    f"data.tokenizer={choice} is another tokenizer than the model was trained with: leave it out"
+                )
+            return tokenizer
+        if choice == "init" or (choice is None and initial is not None):
+            if initial is None:
+                raise ValueError(
+                    "data.tokenizer=init is the tokenizer of the checkpoint with the initial weights: give init=FILE, "
+                    "a model that reads text"
+                )
+            return tokenizer_from_dict(initial, f"init={self._init}")
+        size = None if choice is None else trained_size(choice)
+        if size is not None:
+            refuse_separator(str(choice), self.keys.separator)
+            plain = self._prepare(readers["train"], ByteTokenizer(), "train")
+            numbers = self._divide(plain, fractions)["train"] if fractions else np.arange(plain.corpus.documents)
+            tokenizer = trained_tokenizer(plain, numbers, size, self.keys.cache)
+        else:
+            tokenizer = read_tokenizer(choice or "bytes", self.keys.separator)
+        if initial is not None and not same_tokenizer(tokenizer.to_dict(), initial):
+            raise ValueError(
+                f"data.tokenizer={choice} is another tokenizer than that of init={self._init}, whose embeddings stand "
+                "for other tokens: leave data.tokenizer out"
+            )
+        return tokenizer
+
+    def _initial_tokenizer(self) -> Mapping[str, Any] | None:
+        """The tokenizer of the checkpoint with the initial weights; None without one that reads text."""
+        if self._init is None:
+            return None
+        saved = read_model(self._init, label=f"init={self._init}")
+        data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
+        return data.get("tokenizer") or (saved.text or {}).get("tokenizer")
+
+    def _prepare(self, reader: sources.Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
+        keys = self.keys
+        given = getattr(keys, split, None)
+        name = Path(given if isinstance(given, str) else keys.root or keys.source).stem
+        reading = {
+            "source": keys.source,
+            "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
+            "options": dict(keys.options),
+        }
+        stop = keys.on_bad_line == "stop"
+        return prepare_documents(
+            name, reader, tokenizer, reading=reading, cache=keys.cache, check=keys.check, stop=stop
+        )
+
+    def _divide(self, found: Labelled, fractions: Mapping[str, float]) -> dict[str, Integers]:
+        corpus = found.corpus
+        assert corpus.labels is not None
+        assert corpus.hashes is not None
+        try:
+            numbers = divide(corpus.labels, found.sets, corpus.hashes, fractions, multi_label=self.keys.multi_label)
+        except LonelyLabelError as error:
+            raise ValueError(
+                f"the class {found.sets[error.number][0]!r} has one document ({found.places[str(error.number)]}), and "
+                "a split by data.validation and data.test needs one to train on and one to measure: give more, leave "
+                "it out, or give files for the splits"
+            ) from None
+        return {name: chosen for name, chosen in numbers.items() if name == "train" or name in fractions}
+
+    def _without_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> dict[str, Integers]:
+        """Tell of documents that two splits have, and with `duplicates=drop` leave them out."""
+        if "train" not in found:
+            return numbers
+        none = np.zeros((0, 2), np.uint64)
+        hashes = {
+            name: np.asarray(found[name].corpus.hashes)[numbers[name]] if name in found else none for name in SPLITS
+        }
+        repeats = find_repeats(hashes)
+        if not len(repeats.train) and not len(repeats.validation):
+            return numbers
+        told = (
+            f"{len(repeats.train)} training documents are in validation or test too, {len(repeats.validation)} "
+            "validation documents in test"
+        )
+        if self.keys.duplicates == "report":
+            _warn(f"{told}: data.duplicates=drop leaves them out of training and validation")
+            return numbers
+        _warn(f"{told}: they are left out of training and validation")
+        for name, repeated in repeats._asdict().items():
+            numbers[name] = np.delete(numbers[name], repeated)
+        return numbers
+
+    def _finish(
+        self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
+    ) -> None:
+        """Name the classes, make the targets and the info, and refuse what cannot be trained on or measured."""
+        keys, trained = self.keys, self._trained
+        labels = {name: np.asarray(one.corpus.labels)[numbers[name]] for name, one in found.items()}
+        if trained is not None:
+            names = trained.class_names
+        else:
+            used = np.unique(labels["train"]).tolist()
+            names = sort_names(label for number in used for label in found["train"].sets[number])
+            if len(names) < 2 and not keys.multi_label:
+                raise ValueError(
+                    f"all {len(labels['train'])} training documents have the label {names[0]!r}: a classifier needs two"
+                )
+            if not names:
+                raise ValueError(f"none of the {len(labels['train'])} training documents has a label")
+        owner = "the training documents" if trained is None else "the model"
+        for name, one in found.items():
+            if (unknown := unknown_label(labels[name], one.sets, one.places, names)) is not None:
+                label, place = unknown
+                shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+                raise ValueError(
+                    f"the label {label!r} ({place}) is none of the {len(names)} classes of {owner}: {shown}"
+                )
+        separator = None if isinstance(tokenizer, Bare) else tokenizer.separator
+        for stage, name in STAGES.items():
+            if name in found:
+                targets = targets_of(labels[name], found[name].sets, names, multi_label=keys.multi_label)
+                self._splits[stage] = Split(
+                    found[name].corpus, numbers[name], targets, separator, keys.max_length, keys.truncation
+                )
+        own = self._splits.get("train")
+        sizes = {stage: split.documents for stage, split in self._splits.items()}
+        if trained is not None:
+            self._info = replace(
+                trained,
+                max_length=keys.max_length,
+                truncation=keys.truncation,
+                segment=keys.segment,
+                gradient_segments=keys.gradient_segments,
+                sizes={**trained.sizes, **sizes},
+            )
+        else:
+            assert own is not None
+            counts = _count(own.targets, len(names))
+            self._info = DocumentInfo(
+                class_names=names,
+                multi_label=keys.multi_label,
+                vocab_size=tokenizer.vocab_size,
+                separator=separator,
+                tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
+                window=int(own.lengths.max()),
+                max_length=keys.max_length,
+                truncation=keys.truncation,
+                segment=keys.segment,
+                gradient_segments=keys.gradient_segments,
+                class_counts=counts,
+                class_weights=_weights(counts, own.documents, keys) if keys.class_weights == "balanced" else None,
+                sizes=dict(sizes),
+            )
+        for stage in self._splits:  # mistakes are told before a run begins
+            if stage != "train":
+                self._every(stage)
+
+
+def _count(targets: Any, classes: int) -> list[int]:
+    counts = np.bincount(targets, minlength=classes) if targets.ndim == 1 else targets.sum(0)
+    return [int(count) for count in counts]
+
+
+def _weights(counts: list[int], documents: int, keys: DocumentDataKeys) -> list[float]:
+    if keys.multi_label:  # a label that all documents have keeps a little weight
+        return [max(1, documents - count) / count for count in counts]
+    return [documents / (len(counts) * count) for count in counts]
+
+
+def _remedy(split: str) -> str:
+    return "give more documents" if split == "train" else f"give more documents, or a larger data.{split}"
+
+
+@rank_zero_only
+def _warn(message: str) -> None:
+    _log.warning(message)

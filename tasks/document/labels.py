@@ -1,0 +1,100 @@
+"""Labels: from the cells of a file to the names of classes, and from these to targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Labels = tuple[str, ...]
+
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+
+def read_labels(
+    values: Sequence[Any], columns: Sequence[str], *, multi_label: bool, delimiter: str | None = None
+) -> Labels:
+    """The labels in the cells `values` of a document, one for each of `columns`.
+
+    One column holds a label, or with `multi_label` a list of them, or text in which `delimiter` stands between labels.
+    Several columns hold 1 or 0, true or false; their names are the labels. ValueError, which names no file, for cells
+    without a label and for several labels where one is expected.
+    """
+    if len(columns) > 1:
+        return tuple(column for column, value in zip(columns, values, strict=True) if _flag(column, value))
+    (column,), (value,) = columns, values
+    if value is None or (value == "" and not multi_label):
+        raise ValueError(f"no label in column {column!r}")
+    if multi_label:
+        several = value if isinstance(value, list | tuple) else _cut(value, delimiter)
+        return tuple(sorted({_name(one, column) for one in several}))
+    if isinstance(value, list | tuple):
+        raise ValueError(f"a list in column {column!r}: give data.multi_label=true for several labels")
+    return (_name(value, column),)
+
+
+def _cut(value: Any, delimiter: str | None) -> list[Any]:
+    if not isinstance(value, str):
+        return [value]
+    parts = [value] if delimiter is None else value.split(delimiter)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _flag(column: str, value: Any) -> bool:
+    found = _FLAGS.get("1" if value in (1, True) else "0" if value in (0, False) else str(value).strip().lower())
+    if found is None:
+        raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")
+    return found
+
+
+def _name(value: Any, column: str) -> str:
+    """A label as text: numbers without a fraction are whole numbers, whatever the file makes of them."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float) and value == value:
+        return str(int(value)) if float(value).is_integer() else str(value)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"no label in column {column!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"no Unicode text in column {column!r}") from None
+    return value
+
+
+def sort_names(names: Iterable[str]) -> list[str]:
+    """The names of classes in their order: that of the alphabet, and of numbers where all are whole numbers."""
+    found = list(set(names))
+    numbers = all(name.removeprefix("-").isdecimal() for name in found)
+    return sorted(found, key=int) if numbers else sorted(found)
+
+
+def targets_of(
+    labels: npt.NDArray[np.int64], sets: Sequence[Labels], class_names: Sequence[str], *, multi_label: bool
+) -> npt.NDArray[Any]:
+    """The targets of documents whose labels are `sets[labels]`: `[N]` int64, or with `multi_label` `[N, C]` float32.
+
+    All labels must be among `class_names` (see `unknown_set`).
+    """
+    place = {name: index for index, name in enumerate(class_names)}
+    if not multi_label:
+        table = np.array([place.get(one[0], -1) for one in sets], np.int64)
+        return table[labels]
+    rows = np.zeros((len(sets), len(class_names)), np.float32)
+    for row, one in zip(rows, sets, strict=True):
+        row[[place[name] for name in one if name in place]] = 1
+    return rows[labels]
+
+
+def unknown_label(
+    labels: npt.NDArray[np.int64], sets: Sequence[Labels], places: Mapping[str, str], class_names: Iterable[str]
+) -> tuple[str, str] | None:
+    """A label of documents that is not in `class_names`, and the place of its first document; None if there is none."""
+    known = set(class_names)
+    for number in np.unique(labels).tolist():
+        for name in sets[number]:
+            if name not in known:
+                return name, places[str(number)]
+    return None

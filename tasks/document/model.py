@@ -1,0 +1,125 @@
+"""The models of this task: classifiers on the body of a token model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from torch import nn
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.backbones.segments import check_segments
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.document import linear
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.model import TaskModel, without_weights
+from longseq.tasks.training.options import Range, read
+from longseq.tasks.training.token_model import BodyKeys, build_seeded, check_alike, check_tokenizer, have_one_tokenizer
+
+# The classifier, as `config.model` names it.
+MODEL = "document"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentModelKeys(BodyKeys):
+    """The keys of `model`, explained in `longseq.backbones.classifier.TextClassifier` and `TokenBackbone`."""
+
+    name: Literal["document"]
+    pooling: Literal["mean", "max", "last", "first", "attention"] | None = None
+    head_dropout: Annotated[float | None, Range(0, below=1)] = None
+    share_directions: Literal["projections", "all", "none"] | None = None
+    merge: Literal["sum", "mean"] | None = None
+
+
+class DocumentModel(TaskModel):
+    """Builds the classifier that `config.model` describes, for the classes and the vocabulary of the documents."""
+
+    starts_from = ("lm",)
+
+    def build(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
+        """The model of a configuration. Options that are null there take the model's own defaults.
+
+        The linear model is empty until the run fits it.
+        """
+        if config["model"]["name"] == linear.MODEL:
+            keys = read(linear.LinearModelKeys, config["model"], "model")
+            return LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
+        model = build_classifier(config, info.num_classes, info.vocab_size, info.window)
+        _check_positions(model, info)
+        return model
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        if config["model"]["name"] == linear.MODEL:
+            linear.check(config)
+            return
+        if config["model"]["name"] == MODEL:
+            read(DocumentModelKeys, config["model"], "model")
+        with without_weights():
+            model = build_classifier(config, num_classes=2, vocab_size=2, longest=2)
+        if config["data"].get("segment") is not None:
+            check_segments(model, config["data"].get("gradient_segments"))
+            if config.get("compile") is not None:
+                raise ValueError(
+                    f"compile={config['compile']}: segments of documents have no fixed shapes; leave compile out, or "
+                    "read whole documents with data.segment=null"
+                )
+
+    def start_from(self, model: Any, loaded: Loaded, info: DocumentInfo) -> None:
+        """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
+
+        Of a classifier with the same classes the pooling and the head are copied, too.
+        """
+        trained: Any = loaded.backbone
+        if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
+            raise ValueError(
+                f"init={loaded.path}: a linear model is fitted to the training documents; it starts from no other "
+                "model, and no other from it: leave init out"
+            )
+        check_tokenizer(loaded, info.tokenizer)
+        is_classifier = isinstance(trained, TextClassifier)
+        body: TokenBackbone = trained.body if is_classifier else trained
+        # `load_body` checks these itself; their messages need no other key than their names.
+        free = ("vocab_size", "tie_embeddings", "direction", "share_directions", "merge")
+        check_alike(model.body, body, ignored=free)
+        try:
+            model.load_body(body)
+        except ValueError as error:
+            raise ValueError(f"init={loaded.path}: {error}") from error
+        if not is_classifier:
+            return
+        if trained.pooling.kind == model.pooling.kind:
+            model.pooling.load_state_dict(trained.pooling.state_dict())
+        if loaded.data.get("class_names") == info.class_names:
+            model.head.load_state_dict(trained.head.state_dict())
+
+    def check_reads(self, model: Any, trained: DocumentInfo, found: DocumentInfo) -> None:
+        """Raise ValueError if a model that was trained on documents of `trained` cannot read those of `found`."""
+        own, its = found.tokenizer, trained.tokenizer
+        if found.vocab_size != trained.vocab_size or not have_one_tokenizer(own, its):
+            raise ValueError("the data has another tokenizer than the model was trained with")
+        if not isinstance(model, LinearTextClassifier):
+            _check_positions(model, found)
+
+
+def build_classifier(config: Mapping[str, Any], num_classes: int, vocab_size: int, longest: int) -> TextClassifier:
+    """The classifier of a configuration; `longest` is the length of learned positions where `max_length` is null.
+
+    ValueError, in one line, for another model and for options that the model does not have.
+    """
+    if config["model"]["name"] != MODEL:
+        raise ValueError(
+            f"task=document trains classifiers: take model=document or linear in place of {config['model']['name']}"
+        )
+    return build_seeded(TextClassifier, config, longest, num_classes=num_classes, vocab_size=vocab_size)
+
+
+def _check_positions(model: Any, info: DocumentInfo) -> None:
+    most = model.body.max_length
+    if most is not None and info.window > most:
+        raise ValueError(
+            f"the model has learned positions for {most} tokens, and the longest document {info.window}: cut documents "
+            f"by data.max_length={most} data.truncation=head"
+        )

@@ -1,0 +1,217 @@
+"""The task of a document classifier: the class, or the labels, of each document of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn import functional
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.backbones.segments import check_segments, read_in_segments
+from longseq.kernels.packing import Packing
+from longseq.models import CHECKPOINT_CONFIG, build
+from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.linear import LinearModelKeys, fit_linear, read_documents
+from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
+from longseq.tasks.training.metrics import MeanLoss
+from longseq.tasks.training.module import TrainedModule
+from longseq.tasks.training.recipe import Training
+
+
+class DocumentTask(TrainedModule):
+    """Trains and measures a classifier on whole documents, packed or padded.
+
+    The loss of a document is the cross-entropy of its class; of several labels the mean over the labels of the binary
+    cross-entropies. An update minimises the mean over all of its documents, whatever batch and process they are in;
+    `train/loss` is this mean. `class_weights` are those of `DocumentInfo`: they multiply the loss of a document by the
+    weight of its class, or the binary cross-entropies of a document's own labels by the weights of these labels.
+    `label_smoothing` takes a part of the target's probability and spreads it evenly over the classes; with several
+    labels it moves each target towards 1/2. Losses of validation and test have neither.
+
+    Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
+    `longseq.tasks.document.metrics.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths that has
+    documents. After a test, `confusion_matrix` has the counts of classes `[true, predicted]`, of several labels `[C,
+    true, predicted]`, and `documents_by_length` the documents of each bin.
+    """
+
+    confusion_matrix: Tensor | None = None
+    documents_by_length: Mapping[str, int] | None = None
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        info: DocumentInfo,
+        label_smoothing: float = 0.0,
+        training: Training | None = None,
+    ) -> None:
+        super().__init__(backbone, training)
+        self.info = info
+        self.label_smoothing = label_smoothing
+        self._class_weights: Tensor | None
+        weights = None if info.class_weights is None else torch.tensor(info.class_weights)
+        self.register_buffer("_class_weights", weights, persistent=False)
+        self._train_read = self.compiled(self._read)
+        if info.segment and not isinstance(backbone, LinearTextClassifier):
+            check_segments(backbone, info.gradient_segments)
+        self.val_metrics, self.test_metrics = _metrics(info), _metrics(info)
+        self._confusion = make_confusion_matrix(info.num_classes, info.multi_label)
+        self._by_length = ScoresByLength(info.num_classes, info.multi_label)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
+    ) -> DocumentTask:
+        loss = config["recipe"].get("loss") or {} if training else {}
+        if isinstance(backbone, LinearTextClassifier):
+            keys = LinearModelKeys(**config["model"]) if training else None
+            return LinearTask(backbone, info=info, keys=keys, training=training)
+        return cls(backbone, info=info, label_smoothing=loss.get("label_smoothing", 0.0), training=training)
+
+    def forward(self, inputs: DocumentInputs) -> Tensor:
+        """Logits `[N, C]` of the N places of a batch; those of empty places mean nothing."""
+        return self._read(inputs.tokens, _packing_of(inputs), inputs.mask)
+
+    def _read(self, tokens: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:
+        if self.info.segment and isinstance(self.backbone, TextClassifier):
+            lengths = {"segment": self.info.segment, "gradient_segments": self.info.gradient_segments}
+            return read_in_segments(self.backbone, tokens, cu_seqlens=packing, mask=mask, **lengths)
+        return self.backbone(tokens, packing, mask)
+
+    def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
+        self.seed_batch(batch_idx)
+        inputs, targets = batch
+        logits = self._train_read(inputs.tokens, _packing_of(inputs), inputs.mask)
+        return self.mean_of_update(self._summed_loss(logits, targets, inputs.numbers >= 0))
+
+    def count_targets(self, batch: DocumentBatch) -> int:
+        """The number of documents of a batch."""
+        return batch[0].units
+
+    def evaluate_batch(self, batch: DocumentBatch, metrics: Any, stage: str) -> None:
+        """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
+        inputs, targets = batch
+        real = inputs.numbers >= 0
+        logits, targets = self(inputs)[real].float(), targets[real]
+        if self.info.multi_label:
+            probabilities, classes = logits.sigmoid(), targets.long()
+            losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
+        else:
+            probabilities, classes = logits.softmax(dim=1), targets
+            losses = functional.cross_entropy(logits, targets, reduction="none")
+        update_scores(metrics, probabilities, classes)
+        if len(targets):
+            metrics["loss"].update(losses.mean(), weight=len(targets))
+        for name, metric in metrics.items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
+        if stage == "test":
+            self._by_length.update(probabilities, classes, inputs.whole_lengths[real])
+            if len(targets):
+                self._confusion.update(probabilities, classes)
+
+    def on_test_epoch_end(self) -> None:
+        scores, self.documents_by_length = self._by_length.compute()
+        self._by_length.reset()
+        # All processes have the same values; sync_dist says so to Lightning.
+        self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
+        self.confusion_matrix = self._confusion.compute().cpu()
+        self._confusion.reset()
+
+    def observe(self, batch: DocumentBatch, examples: int) -> None:
+        """Run the first documents of a batch through the body of the model, for the diagnostics of the mixers."""
+        inputs = batch[0]
+        body: Any = self.backbone
+        if inputs.cu_seqlens is None:
+            mask = None if inputs.mask is None else inputs.mask[:examples]
+            body.forward_features(inputs.tokens[:examples], None, mask)
+        else:
+            borders = inputs.cu_seqlens[: examples + 1]
+            body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
+
+    def count_flops(self, batch: DocumentBatch) -> int:
+        """The operations of a training step on a batch: three times those of a forward pass over its documents.
+
+        A backward pass counts as two forward passes. Recomputation with `recompute` is not counted.
+        """
+        flops: Any = cache(self.backbone.flops)  # type: ignore[arg-type]
+        return 3 * sum(flops(length) for length in batch[0].lengths.tolist() if length)
+
+    def _summed_loss(self, logits: Tensor, targets: Tensor, real: Tensor) -> Tensor:
+        """The sum `[]` of the losses of the documents in the places `real [N]`."""
+        logits, smoothing, weights = logits.float(), self.label_smoothing, self._class_weights
+        if self.info.multi_label:
+            softened = targets * (1 - smoothing) + smoothing / 2
+            losses = functional.binary_cross_entropy_with_logits(logits, softened, reduction="none")
+            if weights is not None:
+                losses = losses * torch.where(targets > 0, weights, 1.0)
+            losses = losses.mean(dim=1)
+        else:
+            losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+            if weights is not None:
+                losses = losses * weights[targets.clamp(min=0)]
+        return torch.where(real, losses, 0.0).sum()
+
+
+class LinearTask(DocumentTask):
+    """Fits the linear model to all training documents at once, and measures it as any other.
+
+    The fit is the beginning of a run. What follows is an epoch of one batch without a learning rate, after which the
+    Trainer validates, saves and tests. Each of several processes fits the same model. `keys` are those of the model;
+    without them the task only measures.
+    """
+
+    def __init__(
+        self,
+        backbone: LinearTextClassifier,
+        *,
+        info: DocumentInfo,
+        keys: LinearModelKeys | None = None,
+        training: Training | None = None,
+    ) -> None:
+        super().__init__(backbone, info=info, training=training)
+        self.keys = keys
+
+    @property
+    def epochs_trained(self) -> float:
+        """All training documents are read once."""
+        return 1
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage != TrainerFn.FITTING:
+            return
+        assert self.keys is not None, "this module only measures"
+        trainer: Any = self.trainer
+        data: Any = trainer.datamodule
+        self.backbone = fit_linear(read_documents(data.split("train")), data.info, self.keys)
+        trainer.limit_train_batches = 1
+        trainer.fit_loop.max_epochs = trainer.check_val_every_n_epoch = self.last_update = 1
+        trainer.val_check_interval = 1.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Another number of n-grams is another shape of the weights.
+        text, device = self.backbone.text, self.device
+        self.backbone = build(checkpoint[CHECKPOINT_CONFIG]).to(device)
+        self.backbone.text = text
+        super().on_load_checkpoint(checkpoint)
+
+
+def _packing_of(inputs: DocumentInputs) -> Packing | None:
+    """The borders of the documents of a batch; None where rows are padded."""
+    if inputs.cu_seqlens is None:
+        return None
+    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
+
+
+def _metrics(info: DocumentInfo) -> nn.ModuleDict:
+    return nn.ModuleDict({"loss": MeanLoss(), **make_scores(info.num_classes, info.multi_label)})

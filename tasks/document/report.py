@@ -1,0 +1,93 @@
+"""What a run of a document classifier reports beside its metrics: the linear model, lengths, classes, and commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.linear import LinearBaseline
+from longseq.tasks.document.metrics import BINS, LENGTHS
+from longseq.tasks.document.module import DocumentTask
+from longseq.tasks.report import Report
+
+# The most classes whose confusion matrix metrics.json holds.
+_MOST_CLASSES = 100
+
+# The bins of lengths in words.
+_LENGTHS = dict(
+    zip(BINS, [*(f"up to {length:,} tokens" for length in LENGTHS), f"over {LENGTHS[-1]:,} tokens"], strict=True)
+)
+
+
+class DocumentReport(Report):
+    """Adds the linear model's metrics, the documents by length, the confusion matrix and the figures of each class."""
+
+    headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
+
+    def extras(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, Any]:
+        counts = module.confusion_matrix
+        found: dict[str, Any] = {}
+        if (baseline := _baseline(module)) is not None:
+            found |= {f"{split}/linear_{name}": value for name, value in baseline.scores.items()}
+        if module.documents_by_length is not None:
+            found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
+        if counts is not None:
+            found[f"{split}/per_class"] = per_class(counts, info)
+            if info.num_classes <= _MOST_CLASSES:
+                found[f"{split}/confusion_matrix"] = counts.tolist()
+        return found
+
+    def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
+        found = module.documents_by_length or {}
+        return {
+            f"{split}/documents": sum(found.values()),
+            **{f"{split}/documents_{name}": n for name, n in found.items()},
+        }
+
+    def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
+        measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
+        rows = [
+            (f"accuracy {_LENGTHS[name]}", f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents")
+            for name, count in found.items()
+        ]
+        if (baseline := _baseline(module)) is not None:
+            rows.append(("linear model", baseline.describe()))
+        return rows
+
+    def next_commands(self, checkpoint: str) -> list[str]:
+        return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]
+
+
+def per_class(counts: Tensor, info: DocumentInfo) -> list[dict[str, Any]]:
+    """For each class its precision, recall and F1 score (None where no document decides them), and its documents.
+
+    `counts` is the confusion matrix of the task, `[C, C]`, or `[C, 2, 2]` for several labels.
+    """
+    right = counts[:, 1, 1] if info.multi_label else counts.diagonal()
+    true = counts[:, 1].sum(dim=1) if info.multi_label else counts.sum(dim=1)
+    predicted = counts[:, :, 1].sum(dim=1) if info.multi_label else counts.sum(dim=0)
+    return [
+        {
+            "class": name,
+            "precision": _share(hits, chosen),
+            "recall": _share(hits, documents),
+            "f1": _share(2 * hits, chosen + documents),
+            "documents": documents,
+        }
+        for name, hits, documents, chosen in zip(
+            info.class_names, right.tolist(), true.tolist(), predicted.tolist(), strict=True
+        )
+    ]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _baseline(module: DocumentTask) -> LinearBaseline | None:
+    """The callback that has measured the linear model; None where the run has none or is of that model itself."""
+    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+    found = next((callback for callback in callbacks if isinstance(callback, LinearBaseline)), None)
+    return found if found is not None and found.documents else None

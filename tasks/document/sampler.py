@@ -1,0 +1,185 @@
+"""The documents of each batch: pure functions of the seed, the epoch and the place in the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from longseq.tasks.data.sampler import UpdateSampler
+from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.document.rows import Group, group, pack, row_count, slots_of
+from longseq.tasks.text.store import Integers
+
+# Seeds the order of documents in evaluation, which mixes the classes of sorted files.
+_EVALUATION = 0
+
+
+class Chosen(NamedTuple):
+    """The documents of a batch by their numbers in the split; the batch has `places` of them.
+
+    `length` is that of a padded batch; None for a packed one, whose length is the token budget.
+    """
+
+    documents: list[int]
+    places: int
+    length: int | None = None
+
+
+class DocumentSampler(UpdateSampler[Chosen]):
+    """Yields the documents of each training batch; `batch_size` is the token budget of a device.
+
+    `lengths` are the tokens of each document of the split, after truncation. `places`, where it is not None, is that of
+    all batches. ValueError for documents that are longer than the budget, or too few.
+    """
+
+    repeats = 1
+    places: int | None
+
+    def __init__(
+        self,
+        lengths: Integers,
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
+    ) -> None:
+        super().__init__(batch_size, seed=seed, rank=rank, world_size=world_size, accumulate=accumulate)
+        self.lengths = lengths
+        self.num_samples = len(lengths)
+        self.longest = int(lengths.max())
+        if self.longest > batch_size:
+            devices = f" on {self.parts} devices or accumulated batches" if self.parts > 1 else ""
+            raise ValueError(
+                f"the longest training document has {self.longest} tokens, and a batch holds {batch_size} "
+                f"(recipe.batch_size={self.effective_batch_size}{devices}): give "
+                f"recipe.batch_size={self.longest * self.parts} or more, or cut documents with data.max_length=NUMBER "
+                "data.truncation=head, tail, head_tail or middle"
+            )
+
+
+class PackedSampler(DocumentSampler):
+    """Yields documents that fill rows (see `longseq.tasks.document.rows`).
+
+    An effective batch is cut into rows of equal length, whose number depends on its size and on the documents' lengths
+    alone; the devices and the accumulated batches share the rows out. Each epoch packs all documents anew, in its own
+    order. Rows that do not fill an effective batch are left out: those with the last documents of the order.
+    """
+
+    def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
+        super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
+        effective = self.effective_batch_size
+        self.rows = row_count(lengths, effective)
+        if self.rows % self.parts:
+            raise ValueError(
+                f"recipe.batch_size={effective} is {self.rows} rows, which documents of up to {self.longest} tokens "
+                f"fill and {self.parts} devices or accumulated batches cannot share evenly: give "
+                f"recipe.batch_size={effective * self.parts}, or data.packing=padded"
+            )
+        self.row = effective // self.rows
+        self.slots = slots_of(lengths, self.row)
+        # The sequences of padding that fill a batch up are no longer than the longest document.
+        self.places = self.slots * self.rows // self.parts + -(-batch_size // self.longest)
+        self._updates = len(self._pack(0)) // self.rows
+        if self._updates == 0:
+            raise ValueError(
+                f"the training split has {int(lengths.sum())} tokens in {len(lengths)} documents, and an update needs "
+                f"{effective} (recipe.batch_size): give more documents, or a smaller recipe.batch_size"
+            )
+
+    @property
+    def updates(self) -> int:
+        return self._updates
+
+    def shuffle(self) -> Callable[[int, int], Chosen]:
+        rows = self._pack(self.epoch)
+        again = 0
+        while len(rows) < self.updates * self.rows:  # an epoch that packs better begins a second pass at its end
+            again += 1
+            rows += self._pack(self.epoch, again)
+
+        def give(update: int, part: int) -> Chosen:
+            own = rows[update * self.rows + part : (update + 1) * self.rows : self.parts]
+            return Chosen([number for row in own for number in row], self.places)  # type: ignore[arg-type]
+
+        return give
+
+    def _pack(self, *draw: int) -> list[list[int]]:
+        order = np.random.default_rng(derive_seed(self.seed, *draw)).permutation(self.num_samples).tolist()
+        return list(pack(self.lengths, order, self.row, self.slots))
+
+
+class PaddedSampler(DocumentSampler):
+    """Yields documents of similar lengths, in groups that `longseq.tasks.document.rows.group` makes.
+
+    An epoch reads each document once. It shuffles the documents of each group, and then the batches of all groups. A
+    batch holds up to `recipe.batch_size` tokens with its padding; the devices and the accumulated batches take every
+    n-th document of it.
+    """
+
+    places = None
+
+    def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
+        super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
+        self._order = np.argsort(-lengths, kind="stable")
+        self.groups = group(lengths[self._order], self.effective_batch_size)
+
+    @property
+    def updates(self) -> int:
+        return sum(one.batches for one in self.groups)
+
+    def shuffle(self) -> Callable[[int, int], Chosen]:
+        random = np.random.default_rng(derive_seed(self.seed, self.epoch))
+        batches: list[tuple[Group, Any]] = []
+        for one in self.groups:
+            order = random.permutation(self._order[one.start : one.stop])
+            batches += [(one, order[at : at + one.rows]) for at in range(0, len(order), one.rows)]
+        turns = random.permutation(len(batches))
+
+        def give(update: int, part: int) -> Chosen:
+            one, numbers = batches[turns[update]]
+            return Chosen(numbers[part :: self.parts].tolist(), -(-one.rows // self.parts), one.length)
+
+        return give
+
+
+class EveryDocument(Sampler[Chosen]):
+    """Yields batches for evaluation: each document once over all ranks, and as many batches on each rank.
+
+    A batch holds up to `budget` tokens. Where the batches do not divide over the ranks, some ranks have one without
+    documents. ValueError for a document that is longer than the budget.
+    """
+
+    def __init__(self, lengths: Integers, budget: int, *, packed: bool, rank: int = 0, world_size: int = 1) -> None:
+        self.budget, self.rank, self.world_size = budget, rank, world_size
+        self.longest = int(lengths.max())
+        if self.longest > budget:
+            raise ValueError(
+                f"the longest document to evaluate has {self.longest} tokens, and a batch holds {budget}: give "
+                f"data.eval_batch_size={self.longest} or more, or cut documents with data.max_length=NUMBER "
+                "data.truncation=head, tail, head_tail or middle"
+            )
+        if packed:
+            slots = slots_of(lengths, budget)
+            places = slots + -(-budget // self.longest)
+            order = np.random.default_rng(_EVALUATION).permutation(len(lengths)).tolist()
+            self._batches = [Chosen(row, places) for row in pack(lengths, order, budget, slots)]
+        else:
+            order = np.argsort(-lengths, kind="stable")
+            self._batches = [
+                Chosen(order[at : min(at + one.rows, one.stop)].tolist(), one.rows, one.length)
+                for one in group(lengths[order], budget)
+                for at in range(one.start, one.stop, one.rows)
+            ]
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self.world_size)
+
+    def __iter__(self) -> Iterator[Chosen]:
+        for first in range(0, len(self._batches), self.world_size):
+            at = first + self.rank
+            yield self._batches[at] if at < len(self._batches) else self._batches[first]._replace(documents=[])

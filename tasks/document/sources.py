@@ -1,0 +1,165 @@
+"""The sources of labelled documents: files, what a program registers, and the files of installed libraries.
+
+A source of one's own gives documents as text, or as tokens that stand for no text:
+
+def read(keys: DocumentDataKeys) -> Iterator[Sample]:
+    for index in range(1000):
+        yield Sample(np.array([3, 1, 4]), ("odd",), Place("numbers", row=index))
+
+def numbers(keys: DocumentDataKeys) -> Opened:
+    return Opened({"train": Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
+
+register("numbers", Source(numbers))          # data.source=numbers
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longseq.tasks.document.labels import Labels, read_labels
+from longseq.tasks.text.documents import Document, Place
+from longseq.tasks.text.prepare import stamp
+from longseq.tasks.text.sources import STREAM, Columns, Malformed, find_parts, read_part
+from longseq.tasks.training.options import spell
+
+if TYPE_CHECKING:
+    from longseq.tasks.document.config import DocumentDataKeys
+
+
+class Sample(NamedTuple):
+    """A document, which is text or `[T]` tokens, its labels, and where it stands."""
+
+    document: str | npt.NDArray[np.integer[Any]]
+    labels: Labels
+    place: Place
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The documents of a split; `stamp` changes when they change, and consists of lists, text and numbers."""
+
+    read: Callable[[], Iterator[Sample | Malformed]]
+    stamp: Any
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The splits of a source: train, and validation and test where they are not a part of train.
+
+    Each is a function that finds the documents, so that a split that nobody asks for need not exist. `vocab_size` is
+    the number of tokens of documents that are tokens; None for text.
+    """
+
+    splits: Mapping[str, Callable[[], Reader]]
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source: the function that opens it, and the keys of `data` that it reads, of those that some sources read.
+
+    `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
+    validation and test, where these can be fractions of train.
+    """
+
+    open: Callable[[DocumentDataKeys], Opened]
+    reads: tuple[str, ...] = ()
+
+
+_TEXT = ("tokenizer", "separator", "validation", "test")
+_SOME = ("root", "train", "text_column", "label_column", "label_delimiter", "options", *_TEXT)
+
+SOURCES: dict[str, Source] = {}
+
+
+def register(name: str, source: Source) -> None:
+    """Add a source. ValueError for a name that another source has."""
+    if SOURCES.get(name, source) is not source:
+        raise ValueError(f"the source {name!r} is there already: register yours under another name")
+    SOURCES[name] = source
+
+
+def find(keys: DocumentDataKeys) -> Source:
+    """The source that `data.source` names. ValueError for an unknown one, and for keys that it does not read."""
+    if keys.source not in SOURCES:
+        raise ValueError(f"data.source={keys.source} is unknown: choose one of {', '.join(sorted(SOURCES))}")
+    source = SOURCES[keys.source]
+    for name in _SOME:
+        value = getattr(keys, name)
+        if value not in (None, {}) and name not in source.reads:
+            raise ValueError(
+                f"data.{name}={spell(value)} is not read by data.source={keys.source}: set data.{name}=null"
+            )
+    return source
+
+
+def _open_files(keys: DocumentDataKeys) -> Opened:
+    """Files and folders: `root` alone, or `train`, `validation` and `test` below it."""
+    if keys.root is None and keys.train is None and not isinstance(keys.test, str):
+        raise ValueError(f"data={keys.name} reads a file or a folder: give data.root=PATH, the documents")
+    splits: dict[str, Callable[[], Reader]] = {"train": partial(_find_train, keys)}
+    for name in ("validation", "test"):
+        if isinstance(given := getattr(keys, name), str):
+            splits[name] = partial(_find_files, keys, name, given)
+    return Opened(splits)
+
+
+def _find_train(keys: DocumentDataKeys) -> Reader:
+    if keys.train is None and keys.root is not None and not keys.root.startswith(STREAM):
+        inside = sorted(path.name for path in Path(keys.root).glob("*")) if Path(keys.root).is_dir() else []
+        if train := next((name for name in inside if name == "train" or name.startswith("train.")), None):
+            test = next((name for name in inside if name == "test" or name.startswith("test.")), None)
+            more = "" if test is None else f" data.test={test}"
+            raise ValueError(f"data.root={keys.root} holds {', '.join(inside[:5])}: give data.train={train}{more}")
+    return _find_files(keys, "train", keys.train)
+
+
+def _find_files(keys: DocumentDataKeys, split: str, given: str | None) -> Reader:
+    path, named = keys.root or "", f"data.root={keys.root}"
+    if given is not None:
+        path = f"{path}@{given}" if path.startswith(STREAM) else os.path.join(path, given)
+        named = f"data.{split}={given}" + (f", below data.root={keys.root}," if keys.root else "")
+    if not path.startswith(STREAM):
+        if not os.path.exists(path):
+            raise ValueError(f"{named} does not exist")
+        path = os.path.realpath(path)
+    label = keys.label_column or "label"
+    labels = (label,) if isinstance(label, str) else tuple(label)
+    columns = Columns(keys.text_column or "text", labels=labels, keys=("data.text_column", "", "data.label_column"))
+    parts = find_parts([path], columns)
+    paths = [file for part in parts for file in (part.files or [part.path])]
+    return Reader(
+        lambda: (_labelled(one, keys, columns, path) for part in parts for one in read_part(part, columns)),
+        stamp=[[path, *stamp(path)] for path in dict.fromkeys(paths)],
+    )
+
+
+def _labelled(one: Document | Malformed, keys: DocumentDataKeys, columns: Columns, root: str) -> Sample | Malformed:
+    """A document with its labels: those of its columns, or of a file the folder below `root` in which it is."""
+    if isinstance(one, Malformed):
+        return one
+    assert one.place is not None
+    try:
+        if one.labels:
+            labels = read_labels(
+                one.labels, columns.labels, multi_label=keys.multi_label, delimiter=keys.label_delimiter
+            )
+        else:
+            folders = Path(one.place.path).relative_to(root).parts
+            if len(folders) < 2:
+                return Malformed(one.place, "a text without a label: put each class's files into a folder of its name")
+            labels = (folders[0],)
+    except ValueError as error:
+        return Malformed(one.place, str(error))
+    return Sample(one.text, labels, one.place)
+
+
+register("files", Source(_open_files, reads=_SOME[:5] + _TEXT))

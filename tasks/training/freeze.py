@@ -1,0 +1,38 @@
+"""Frozen layers: parameters that training leaves as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.models._manipulate import group_with_matcher
+from torch import nn
+
+_HEAD = "?"  # no parameter has this name: it stands for those that the model counts to no layer
+
+
+def freeze(model: nn.Module, part: int | str | None) -> None:
+    """Exclude a part of a model's parameters from training, as `recipe.freeze` names it; None excludes nothing.
+
+    A number N means the embeddings and the first N blocks, `embeddings` the embeddings alone, `body` everything but the
+    head and the pooling before it. The layers are those of the model's `group_matcher`, by which timm's layer-wise
+    learning rates go, too.
+
+    Raises:
+        ValueError: the model has fewer blocks, nothing would be left to train, or the model does not tell its layers.
+    """
+    if part is None:
+        return
+    described: Any = model
+    if not hasattr(model, "group_matcher"):
+        raise ValueError(f"recipe.freeze={part}: a {type(model).__name__} does not tell its layers; leave it out")
+    names = [*dict(model.named_parameters()), _HEAD]
+    layer_of = group_with_matcher(((name, None) for name in names), described.group_matcher(coarse=False), reverse=True)
+    blocks = layer_of[_HEAD] - 1
+    last = {"embeddings": 0, "body": blocks}[part] if isinstance(part, str) else part
+    if last > blocks:
+        raise ValueError(f"recipe.freeze={part}: the model has {blocks} blocks")
+    for name, parameter in model.named_parameters():
+        if layer_of[name] <= last:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"recipe.freeze={part} leaves nothing to train: the model has no head of its own")

@@ -1,0 +1,327 @@
+"""Classifiers of documents: packed, padded and single documents agree; files, initial weights and wrong options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import cases
+from timm.models import group_parameters
+from torch import Tensor
+
+import longseq
+from longseq import mixers
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.pooling import POOLINGS, Pooling
+from longseq.kernels.packing import Packing
+
+LENGTHS = [5, 0, 1, 3]  # of packed documents, one of them an empty slot
+BORDERS = torch.tensor([0, 5, 5, 6, 9])
+SMALL = {"num_heads": 2, "num_slots": 3, "state_size": 4, "max_length": 8, "window": 2}
+
+
+def make(mixer: str = "deltanet", **options: Any) -> TextClassifier:
+    torch.manual_seed(0)
+    own = {key: value for key, value in SMALL.items() if key in mixers.options(mixer)}
+    usual = {"num_classes": 3, "vocab_size": 7, "d_model": 16, "depth": 1, "mlp": None, "mixer_options": own}
+    model = TextClassifier(**{**usual, "mixer": mixer, **options}).double().eval()
+    with torch.no_grad():
+        model.body.embedding.weight.mul_(50)  # so that tokens, and not rounding, determine the output
+        model.head.weight.mul_(50)
+    return model
+
+
+def make_documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(7, (1, length), generator=generator) for length in LENGTHS]
+
+
+def pad(documents: list[Tensor], *, left: bool = False) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([document.shape[1] for document in documents])[:, None]
+    most = int(lengths.max())
+    real = torch.arange(most) >= most - lengths if left else torch.arange(most) < lengths
+    tokens = torch.zeros(real.shape, dtype=torch.long)
+    tokens[real] = torch.cat(documents, dim=1)[0]
+    return tokens, real
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("mixer", mixers.mixer_names())
+def test_packed_and_padded_documents_are_scored_as_if_alone(mixer: str) -> None:
+    documents = make_documents()
+    whole = [document for document in documents if document.shape[1]]
+    weights = torch.linspace(-1, 2, 3 * len(whole), dtype=torch.float64).view(-1, 3)
+    tokens, mask = pad(whole)
+    for direction in ("forward", "bidirectional"):
+        model = make(mixer, direction=direction)
+
+        def gradients(logits: Tensor, model: TextClassifier = model) -> tuple[Tensor, ...]:
+            return torch.autograd.grad((logits * weights).sum(), list(model.parameters()))
+
+        alone = torch.cat([model(document) for document in whole])
+        packed = model(torch.cat(documents, dim=1), BORDERS)
+        padded = model(tokens, mask=mask)
+        assert packed[1].isfinite().all()
+        packed = packed[[0, 2, 3]]
+        assert (alone[0] - alone[1]).abs().max() > 1e-3
+        assert_same(packed, alone)
+        assert_same(padded, alone)
+        expected = gradients(alone)
+        assert_same(gradients(packed), expected)
+        assert_same(gradients(padded), expected)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("spoilt", [float("inf"), float("nan")])
+def test_a_document_that_is_not_finite_spoils_no_other(pooling: str, spoilt: float) -> None:
+    pool = Pooling(pooling, 4).double()
+    pool.reset_parameters()
+    whole = torch.randn(1, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    features = whole.clone()
+    features[0, 5:6] = spoilt  # all tokens of the document between 5 and 6
+    found = pool(features, packing=Packing(BORDERS, 9))
+    assert not found[2].isfinite().any()
+    others = [0, 1, 3]
+    assert torch.equal(found[others], pool(whole, packing=Packing(BORDERS, 9))[others])
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_and_sharing_reads_batches_as_single_documents(pooling: str) -> None:
+    documents = [document for document in make_documents() if document.shape[1]]
+    turned = [document.flip(1) for document in documents]
+    row = torch.cat(documents, dim=1)
+    for sharing in ("projections", "all", "none"):
+        model = make(direction="bidirectional", pooling=pooling, share_directions=sharing, positions="learned",
+                     max_length=5, depth=2)  # fmt: skip
+        alone = torch.cat([model(document) for document in documents])
+        packing = Packing(torch.tensor([0, 5, 6, 9]))
+        assert_same(model(row, packing), alone)
+        for left in (False, True):
+            tokens, mask = pad(documents, left=left)
+            assert_same(model(tokens, mask=mask), alone)
+        flipped = model(row.flip(1), packing.turned())
+        assert_same(flipped.flip(0), torch.cat([model(document) for document in turned]))
+        assert (flipped.flip(0) - alone)[0].abs().max() > 1e-6, "the model sees no order"
+
+
+def test_a_forward_model_does_not_see_what_follows_and_an_encoder_does() -> None:
+    document, changed = torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 2, 3, 5]])
+    for direction, sees in (("forward", False), ("bidirectional", True), ("alternating", True)):
+        model = make(direction=direction, depth=2)
+        features = [model.forward_features(tokens)[0, 0] for tokens in (document, changed)]
+        assert ((features[0] - features[1]).abs().max() > 1e-6) == sees, direction
+
+
+def test_shuffled_batches_give_the_same_predictions() -> None:
+    model = make("longhorn", direction="bidirectional", pooling="attention").float()
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(7, (1, 2 + index % 5), generator=generator) for index in range(9)]
+    scored = []
+    for order in (range(9), [4, 8, 1, 0, 7, 3, 2, 6, 5]):
+        chosen = [documents[index] for index in order]
+        borders = torch.tensor([0, *[document.shape[1] for document in chosen]]).cumsum(0)
+        back = torch.tensor(list(order)).argsort()
+        scored.append(model(torch.cat(chosen, dim=1), borders)[back])
+    torch.testing.assert_close(scored[1], scored[0], rtol=0, atol=1e-5)
+
+
+@cases("kind", POOLINGS)
+@cases("dtype", [torch.float64, torch.bfloat16])
+def test_pooling_is_a_plain_loop(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    pooling = Pooling(kind, 4).double()
+    x = torch.randn(1, 9, 4, dtype=torch.float64).to(dtype)
+    pooling.to(dtype)
+
+    def loop(one: Tensor) -> Tensor:  # [T, D]
+        if kind in ("first", "last"):
+            return one[0 if kind == "first" else -1]
+        if kind == "max":
+            return torch.stack([max(one[:, channel]) for channel in range(4)])
+        weights = torch.full((len(one),), 1 / len(one), dtype=torch.float64)
+        if kind == "attention":
+            (w, b), (v,) = pooling.projection.parameters(), pooling.query.weight.double()
+            weights = torch.stack([v @ torch.tanh(w.double() @ token + b.double()) for token in one.double()]).exp()
+            weights = weights / weights.sum()
+        return sum(weight * token.double() for weight, token in zip(weights, one, strict=True))
+
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-2}
+    expected = [loop(one).to(dtype) if len(one) else torch.zeros(4, dtype=dtype) for one in x[0].split(LENGTHS)]
+    pooled = pooling(x, packing=Packing(BORDERS))
+    assert pooled.dtype == dtype
+    torch.testing.assert_close(pooled, torch.stack(expected), **tolerance)
+    rows, mask = torch.full((2, 5, 4), torch.nan, dtype=dtype), torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]]).bool()
+    rows[0], rows[1, 1:4] = x[0, :5], x[0, 6:]
+    torch.testing.assert_close(pooling(rows, mask=mask), torch.stack([expected[0], expected[3]]), **tolerance)
+    torch.testing.assert_close(pooling(x[:, :5]), expected[0][None], **tolerance)
+    assert torch.equal(pooling(x[:, :0]), torch.zeros(1, 4, dtype=dtype))
+
+
+@cases("kind", ["mean", "attention"])
+def test_autocast_rounds_no_sum(kind: str) -> None:
+    torch.manual_seed(0)
+    pooling, x = Pooling(kind, 4), torch.randn(1, 9, 4).bfloat16().float()
+    if pooling.projection is not None:
+        torch.nn.init.zeros_(pooling.projection.weight)  # equal weights, which bfloat16 does not hold
+    wanted = torch.stack([one.mean(0) if len(one) else torch.zeros(4) for one in x[0].split(LENGTHS)])
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(pooling(x, packing=Packing(BORDERS)), wanted)
+        assert pooling(x.bfloat16(), packing=Packing(BORDERS)).dtype == torch.bfloat16
+
+
+def test_a_classifier_is_saved_with_every_argument(tmp_path: Path) -> None:
+    model = make("gla", direction="bidirectional", pooling="attention", head_dropout=0.3).float()
+    model.save_pretrained(tmp_path)
+    loaded = longseq.from_pretrained(tmp_path, backend="reference")
+    row = torch.cat(make_documents(), dim=1)
+    torch.testing.assert_close(loaded(row, BORDERS), model(row, BORDERS))
+    arguments = model.saved_arguments()
+    assert {"num_classes": 3, "pooling": "attention", "head_dropout": 0.3}.items() <= arguments.items()
+    body = model.body.saved_arguments()
+    assert body.pop("tie_embeddings") is True
+    assert body.items() <= arguments.items()
+    assert arguments == loaded.saved_arguments()
+    assert "pipeline_tag: text-classification" in (tmp_path / "README.md").read_text()
+
+
+def test_the_body_is_a_language_models() -> None:
+    options: dict[str, Any] = {"vocab_size": 7, "d_model": 16, "depth": 2, "positions": "learned", "max_length": 9}
+    torch.manual_seed(3)
+    language = TokenBackbone(**options)
+    torch.manual_seed(3)
+    model = TextClassifier(num_classes=2, **options)
+    names = {name for name in model.state_dict() if not name.startswith("body.")}
+    assert names == {"head.weight", "head.bias"}
+    assert {f"body.{name}" for name in language.state_dict()} == set(model.state_dict()) - names
+    for name, value in language.state_dict().items():
+        assert torch.equal(value, model.body.state_dict()[name]), name
+    assert model.no_weight_decay() == {f"body.{name}" for name in language.no_weight_decay()}
+    assert model.flops(9) == language.flops(9) - 2 * 9 * 16 * 7 + 2 * 16 * 2
+
+
+@cases(
+    ("options", "message"),
+    [
+        ({"pooling": "sum"}, "pooling='sum' is not one of mean, max, last, first, attention"),
+        ({"num_classes": 0}, "num_classes=0: a classifier has at least one class"),
+        ({"pooling": "first"}, "pooling='first' with direction='forward': the first token sees nothing"),
+        ({"direction": "cross"}, "direction='cross' is not one of forward, bidirectional, alternating"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_a_batch_is_packed_or_padded() -> None:
+    tokens, mask = pad([document for document in make_documents() if document.shape[1]])
+    with pytest.raises(ValueError, match="mask and cu_seqlens are both given"):
+        make()(tokens, torch.tensor([0, 15]), mask)
+    with pytest.raises(TypeError, match="tie_embeddings"):
+        make(tie_embeddings=False)
+
+
+def language_model(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
+    torch.manual_seed(5)
+    usual = {"vocab_size": 7, "d_model": 16, "depth": 1, "mlp": None, "tie_embeddings": False, "mixer": mixer}
+    model = TokenBackbone(**{**usual, **options}).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def starting_from(model: TokenBackbone, **options: Any) -> TextClassifier:
+    arguments = {**model.arguments, **options}
+    del arguments["tie_embeddings"]
+    new = TextClassifier(num_classes=2, **arguments).double().eval()
+    new.load_body(model)
+    return new
+
+
+@cases("mixer", ["attention", "deltanet", "longhorn", "mamba2", "abc", "2xdeltanet+attention"])
+def test_a_forward_classifier_starts_with_the_features_of_the_language_model(mixer: str) -> None:
+    model = language_model(mixer, depth=3, mlp="swiglu", positions="learned", max_length=9)
+    tokens = torch.cat(make_documents(), dim=1)
+    assert_same(starting_from(model).forward_features(tokens), model.forward_features(tokens)[0])
+
+
+@cases("mixer", ["deltanet", "mamba2", "rwkv4"])
+@cases("sharing", ["projections", "all", "none"])
+@cases("merge", ["sum", "mean"])
+def test_a_bidirectional_layer_starts_as_the_mean_of_two_readings_by_the_language_models(
+    mixer: str, sharing: str, merge: str
+) -> None:
+    model, tokens = language_model(mixer), torch.cat(make_documents(), dim=1)
+    x, block = model.embedding(tokens), model.blocks[0]
+
+    def read(tokens: Tensor) -> Tensor:
+        return block.mixer(block.norm1(tokens))[0]
+
+    expected = model.norm(x + (read(x) + read(x.flip(1)).flip(1)) / 2)
+    new = starting_from(model, direction="bidirectional", share_directions=sharing, merge=merge)
+    assert_same(new.forward_features(tokens), expected)
+
+
+def test_attention_starts_to_see_all_tokens_with_the_same_weights() -> None:
+    model = language_model("attention")
+    new = starting_from(model, direction="bidirectional")
+    for name, weight in new.body.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name]), name
+    assert new.body.blocks[0].mixer.causal is False
+
+
+def test_a_classifier_starts_from_the_body_of_another_one() -> None:
+    trained = make("gla", direction="bidirectional", share_directions="none")
+    new = make("gla", direction="bidirectional", share_directions="none", num_classes=5)
+    for parameter in new.parameters():
+        torch.nn.init.zeros_(parameter)
+    new.load_body(trained.body)
+    for name, weight in trained.body.state_dict().items():
+        assert torch.equal(weight, new.body.state_dict()[name]), name
+
+
+@cases(
+    ("options", "message"),
+    [
+        ({"norm_eps": 1e-3}, "^norm_eps is 0.001 here and 1e-05 in the model that this one starts from"),
+        ({"mixer_options": {"key_norm": "l1"}}, "^key_norm of deltanet is l1 here and l2 in the model"),
+        ({"vocab_size": 8}, r"^embedding\.weight is \[8, 16\] here; in the model that this one starts from, \[7, 16\]"),
+        ({"depth": 2}, "^depth is 2 here and 1 in the model"),
+        ({"max_length": 12}, "^learned positions are for 12 tokens here and for 9 in the model .* give max_length=9"),
+    ],
+)
+def test_a_body_of_another_model_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        starting_from(language_model(positions="learned", max_length=9), **options)
+
+
+def test_a_body_that_reads_both_ways_starts_no_other_kind() -> None:
+    trained = make("gla", direction="bidirectional")
+    for options in ({}, {"direction": "alternating"}, {"direction": "bidirectional", "share_directions": "all"}):
+        with pytest.raises(
+            ValueError, match=r"^(direction|share_directions) is .* in the model that this one starts from"
+        ):
+            make("gla", **options).load_body(trained.body)
+
+
+def test_layers_are_counted_from_the_embeddings_to_the_head() -> None:
+    groups = {
+        model: group_parameters(model, model.group_matcher(), reverse=True)
+        for model in (make(depth=2, pooling="attention"), language_model(depth=2, positions="learned", max_length=9))
+    }
+    (classifier, text), prefixes = groups.values(), ("body.", "")
+    for layers, prefix in zip((classifier, text), prefixes, strict=True):
+        assert {name for name, layer in layers.items() if layer == 0} == {
+            name for name in layers if name.startswith((f"{prefix}embedding", f"{prefix}positions"))
+        }
+        assert layers[f"{prefix}blocks.0.norm1.weight"] == 1
+        assert layers[f"{prefix}blocks.1.norm1.weight"] == layers[f"{prefix}norm.weight"] == 2
+        assert layers["head.weight"] == 3
+    assert classifier["pooling.query.weight"] == 3

@@ -1,0 +1,71 @@
+"""The metrics of documents against scikit-learn, over all documents and by length."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, average_precision_score, confusion_matrix, f1_score
+
+from longseq.tasks.document.metrics import ScoresByLength, make_confusion_matrix, make_scores, update_scores
+
+CLASSES, DOCUMENTS = 4, 60
+IN_BIN = {"up_to_512": (1, 512), "up_to_1024": (513, 1024), "longer": (4097, 10**6)}
+
+
+def draw(multi_label):
+    """Probabilities, targets and lengths; no document is of the bin up to 4,096."""
+    random = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(DOCUMENTS, CLASSES, generator=random)
+    lengths = torch.tensor([1, 512, 513, 1024, 4097, 50_000])[torch.arange(DOCUMENTS) % 6]
+    if multi_label:
+        targets = (scores + 2 * torch.randn(DOCUMENTS, CLASSES, generator=random) > 1).float()
+        return scores.sigmoid(), targets, lengths
+    targets = (scores + 3 * torch.randn(DOCUMENTS, CLASSES, generator=random)).argmax(dim=1)
+    return scores.softmax(dim=1), targets, lengths
+
+
+def expected(probabilities, targets, multi_label):
+    """The metrics by scikit-learn and numpy."""
+    probabilities, targets = probabilities.double().numpy(), targets.numpy()
+    chosen = probabilities > 0.5 if multi_label else probabilities.argmax(axis=1)
+    found = {
+        "accuracy": accuracy_score(targets, chosen),
+        "f1_micro": f1_score(targets, chosen, average="micro"),
+        "f1_macro": f1_score(targets, chosen, average="macro"),
+    }
+    if multi_label:
+        found["average_precision"] = average_precision_score(targets, probabilities, average="macro")
+        sure, right = probabilities.ravel(), targets.ravel()
+    else:
+        sure, right = probabilities.max(axis=1), chosen == targets
+    bins = np.minimum((sure * 15).astype(int), 14)
+    gaps = [abs(sure[bins == one].sum() - right[bins == one].sum()) for one in np.unique(bins)]
+    return {**found, "calibration_error": sum(gaps) / len(sure)}
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_metrics_are_those_of_scikit_learn(multi_label):
+    probabilities, targets, lengths = draw(multi_label)
+    scores, by_length = make_scores(CLASSES, multi_label), ScoresByLength(CLASSES, multi_label)
+    for part in torch.arange(DOCUMENTS).split(13):
+        update_scores(scores, probabilities[part], targets[part])
+        by_length.update(probabilities[part], targets[part], lengths[part])
+    found = {name: float(metric.compute()) for name, metric in scores.items()}
+    assert found == pytest.approx(expected(probabilities, targets, multi_label), abs=1e-6)
+
+    found, counts = by_length.compute()
+    wanted = {}
+    for name, (least, most) in IN_BIN.items():
+        chosen = (lengths >= least) & (lengths <= most)
+        values = expected(probabilities[chosen], targets[chosen], multi_label)
+        wanted |= {f"{key}_{name}": value for key, value in values.items()}
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert counts == {"up_to_512": 20, "up_to_1024": 20, "longer": 20}
+
+
+def test_a_confusion_matrix_counts_true_classes_in_rows():
+    probabilities, targets, _ = draw(False)
+    matrix = make_confusion_matrix(CLASSES, False)
+    matrix.update(probabilities, targets)
+    assert matrix.compute().tolist() == confusion_matrix(targets, probabilities.argmax(dim=1)).tolist()

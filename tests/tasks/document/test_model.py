@@ -1,0 +1,149 @@
+"""Classifiers are built from a configuration, and start from language models and from other classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import cases
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.model import DocumentModel
+from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.configuration import resolve
+from longseq.tokenizer_files import BYTES
+
+WORDS = ("task=lm", "model=document", "mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp=none")
+INFO = DocumentInfo(
+    class_names=["a", "b", "c"],
+    multi_label=False,
+    vocab_size=257,
+    separator=256,
+    window=12,
+    tokenizer=dict(BYTES),
+)
+
+
+@pytest.fixture
+def configure(compose_config: Any) -> Any:
+    return lambda *overrides: resolve(compose_config("train", *WORDS, "output=run", *overrides))
+
+
+def text_model(config: Mapping[str, Any], **options: Any) -> TokenBackbone:
+    """A language model with the options of the configured classifier."""
+    body = DocumentModel().build(config, INFO).body
+    return TokenBackbone(**{**body.arguments, "direction": "forward", **options})
+
+
+def as_loaded(model: Any, task: str = "lm", **data: Any) -> Loaded:
+    path = Path("run.ckpt")
+    return Loaded(path, path, model, task, {}, {"tokenizer": dict(BYTES), **data}, "model", 0, 0)
+
+
+def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
+    words = ("model.pooling=attention", "model.head_dropout=0.1", "model.share_directions=none", "model.drop_path=0.2")
+    model = DocumentModel().build(configure(*words), INFO)
+    wanted = {"num_classes": 3, "vocab_size": 257, "pooling": "attention", "head_dropout": 0.1, "mlp": None,
+              "share_directions": "none", "merge": "mean", "direction": "bidirectional", "drop_path": 0.2}  # fmt: skip
+    assert wanted.items() <= model.arguments.items()
+    again = DocumentModel().build(configure(*words), INFO)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    DocumentModel().check(configure(*words))
+
+
+@cases(
+    ("words", "message"),
+    [
+        (["model.pooling=first", "model.direction=forward"], "the first token sees nothing of the document"),
+        (["+data.segment=8", "mixer=attention"], "attention without a window cannot be read in segments: take window"),
+        (["+data.segment=8", "+data.gradient_segments=1"], "direction=bidirectional reads the document from its end"),
+        (["+data.segment=8", "compile=default"], "compile=default: segments of documents have no fixed shapes"),
+        (["model=token"], "task=document trains classifiers: take model=document or linear in place of token"),
+        (["+model.heads=2"], r"model\.heads is unknown: the keys of model are label, d_model"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line_before_data_is_opened(
+    configure: Any, words: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        DocumentModel().check(configure(*words))
+    assert "\n" not in str(raised.value)
+
+
+def test_learned_positions_hold_the_longest_document(configure: Any) -> None:
+    assert DocumentModel().build(configure("model.positions=learned"), INFO).body.max_length == 12
+    with pytest.raises(ValueError, match=r"8 tokens, and the longest document 12: .* data\.max_length=8 data\.trunc"):
+        DocumentModel().build(configure("model.positions=learned", "model.max_length=8"), INFO)
+
+
+def test_a_classifier_starts_from_a_language_model(configure: Any) -> None:
+    config = configure()
+    language, model = text_model(config, tie_embeddings=False), DocumentModel().build(config, INFO)
+    head = model.head.weight.clone()
+    DocumentModel().start_from(model, as_loaded(language), INFO)
+    state, trained = model.state_dict(), language.state_dict()
+    assert torch.equal(state["body.embedding.weight"], trained["embedding.weight"])
+    for reading in (0, 1):
+        own = state[f"body.blocks.1.mixer.mixers.{reading}.decay_proj.weight"]
+        assert torch.equal(own, trained["blocks.1.mixer.decay_proj.weight"])
+    assert torch.equal(model.head.weight, head)
+
+
+def test_the_head_of_a_classifier_is_copied_for_the_same_classes(configure: Any) -> None:
+    config = configure("model.pooling=attention")
+    trained = DocumentModel().build(config | {"seed": 1}, INFO)
+    for names, copied in ((INFO.class_names, True), (["c", "b", "a"], False)):
+        model = DocumentModel().build(config, INFO)
+        DocumentModel().start_from(model, as_loaded(trained, "document", class_names=names), INFO)
+        same = {name: torch.equal(value, trained.state_dict()[name]) for name, value in model.state_dict().items()}
+        assert same.pop("head.weight") is copied
+        assert all(same.values()), same
+
+
+@cases(
+    ("options", "data", "message"),
+    [
+        (
+            {},
+            {"tokenizer": {"kind": "file", "json": "{}", "separator": "x"}},
+            "another tokenizer than that of the data",
+        ),
+        ({"norm_eps": 1e-3}, {}, r"norm_eps is 1e-05 in the new model and 0.001 in .*: give model\.norm_eps=0.001$"),
+        ({"mixer_options": {"gate_rank": 3}}, {}, r"gate_rank of gla is .*: give mixer\.options\.gate_rank=3$"),
+        (
+            {"direction": "bidirectional", "share_directions": "all"},
+            {},
+            r"^init=run\.ckpt: share_directions is none here and all in",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_one_line(
+    configure: Any, options: dict[str, Any], data: dict[str, Any], message: str
+) -> None:
+    config = configure("model.share_directions=none")
+    with pytest.raises(ValueError, match=message) as raised:
+        DocumentModel().start_from(
+            DocumentModel().build(config, INFO), as_loaded(text_model(config, **options), **data), INFO
+        )
+    assert "\n" not in str(raised.value)
+
+
+def test_the_linear_model_starts_from_no_other_and_no_other_from_it(configure: Any) -> None:
+    model, linear = DocumentModel().build(configure(), INFO), LinearTextClassifier(num_classes=3)
+    for new, trained in ((model, linear), (linear, model)):
+        with pytest.raises(ValueError, match=r"^init=run\.ckpt: a linear model is fitted to the training documents"):
+            DocumentModel().start_from(new, as_loaded(trained, "document"), INFO)
+
+
+def test_documents_of_another_tokenizer_are_not_read() -> None:
+    model = TextClassifier(num_classes=3, vocab_size=257, d_model=16, depth=1)
+    DocumentModel().check_reads(model, INFO, INFO)
+    other = DocumentInfo(**{**INFO.to_dict(), "tokenizer": None})
+    with pytest.raises(ValueError, match="the data has another tokenizer"):
+        DocumentModel().check_reads(model, INFO, other)

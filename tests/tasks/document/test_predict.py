@@ -1,0 +1,216 @@
+"""`longseq predict` on documents: files and folders, what cannot be read, truncation, and reading in segments."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import cases
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.tasks import predict
+from longseq.tasks.data.inputs import InputKeys, PassedOver, Prediction, Unreadable
+from longseq.tasks.document.info import DocumentInfo
+from longseq.tasks.document.inputs import DocumentFiles
+
+NAMES = ["fable", "letter", "poem"]
+
+
+def make_info(**changes: Any) -> DocumentInfo:
+    known = {"class_names": NAMES, "multi_label": False, "vocab_size": 257, "separator": 256, "sizes": {}}
+    return DocumentInfo(**{**known, "tokenizer": {"kind": "bytes"}, "window": 10, **changes})
+
+
+def make_keys(**changes: Any) -> InputKeys:
+    known = {"top_k": None, "batch_size": 64, "num_workers": 0, "column": None, "truncation": None, "segment": None}
+    return InputKeys(**{**known, **changes})
+
+
+def make_model(mixer: str = "deltanet", **options: Any) -> TextClassifier:
+    torch.manual_seed(0)
+    model = TextClassifier(num_classes=3, vocab_size=257, d_model=16, depth=1, mixer=mixer, **options).double().eval()
+    with torch.no_grad():
+        model.head.weight.mul_(50)
+    return model
+
+
+@torch.inference_mode()
+def classify(
+    path: Path, model: TextClassifier | None = None, info: DocumentInfo | None = None, **changes: Any
+) -> tuple[list[Prediction | Unreadable], DocumentFiles]:
+    keys = make_keys(**changes)
+    files = DocumentFiles.open(str(path), info or make_info(), keys)
+    return list(files.predict(model or make_model(), keys)), files
+
+
+def expect(text: str, model: TextClassifier | None = None) -> dict[str, float]:
+    """The probabilities of a text that is read at once."""
+    tokens = torch.tensor([[256, *text.encode()]])
+    with torch.inference_mode():
+        probabilities = (model or make_model())(tokens).softmax(1)[0].tolist()
+    return dict(zip(NAMES, probabilities, strict=True))
+
+
+def check_probabilities(one: Prediction | Unreadable, expected: dict[str, float]) -> None:
+    assert isinstance(one, Prediction)
+    assert dict(one.classes) == pytest.approx(expected, rel=1e-5)
+    values = [value for _, value in one.classes]
+    assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_rows_of_tables_are_classified_with_or_without_labels(label: bool, tmp_path: Path) -> None:
+    texts = ["once upon a time", "dear reader", "so long lives this"]
+    rows = [{"words": text, **({"label": "letter"} if label else {})} for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    for name in ("a.jsonl", "a.csv"):
+        found, files = classify(tmp_path / name, column="words", batch_size=2)
+        for number, (one, text) in enumerate(zip(found, texts, strict=True)):
+            check_probabilities(one, expect(text))
+            assert one.path == str(tmp_path / name)
+            assert one.details == {"document": number, "tokens": len(text) + 1, "cut": 0}
+        assert files.notes()[0].startswith("direction=forward: read in segments of 8,192 tokens with carried state")
+        assert files.notes()[1].startswith("peak memory of this process: ")
+
+
+def test_documents_are_cut_as_in_training_and_read_whole_in_segments_where_asked_for(tmp_path: Path) -> None:
+    path, text = tmp_path / "long.txt", "the quick brown fox jumps"
+    path.write_text(text)
+    info = make_info(max_length=11, truncation="tail")
+    ((one,), _) = classify(path, info=info)
+    check_probabilities(one, expect(text[-10:]))
+    assert one.details == {"document": 0, "tokens": 26, "cut": 15}
+    for direction in ("forward", "bidirectional"):
+        model = make_model(direction=direction)
+        ((one,), files) = classify(path, model, info, truncation="none", segment=4, top_k=2)
+        expected = expect(text, model)
+        check_probabilities(one, {name: expected[name] for name in sorted(expected, key=expected.get)[1:]})  # type: ignore[arg-type]
+        assert one.details["cut"] == 0
+    assert "layer by layer: a document takes 256 bytes of memory for each of its tokens" in files.notes()[0]
+
+
+def test_a_model_that_sees_all_tokens_reads_documents_as_in_training_alone(tmp_path: Path) -> None:
+    path, model = tmp_path / "long.txt", make_model("attention")
+    path.write_text("the quick brown fox jumps")
+    info = make_info(max_length=11, truncation="head")
+    ((one,), files) = classify(path, model, info, segment=4)
+    check_probabilities(one, expect("the quick ", model))
+    told = "documents are read whole (attention without a window is not read in segments): memory grows with their"
+    assert files.notes()[0].startswith(told)
+    with pytest.raises(ValueError, match=r"truncation=none: attention without a window .* are cut to 11 tokens"):
+        classify(path, model, info, truncation="none")
+    limited = make_model(positions="learned", max_length=8)
+    ((one,), _) = classify(path, limited)
+    assert one == Unreadable(
+        str(path), "26 tokens, and the model has positions for 8", {"document": 0, "tokens": 26, "cut": 0}
+    )
+
+
+def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("dear reader")
+    ((one,), _) = classify(tmp_path / "a.txt", info=make_info(multi_label=True))
+    with torch.inference_mode():
+        logits = make_model()(torch.tensor([[256, *b"dear reader"]]))
+    expected = dict(zip(NAMES, logits.sigmoid()[0].tolist(), strict=True))
+    check_probabilities(one, expected)
+
+
+def test_what_cannot_be_read_in_a_folder_is_named_and_the_rest_is_classified(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("dear reader")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "c.jsonl").write_text('{"text": "so long"}\nno json\n{"text": 3}\n{"text": " "}\n{"text": "lives"}\n')
+    (tmp_path / "d.json").write_text('{"name": "of a package"}')
+    (tmp_path / "deep" / "e.csv").write_text("")
+    (tmp_path / "deep" / "f.py").write_text("print()\n")
+    (tmp_path / "deep" / "g.md").write_text("")
+    (tmp_path / ".hidden").write_text("secret")
+    found, files = classify(tmp_path)
+    read = [one for one in sorted(found, key=lambda one: one.details["document"]) if isinstance(one, Prediction)]
+    for one, text in zip(read, ("dear reader", "so long", "lives", "print()\n"), strict=True):
+        check_probabilities(one, expect(text))
+    assert [
+        (Path(one.path).name, one.reason.split(" (")[0], one.details["document"])
+        for one in found
+        if isinstance(one, Unreadable)
+    ] == [
+        ("b.txt", "bytes that are no UTF-8", 1),
+        ("c.jsonl", "line 2: no JSON", 3),
+        ("c.jsonl", "line 3: no text in column 'text'", 4),
+        ("c.jsonl", "line 4: empty", 5),
+        ("d.json", "has no column 'text': give column=NAME, one of name", 7),
+        ("e.csv", "is empty", 8),
+        ("g.md", "is empty", 10),
+    ]
+    assert files.passed_over == [PassedOver(str(tmp_path / ".hidden"), "hidden")]
+
+
+def test_a_huge_single_line_is_one_document_that_is_never_in_memory_as_features(tmp_path: Path) -> None:
+    path = tmp_path / "line.jsonl"
+    path.write_text(json.dumps({"text": "abc " * 2000}))
+    model, seen = make_model(), []
+    model.body.norm.register_forward_hook(lambda module, given, found: seen.append(found.shape[1]))
+    ((one,), _) = classify(path, model, segment=1000)
+    assert one.details["tokens"] == sum(seen) == 8001
+    assert max(seen) == 1000
+
+
+@cases(
+    ("make_input", "changes", "message"),
+    [
+        (lambda path: path / "absent", {}, "does not exist"),
+        (lambda path: path, {}, "is empty: it holds no file with text"),
+        (lambda path: path / "a.jsonl", {}, "has no column 'text': give column=NAME, one of body, label"),
+        (lambda path: path / "a.jsonl", {"num_workers": 2}, "num_workers=2: documents are read by one process"),
+    ],
+)
+def test_wrong_input_is_one_line_with_the_remedy(
+    make_input: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = make_input(tmp_path)
+    if given.suffix:
+        given.write_text('{"body": "dear reader", "label": 1}\n')
+    else:
+        (tmp_path / "a.jsonl").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=message) as caught:
+        classify(given, **changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_command_writes_classes_details_and_reasons_and_tells_how_it_has_read(
+    compose_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "dear reader"}\n{"text": ""}\n')
+    model = make_model()
+    known = ("class_names", "multi_label", "vocab_size", "separator", "max_length", "truncation", "tokenizer", "window")
+    model.text = {key: getattr(make_info(), key) for key in known}
+    folder = model.save_pretrained(tmp_path / "model")
+    given = (f"checkpoint={folder}", f"input={tmp_path / 'a.jsonl'}", "device=cpu")
+    for name in ("p.csv", "p.json"):
+        config = compose_config("predict", *given, f"output={tmp_path / name}")
+        assert predict.run(config) == {"classified": 1, "unreadable": 1, "passed_over": 0}
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("direction=forward: read in segments of 8,192 tokens with carried state: the memory does")
+    assert told[1].startswith("peak memory of this process: ")
+    assert told[2] == f"not classified: {tmp_path / 'a.jsonl'}: line 2: empty"
+    assert told[3].startswith("1 documents classified, 1 unreadable, 0 passed over; written to ")
+    first, second = csv.DictReader((tmp_path / "p.csv").open())
+    written = json.loads((tmp_path / "p.json").read_text())
+    (prediction,), (failed,) = written["predictions"], written["unreadable"]
+    ranked = sorted(expect("dear reader").items(), key=lambda item: -item[1])
+    assert [first[f"class_{rank}"] for rank in (1, 2, 3)] == [name for name, _ in ranked]
+    shares = [float(first[f"probability_{rank}"]) for rank in (1, 2, 3)]
+    assert shares == pytest.approx([value for _, value in ranked], abs=1e-5)
+    assert (first["document"], first["tokens"], first["cut"], first["error"]) == ("0", "12", "0", "")
+    assert (second["document"], second["class_1"], second["error"]) == ("1", "", "line 2: empty")
+    assert (prediction["document"], prediction["tokens"], len(prediction["classes"])) == (0, 12, 3)
+    assert failed == {"path": str(tmp_path / "a.jsonl"), "document": 1, "reason": "line 2: empty"}

@@ -1,0 +1,168 @@
+"""What the models of transformers around our backbones share: their configuration, files and initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longseq.mixers import check_revisions
+from longseq.models import build, describe
+from longseq.plugins import check_loaded
+
+try:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import initialization as initial
+except ImportError as error:
+    raise ImportError('models of transformers need transformers 5: pip install "longseq[text]"') from error
+
+_PREFIX = "model."
+
+
+class BackboneConfig(PreTrainedConfig):
+    """The config.json of a backbone (see `longseq.models`), as transformers reads and writes it.
+
+    `model_args` are arguments of `backbone`, the class; those that are left out have its defaults. ValueError or
+    TypeError for arguments that it does not take.
+    """
+
+    backbone: ClassVar[Callable[..., Any]]
+    has_no_defaults_at_init = True
+
+    model_args: dict | None = None
+
+    def __post_init__(self, **others: Any) -> None:
+        super().__post_init__(**others)
+        if self.model_args and not self._is_saved:
+            with torch.random.fork_rng([]), torch.device("meta"):
+                self.record(type(self).backbone(**self._complete(self.model_args)))
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return self._arguments["vocab_size"]
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.model_args = {**self._arguments, "vocab_size": value}
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the model."""
+        return self._arguments["d_model"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The number of blocks."""
+        return self._arguments["depth"]
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        if not self.model_args:
+            name = getattr(type(self).backbone, "__name__", "the model")
+            raise AttributeError(f"this {type(self).__name__} has no model_args: give those of {name}")
+        return self.model_args
+
+    @property
+    def _is_saved(self) -> bool:
+        """True if a file, or a model, has filled in all arguments."""
+        return "longseq_version" in vars(self)
+
+    def _complete(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with those that other keys of the configuration decide."""
+        return arguments
+
+    def record(self, model: nn.Module) -> None:
+        """Take over the complete description of a model."""
+        for key, value in describe(model).items():
+            if key not in ("architectures", "model_type", "window"):
+                setattr(self, key, value)
+
+    def build(self) -> Any:
+        """The model, with initialised weights. ValueError, in one line, if this version cannot build it."""
+        description, label = vars(self), self.name_or_path or "the configuration"
+        check_loaded(description.get("plugins") or [], label)
+        model = build({**description, "model_args": self._complete(self._arguments)}, label=label)
+        self.check_kind(model, label)
+        try:
+            check_revisions(model, description.get("revisions"))
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from error
+        return model
+
+    def check_kind(self, model: nn.Module, label: str) -> None:
+        """ValueError, which names the file by `label`, for a model of another kind."""
+        raise NotImplementedError
+
+
+class BackboneModel(PreTrainedModel):
+    """A backbone of ours, `self.model`, as a model of transformers. Loading refuses a file without some weights."""
+
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    model: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = config.build()
+        config.record(self.model)
+        self.gradient_checkpointing = False
+        self._is_built = False
+        self.post_init()
+        self._is_built = True
+
+    @property
+    def body(self) -> Any:
+        """The `TokenBackbone`, which has the embeddings: the model itself, or the body of a classifier."""
+        return self.model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.body.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.body.embedding = value
+
+    def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Module:
+        embedding = super().resize_token_embeddings(*args, **options)
+        self.body.vocab_size = embedding.num_embeddings
+        for model in (self.body, self.model):
+            model.resolve_arguments(vocab_size=embedding.num_embeddings)
+        self.config.record(self.model)
+        return embedding
+
+    def save_pretrained(
+        self, save_directory: Any, state_dict: Mapping[str, Tensor] | None = None, **options: Any
+    ) -> None:
+        """As `PreTrainedModel.save_pretrained`; the weights have the names that `longseq.from_pretrained` reads."""
+        if not getattr(self, "_hf_peft_config_loaded", False):
+            state = self.state_dict() if state_dict is None else state_dict
+            state_dict = {name.removeprefix(_PREFIX): value for name, value in state.items()}
+        super().save_pretrained(save_directory, state_dict=state_dict, **options)
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        if enable and every_n_layers != 1:
+            raise ValueError(f"every_n_layers={every_n_layers}: these models recompute every block or none")
+        self.gradient_checkpointing = enable
+        self.model.set_grad_checkpointing(enable)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Called for modules with parameters, or buffers, that no file has given, as a flag of theirs says."""
+        if not self._is_built:
+            return  # the constructor of the model has initialised them
+        if all(module is not part for part in self.modules()):  # from `resize_token_embeddings`
+            initial.normal_(module.weight, std=0.02)
+            return
+        weights = self.state_dict(keep_vars=True).items()
+        missing = [name for name, value in weights if not getattr(value, "_is_hf_initialized", False)]
+        source = self.name_or_path or "the file"
+        raise ValueError(
+            f"{source} lacks {len(missing)} of the weights of its model, such as {missing[0].removeprefix(_PREFIX)}"
+        )
