@@ -11,6 +11,7 @@ from torch import nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.backbones.segments import check_segments
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document import linear
 from longseq.tasks.document.info import DocumentInfo
@@ -66,15 +67,27 @@ class DocumentModel(TaskModel):
             read(DocumentModelKeys, config["model"], "model")
         with without_weights():
             largest = config["model"].get("separator") or 1
-            build_classifier(config, num_classes=2, vocab_size=1 + largest, longest=2)
+            model = build_classifier(config, num_classes=2, vocab_size=1 + largest, longest=2)
+        if config["data"].get("segment") is not None:
+            check_segments(model, config["data"].get("gradient_segments"))
+            if config.get("compile") is not None:
+                raise ValueError(
+                    f"compile={config['compile']}: segments of documents have no fixed shapes; leave compile out, or "
+                    "read whole documents with data.segment=null"
+                )
 
     def start_from(self, model: Any, loaded: Loaded, info: DocumentInfo) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
 
         Of a classifier with the same classes the pooling and the head are copied, too.
         """
-        check_tokenizer(loaded, info.tokenizer)
         trained: Any = loaded.backbone
+        if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
+            raise ValueError(
+                f"init={loaded.path}: a linear model is fitted to the training documents; it starts from no other "
+                "model, and no other from it: leave init out"
+            )
+        check_tokenizer(loaded, info.tokenizer)
         is_classifier = isinstance(trained, TextClassifier)
         body: TokenBackbone = trained.body if is_classifier else trained
         # `load_body` checks these itself; their messages need no other key than their names.
