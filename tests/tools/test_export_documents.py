@@ -169,6 +169,21 @@ def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.iterdir())
 
 
+def test_differences_of_small_probabilities_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, model = DocumentClassifierFile.forward, build(num_classes=500)
+
+    def change_one(self: DocumentClassifierFile, tokens: Tensor, lengths: Tensor) -> Tensor:
+        found = read(self, tokens, lengths)
+        return torch.cat([found[:, :-1], found[:, -1:] * 1.01], 1)
+
+    with torch.no_grad():
+        model.head.weight[-1], model.head.bias[-1] = 0, -5
+    assert model(torch.zeros(1, 5, dtype=torch.long)).softmax(-1)[0, -1] < 1e-3
+    monkeypatch.setattr(DocumentClassifierFile, "forward", change_one)
+    with pytest.raises(ValueError, match="the file differs from the model"):
+        export_document_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
