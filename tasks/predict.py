@@ -52,14 +52,14 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert data.inputs is not None
     inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
-    write = write_csv if output.suffix == ".csv" else write_json
+    write = _write_csv if output.suffix == ".csv" else _write_json
     with torch.inference_mode(), replacing(output) as partial:
         classified, unreadable = write(partial, found, inputs)
         if not classified:
-            raise ValueError(f"input={keys.input}: not one of its {unreadable} files can be read")
+            raise ValueError(f"input={keys.input}: not one of its {unreadable} {inputs.unit} can be read")
     passed_over = inputs.passed_over
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
-    unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run has no unit
+    unit = loaded.config.get("task", {}).get("unit", inputs.unit)
     for line in inputs.notes():
         print(line)
     print(
@@ -69,7 +69,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     return {"classified": classified, "unreadable": unreadable, "passed_over": len(passed_over)}
 
 
-def write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
+def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
     """Write predictions as they come, then the inputs that cannot be read, then what was passed over; count them."""
     failed: list[Unreadable] = []
     classified, width = 0, 1
@@ -102,7 +102,7 @@ def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
     return [one.details.get(name, "") for name in details]
 
 
-def write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
+def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
     """Write one object: the predictions, the inputs that cannot be read, and what was passed over; count them."""
     predictions: list[dict[str, Any]] = []
     failed: list[Any] = []
