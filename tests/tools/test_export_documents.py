@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from export_programs import share_program
-from representatives import choose_mixers
+from representatives import cover_operations
 from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
@@ -71,9 +71,12 @@ def compare_with_single_documents(model: Any, call: Callable[..., Tensor]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_files_read_padded_documents_of_any_number_and_length(direction: str, tmp_path: Path) -> None:
-    mixers = choose_mixers(1)
+@pytest.mark.parametrize(
+    ("mixers", "direction"), [(cover_operations(), "bidirectional"), (["deltanet", "attention"], "forward")]
+)
+def test_files_read_padded_documents_of_any_number_and_length(
+    mixers: list[str], direction: str, tmp_path: Path
+) -> None:
     model = build("+".join(mixers), depth=len(mixers), direction=direction)
     check_file(model, tmp_path / "model.pt", "torchscript")
 
