@@ -21,6 +21,7 @@ UNWANTED = (
     ".*exists and is not empty.*",
     ".*smaller than the logging interval.*",
     ".*Checkpoint directory.*",
+    ".*The dirpath has changed from.*",
     ".*LeafSpec.*",
     "(?s).*Corrupt EXIF data.*",
 )

@@ -20,10 +20,11 @@ class Pooling(nn.Module):
         last, first  the features of one token
         attention    Σ_t a_t x_t with a = softmax(v · tanh(W x_t + b)) over the tokens
 
-    The vector of a sequence without tokens is zero. Padding may stand on either side, and its features may have any
-    values. Sums are float32, or float64 for float64 features, and no form sums with atomics: the result is the same in
-    every run. Means and attention multiply the features by a matrix with a row for each sequence and a column for each
-    token, which takes little memory beside the features of N < 10 D packed sequences.
+    The vector of a sequence without tokens is zero. inf and NaN stay in their sequence. Padding may stand on either
+    side, and its features may have any values. Sums are float32, or float64 for float64 features, and no form sums with
+    atomics: the result is the same in every run. Means and attention multiply the features by a matrix with a row for
+    each sequence and a column for each token, which takes little memory beside the features of N < 10 D packed
+    sequences.
 
     Only attention has parameters: `projection` is W and b, `query` is v.
 
@@ -69,8 +70,13 @@ class Pooling(nn.Module):
         elif self.kind in ("first", "last"):
             pooled = _one_token(features, own, last=self.kind == "last")
         else:
+            spoilt = None if packing is None else ~features.isfinite().all(-1)
+            if spoilt is not None:  # zero times inf is NaN, and would reach all sequences of the row
+                features = features.masked_fill(spoilt.unsqueeze(-1), 0)
             with without_autocast(x):
                 pooled = self._weights(x, own).to(features.dtype) @ features
+            if spoilt is not None:
+                pooled = pooled.masked_fill((own & spoilt.unsqueeze(1)).any(-1, keepdim=True), torch.nan)
         return pooled.masked_fill(~own.any(-1, keepdim=True), 0).flatten(0, 1).to(x.dtype)
 
     def scores(self, x: Tensor) -> Tensor:

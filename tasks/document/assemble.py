@@ -92,7 +92,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
 
 def _pack(
     documents: list[npt.NDArray[Any]], budget: int, longest: int, places: int, padding: int
-) -> tuple[Tensor, Tensor, None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Documents end to end in a row of `budget` tokens, then sequences of padding; the borders of all."""
     tokens = np.full(budget, padding, np.int64)
     borders = np.full(places + 1, budget, np.int32)
@@ -106,7 +106,9 @@ def _pack(
     return torch.from_numpy(tokens)[None], torch.from_numpy(borders), None
 
 
-def _pad(documents: list[npt.NDArray[Any]], length: int, places: int, padding: int) -> tuple[Tensor, None, Tensor]:
+def _pad(
+    documents: list[npt.NDArray[Any]], length: int, places: int, padding: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Documents in a row each, with padding at their ends; the mask of their tokens."""
     tokens = np.full((places, length), padding, np.int64)
     mask = np.zeros((places, length), bool)

@@ -121,6 +121,8 @@ class DocumentData(TaskData):
         own = config.get("data") or {"name": "given", "source": "files", "multi_label": trained.multi_label}
         if not config.get("data") and not {"root", "test", "validation"} & changes.keys():
             raise ValueError("a saved model does not tell what to measure it on: give data.test=FILE")
+        if changes.get("truncation") == "none":
+            own = {**own, "max_length": None}
         keys = read(DocumentDataKeys, {**own, **changes}, "data")
         if keys.multi_label != trained.multi_label:
             raise ValueError(
@@ -232,6 +234,11 @@ class DocumentData(TaskData):
                 raise ValueError(
                     f"data.{name}=null: give data.{name}=FILE, or the share of the training documents, such as 0.1"
                 )
+            if isinstance(value, str):
+                raise ValueError(
+                    f"data.{name}={value} is a file, which data.source={self.keys.source} does not read: give "
+                    "data.source=files too"
+                )
             if value is not None:
                 found[name] = value
         return found
@@ -240,6 +247,12 @@ class DocumentData(TaskData):
         self, opened: sources.Opened, readers: Mapping[str, sources.Reader], fractions: Mapping[str, float]
     ) -> Tokenizer | Bare:
         if opened.vocab_size is not None:
+            trained = self._trained
+            if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
+                raise ValueError(
+                    f"data.source={self.keys.source} has {opened.vocab_size} tokens that stand for no text, and the "
+                    f"model was trained on {'text' if trained.tokenizer else f'{trained.vocab_size} tokens'}"
+                )
             return Bare(opened.vocab_size)
         choice, initial = self.keys.tokenizer, self._initial_tokenizer()
         if self._trained is not None:

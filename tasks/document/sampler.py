@@ -65,7 +65,7 @@ class DocumentSampler(UpdateSampler[Chosen]):
 class PackedSampler(DocumentSampler):
     """Yields documents that fill rows (see `longseq.tasks.document.rows`).
 
-    An effective batch is cut into rows of equal length, whose number depends on its size and on the longest document
+    An effective batch is cut into rows of equal length, whose number depends on its size and on the documents' lengths
     alone; the devices and the accumulated batches share the rows out. Each epoch packs all documents anew, in its own
     order. Rows that do not fill an effective batch are left out: those with the last documents of the order.
     """
@@ -73,12 +73,12 @@ class PackedSampler(DocumentSampler):
     def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
         super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
         effective = self.effective_batch_size
-        self.rows = row_count(effective, self.longest)
+        self.rows = row_count(lengths, effective)
         if self.rows % self.parts:
             raise ValueError(
-                f"recipe.batch_size={effective} makes {self.rows} rows that hold documents of {self.longest} tokens, "
-                f"which {self.parts} devices or accumulated batches cannot share evenly: give "
-                f"recipe.batch_size={self.parts * (1 << (self.longest - 1).bit_length())} or a multiple of it"
+                f"recipe.batch_size={effective} is {self.rows} rows, which documents of up to {self.longest} tokens "
+                f"fill and {self.parts} devices or accumulated batches cannot share evenly: give "
+                f"recipe.batch_size={effective * self.parts}, or data.packing=padded"
             )
         self.row = effective // self.rows
         self.slots = slots_of(lengths, self.row)

@@ -26,6 +26,9 @@ from longseq.tasks.training.update_mean import UpdateMean
 
 _log = logging.getLogger(__name__)
 
+# The part of a run, after its warm-up, in which timm lets a constant rate fall unless decay_epochs tells another.
+DECAY = 0.2
+
 Self = TypeVar("Self", bound="TrainedModule")
 Result = TypeVar("Result")
 
@@ -261,16 +264,19 @@ class TrainedModule(LightningModule):
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **self._fused(recipe.optimizer))
         epoch = self._epoch()
         if recipe.length is None:
-            epochs: float = self._trainer_updates(epoch) / epoch.updates
+            total: float = self._trainer_updates(epoch)
             warmup = {}
         else:
             total = recipe.length.count_updates(epoch)
-            epochs = total / epoch.updates
             warmup_epochs, shortened = recipe.length.count_warmup_epochs(epoch)
             warmup = {"warmup_epochs": warmup_epochs}
             if shortened and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
                 _log.warning(shortened)
-        scheduler, _ = recipe.schedule(optimizer, num_epochs=_whole(epochs), updates_per_epoch=epoch.updates, **warmup)
+        options = getattr(recipe.schedule, "keywords", {})
+        lengths = {"num_epochs": _whole(total / epoch.updates), "updates_per_epoch": epoch.updates, **warmup}
+        if options.get("sched") == "wsd":
+            lengths = _with_whole_decay(lengths, total, options.get("decay_epochs"))
+        scheduler, _ = recipe.schedule(optimizer, **lengths)
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -361,6 +367,16 @@ def check_end(update: int, saved: float, wanted: float) -> None:
             f"resume: the checkpoint is of update {update}, and the learning rate falls from update "
             f"{math.ceil(min(saved, wanted))} on: a run takes another length from a checkpoint before that"
         )
+
+
+def _with_whole_decay(lengths: Mapping[str, Any], total: float, part: float | None) -> dict[str, Any]:
+    """The lengths for timm's schedule with a constant rate, in updates: at least one is left for the decay.
+
+    timm refuses a decay that is longer than what the warm-up leaves. In epochs, rounding can make it so.
+    """
+    warmup = min(round(lengths.get("warmup_epochs", 0) * lengths["updates_per_epoch"]), int(total) - 1)
+    decay = max(1, round((part or DECAY) * (int(total) - warmup)))
+    return {"num_epochs": int(total), "updates_per_epoch": 1, "warmup_epochs": warmup, "decay_epochs": decay}
 
 
 def _whole(number: float) -> float:

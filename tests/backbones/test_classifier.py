@@ -78,6 +78,20 @@ def test_packed_and_padded_documents_are_scored_as_if_alone(mixer: str) -> None:
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("spoilt", [float("inf"), float("nan")])
+def test_a_document_that_is_not_finite_spoils_no_other(pooling: str, spoilt: float) -> None:
+    pool = Pooling(pooling, 4).double()
+    pool.reset_parameters()
+    whole = torch.randn(1, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    features = whole.clone()
+    features[0, 5:6] = spoilt  # all tokens of the document between 5 and 6
+    found = pool(features, packing=Packing(BORDERS, 9))
+    assert not found[2].isfinite().any()
+    others = [0, 1, 3]
+    assert torch.equal(found[others], pool(whole, packing=Packing(BORDERS, 9))[others])
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_and_sharing_reads_batches_as_single_documents(pooling: str) -> None:
     documents = [document for document in make_documents() if document.shape[1]]
     turned = [document.flip(1) for document in documents]

@@ -324,12 +324,6 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         export_image_classifier(build(), tmp_path / "model.onnx", data=DATA)
 
 
-def test_onnx_larger_than_a_protobuf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_file, "LARGEST_WEIGHTS", 1000)
-    with pytest.raises(ValueError, match="take format=pt2 or torchscript"):
-        export_image_classifier(build(), tmp_path / "model.onnx", data=DATA)
-
-
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = build()
     model.head.bias.data[0] = torch.nan

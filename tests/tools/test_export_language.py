@@ -217,11 +217,24 @@ def test_weights_in_half_precision_and_tied_embeddings(tmp_path: Path) -> None:
     report = export_language_model(model, tmp_path / "model.pt", format="torchscript", batch_sizes=(1,))
     assert report.size < 1.5 * 4 * sum(parameter.numel() for parameter in model.parameters())
     assert model.embedding.weight.dtype == torch.bfloat16
-    limit = 3 * sum(parameter.numel() for parameter in model.parameters())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnx_file, "LARGEST_WEIGHTS", limit)
-        with pytest.raises(ValueError, match="one ONNX file holds 2 GiB: take format=pt2 or torchscript"):
-            export_language_model(model, tmp_path / "model.onnx")
+
+
+def test_onnx_weights_beyond_a_protobuf_lie_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = build("linear_attention"), tmp_path / "model.onnx"
+    monkeypatch.setattr(onnx_file, "LARGEST_WEIGHTS", 1000)
+    (tmp_path / "model.onnx.data").write_text("of an older export")
+    report = export_language_model(model, path, format="onnx", data=DATA, batch_sizes=(1,), measure_latency=False)
+    beside = tmp_path / "model.onnx.data"
+    assert sorted(tmp_path.iterdir()) == [path, beside]
+    assert report.beside == [beside]
+    assert report.size == path.stat().st_size + beside.stat().st_size
+    assert beside.stat().st_size >= 4 * model.head.weight.numel()
+    monkeypatch.chdir("/")
+    assert FORMATS["onnx"].open_file(path)(torch.tensor([1]), [state.starts(1) for state in state_spec(model)])
+    report.print()
+    assert f"its weights: {beside}; keep it in the folder of model.onnx" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

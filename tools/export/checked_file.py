@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -71,8 +72,11 @@ def write_checked(
     # Before a runtime is loaded: its idle threads slow down the rest of the process.
     model_ms = None if timed is None else latency_ms(module, *timed)
     file_ms = None
-    partial = target.with_name(f".partial.{os.getpid()}.{target.name}")
+    # A folder, because a file may have another beside it, which it knows by its final name.
+    folder = target.with_name(f".partial.{os.getpid()}.{target.name}")
+    partial = folder / target.name
     try:
+        folder.mkdir()
         with quiet():
             nodes = FORMATS[format].write(module, example, partial, spec)
             call = FORMATS[format].open_file(partial)
@@ -80,8 +84,10 @@ def write_checked(
             if timed is not None:
                 file_ms = latency_ms(call, *timed)
         _check_comparisons(comparisons, unit, tolerance)
-        size = partial.stat().st_size
-        os.replace(partial, target)
+        beside = sorted(path for path in folder.iterdir() if path != partial)
+        size = sum(path.stat().st_size for path in (partial, *beside))
+        for path in (*beside, partial):
+            os.replace(path, target.with_name(path.name))
     except Exception as error:
         reason = textwrap.shorten(str(error) or type(error).__name__, 300)
         others = " or ".join(name for name in FORMATS if name != format)
@@ -90,9 +96,10 @@ def write_checked(
             f"(another way: format={others})"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return ExportReport(
         path=target,
+        beside=[target.with_name(path.name) for path in beside],
         format=format,
         unit=unit,
         seconds=time.perf_counter() - started,

@@ -1,4 +1,4 @@
-"""ONNX: one file with its weights, for onnxruntime without torch or longseq."""
+"""ONNX, for onnxruntime without torch or longseq: one file, beside it the weights if they are more than it can hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longseq.tools.export.spec import FileSpec
 
 __all__ = ["check", "open_file", "optimize", "write"]
 
-# A protobuf message ends at 2 GiB; the graph around the weights takes some of it.
+# A protobuf message ends at 2 GiB; the graph around the weights takes some of it. Weights of more bytes lie beside it.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
 OPSETS = range(18, 27)
 
@@ -34,19 +34,16 @@ def check(module: nn.Module, opset: int) -> None:
         raise ValueError(
             f"opset={opset}: the exporter writes opset {OPSETS[0]} to {OPSETS[-1]}; 20 suits most runtimes"
         )
-    size = sum(4 * tensor.numel() for tensor in (*module.parameters(), *module.buffers()))  # files are in float32
-    if size > LARGEST_WEIGHTS:
-        raise ValueError(
-            f"the weights take {size / 2**30:.2f} GiB and one ONNX file holds 2 GiB: take format=pt2 or torchscript"
-        )
 
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Counter[str]:
     """Write `module` to `path`, with named inputs, outputs and open axes, and the metadata as its properties.
 
-    Returns how often the file uses each operator.
+    Weights above LARGEST_WEIGHTS go to the file PATH.data, which runtimes find beside it by that name. Returns how
+    often the file uses each operator.
     """
     import onnx
+    import onnx_ir
 
     axes = [dict(open_axes) for open_axes in spec.inputs.values()]
     program = torch.onnx.export(
@@ -62,7 +59,12 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     )
     assert program is not None
     optimize(program)
-    model = program.model_proto
+    weights = program.model.graph.initializers.values()
+    if sum(value.const_value.nbytes for value in weights) > LARGEST_WEIGHTS:
+        onnx_ir.save(program.model, path, external_data=path.name + ".data")
+        model = onnx.load(str(path), load_external_data=False)
+    else:
+        model = program.model_proto
     _check_model(model, spec)
     _clean(model)
     onnx.helper.set_model_props(model, encode({**spec.metadata, "opset": spec.opset}))

@@ -20,10 +20,12 @@ __all__ = ["ExportReport"]
 class ExportReport:
     """The written file and its comparison with the model; latencies are medians of one call at batch 1 on this CPU.
 
-    `unit` is what a batch holds: image or token.
+    `unit` is what a batch holds: image or token. `beside` are files that `path` needs in its folder, and `size` the
+    bytes of all.
     """
 
     path: Path
+    beside: Sequence[Path]
     format: str
     unit: str
     seconds: float
@@ -52,3 +54,7 @@ class ExportReport:
             highlight=False,
             soft_wrap=True,
         )
+        for path in self.beside:
+            console.print(
+                f"its weights: {path}; keep it in the folder of {self.path.name}", highlight=False, soft_wrap=True
+            )

@@ -61,7 +61,7 @@ def test_a_configuration_becomes_a_classifier(configure: Any) -> None:
     [
         (["model.pooling=first", "model.direction=forward"], "the first token sees nothing of the document"),
         (["model=token"], "task=document trains classifiers: take model=document or linear in place of token"),
-        (["+model.heads=2"], "model.heads is unknown: the keys of model are"),
+        (["+model.heads=2"], r"model\.heads is unknown: the keys of model are label, d_model"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_one_line_before_data_is_opened(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from timm.scheduler import create_scheduler_v2
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -16,8 +18,10 @@ from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.lm.metrics import LossByPosition
 from longseq.tasks.lm.module import LanguageModelTask
+from longseq.tasks.lm.samples import write_sample
 from longseq.tasks.text.batch import IGNORED, Carry, TokenInputs
 from longseq.tasks.text.info import TextInfo
+from longseq.tasks.training.length import Epoch, RunLength
 from longseq.tasks.training.recipe import Training
 
 V = 11
@@ -259,3 +263,21 @@ def test_the_norm_of_the_gradient_is_that_of_an_update_before_it_is_clipped(tmp_
     with open(logger.experiment.metrics_file_path) as file:
         found = [float(row["train/gradient_norm"]) for row in csv.DictReader(file) if row["train/gradient_norm"]]
     assert found == pytest.approx([wanted], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"decay_epochs": 0.6}, {}])
+@pytest.mark.parametrize("updates", [49, 103, 7])
+def test_a_rate_falls_within_a_run_of_two_updates(options, updates):
+    """2 / 49 * 49 - 1 / 49 * 49 is below 1 in floating point."""
+    schedule = partial(create_scheduler_v2, sched="wsd", warmup_lr=0.0, step_on_epochs=False, **options)
+    training = Training(learning_rate=1.0, schedule=schedule, length=RunLength(updates=2, warmup_updates=1))
+    task = LanguageModelTask(make(), info=INFO, training=training)
+    task._known_epoch = Epoch(updates)
+    task.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    state = task.configure_optimizers()["lr_scheduler"]["scheduler"].state_dict()
+    assert (state["warmup_t"], state["t_initial"], state["decay_t"]) == (1, 1, 1)
+
+
+def test_a_sample_is_no_longer_than_the_learned_positions():
+    model = TokenBackbone(vocab_size=V, d_model=8, depth=1, mixer="attention", positions="learned", max_length=8)
+    assert write_sample(model, INFO, tokens=256) is not None

@@ -1,0 +1,143 @@
+"""Mistakes in labelled documents are told in one line that says where, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.documents import make_rows, open_data, write_jsonl
+
+ROWS = make_rows(30)
+
+
+def _csv(path: Path, text: str) -> None:
+    (path / "a.csv").write_text(text)
+
+
+def _jsonl(path: Path, rows: Any) -> None:
+    write_jsonl(path / "a.jsonl", rows)
+
+
+# What is written, the keys, and the message.
+REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "no root": (lambda path: None, {"root": None}, "give data.root=PATH"),
+    "no file": (lambda path: None, {"root": "b.jsonl"}, "data.root=.*b.jsonl does not exist"),
+    "no split file": (
+        lambda path: _jsonl(path, ROWS),
+        {"root": ".", "train": "a.jsonl", "test": "b.jsonl"},
+        "data.test=b.jsonl, below data.root=.*, does not exist",
+    ),
+    "splits in the root": (
+        lambda path: [write_jsonl(path / name, ROWS) for name in ("train.jsonl", "test.jsonl")],
+        {"root": "."},
+        "holds test.jsonl, train.jsonl: give data.train=train.jsonl data.test=test.jsonl",
+    ),
+    "unknown column": (
+        lambda path: _jsonl(path, ROWS),
+        {"label_column": "genre"},
+        "a.jsonl has no column 'genre': give data.label_column=NAME, one of text, label",
+    ),
+    "missing column": (
+        lambda path: _jsonl(path, [{"body": "x", "label": "a"}]),
+        {},
+        "a.jsonl has no column 'text': give data.text_column=NAME, one of body, label",
+    ),
+    "unknown label": (
+        lambda path: [_jsonl(path, ROWS), write_jsonl(path / "b.jsonl", [*ROWS[:2], {"text": "t", "label": "stone"}])],
+        {"test": "b.jsonl", "train": "a.jsonl", "root": "."},
+        r"the label 'stone' \(.*b.jsonl, line 3\) is none of the 3 classes of the training documents: bird, fish, tree",
+    ),
+    "one document of a class": (
+        lambda path: _jsonl(path, [*ROWS, {"text": "a stone", "label": "stone"}]),
+        {},
+        r"the class 'stone' has one document \(.*a.jsonl, line 31\), and a split .* needs one",
+    ),
+    "equal labels": (
+        lambda path: _jsonl(path, [{**row, "label": "fish"} for row in ROWS]),
+        {},
+        "all 18 training documents have the label 'fish': a classifier needs two",
+    ),
+    "stop at a bad line": (
+        lambda path: _jsonl(path, [*ROWS, "{", {"text": "  ", "label": "fish"}]),
+        {"on_bad_line": "stop"},
+        r"2 of 32 documents of .* \(data.on_bad_line=stop\): .*a.jsonl, line 31: no JSON .*line 32: an empty document",
+    ),
+    "ragged csv": (
+        lambda path: _csv(path, "text,label\none, two,fish\nthree\n"),
+        {"root": "a.csv"},
+        "2 that cannot be read: .*a.csv, line 2: 3 cells under a header of 2; .*line 3: 1 cells under a header of 2",
+    ),
+    "no label": (
+        lambda path: _jsonl(path, [{"text": "one", "label": None}, {"text": "two", "label": ["a", "b"]}]),
+        {},
+        "line 1: no label in column 'label'; .*line 2: a list in column 'label': give data.multi_label=true",
+    ),
+    "text outside of class folders": (
+        lambda path: [
+            (path / "class").mkdir(),
+            (path / "class" / "a.txt").write_text("t"),
+            (path / "b.txt").write_text("t"),
+        ],
+        {"root": ".", "on_bad_line": "stop"},
+        "b.txt: a text without a label: put each class's files into a folder of its name",
+    ),
+    "no truncation": (lambda path: _jsonl(path, ROWS), {"max_length": 10}, "data.max_length=10 cuts .*truncation=head"),
+    "long document": (
+        lambda path: _jsonl(path, ROWS),
+        {"eval_batch_size": 30},
+        r"longest document to evaluate has \d+ tokens, and a batch holds 30: give data.eval_batch_size=\d+ or more",
+    ),
+    "no such tokenizer": (lambda path: _jsonl(path, ROWS), {"tokenizer": "b.json"}, "tokenizer=b.json is no file"),
+    "init without init": (
+        lambda path: _jsonl(path, ROWS),
+        {"tokenizer": "init"},
+        "data.tokenizer=init .* give init=FILE",
+    ),
+    "no test": (lambda path: _jsonl(path, ROWS), {"test": None}, "data.test=null: give data.test=FILE, or the share"),
+    "unknown source": (lambda path: None, {"source": "hub"}, "data.source=hub is unknown: choose one of files, "),
+    "file for another source": (
+        lambda path: None,
+        {"source": "libraries", "root": None, "test": "b.jsonl"},
+        "data.test=b.jsonl is a file, which data.source=libraries does not read: give data.source=files too",
+    ),
+    "key of another source": (
+        lambda path: None,
+        {"source": "libraries", "root": "."},
+        "data.root=.* is not read by data.source=libraries: set data.root=null",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_one_line(tmp_path: Path, name: str) -> None:
+    write, keys, message = REFUSED[name]
+    write(tmp_path)
+    root = keys.get("root", "a.jsonl")
+    with pytest.raises(ValueError, match=message) as error:
+        open_data(tmp_path, **{**keys, "root": None if root is None else str(tmp_path / root)})
+    assert "\n" not in str(error.value)
+
+
+def test_bad_lines_are_counted_listed_and_left_out(tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*ROWS, "{", {"text": "", "label": "fish"}, {"text": "no label"}, {"text": 3, "label": "fish"}])
+    with path.open("ab") as file:
+        file.write(b'{"text": "b\xff", "label": "fish"}\n')
+    data = open_data(tmp_path, root=str(path))
+    assert sum(data.info.sizes.values()) == 30  # type: ignore[arg-type]
+    (told,) = (record.message for record in caplog.records if "left out" in record.message)
+    assert told.startswith("5 of 35 documents of a cannot be read and are left out: ")
+    (listed,) = (tmp_path / "cache").glob("*/left_out.txt")
+    assert f"all in {listed}" in told
+    reasons = [line.removeprefix(f"{path}, line ") for line in listed.read_text().splitlines()]
+    assert [one.split(":")[0] for one in reasons] == ["31", "32", "33", "34", "35"]
+    for part, reason in zip(
+        ("no JSON", "an empty document", "no label in", "no text in", "no UTF-8"), reasons, strict=True
+    ):
+        assert part in reason
+    caplog.clear()
+    open_data(tmp_path, root=str(path))
+    assert any("left out" in record.message for record in caplog.records)  # from the cache too

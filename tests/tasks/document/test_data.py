@@ -1,0 +1,351 @@
+"""Labelled documents of every format give the same tokens, classes and splits; batches resume and are whole."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longseq.kernels.packing import Packing
+from longseq.tasks.document.batch import IGNORED
+from longseq.tasks.document.config import DocumentDataKeys
+from longseq.tasks.document.data import DocumentData
+from longseq.tasks.document.libraries import LIBRARIES, conceal
+from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
+from longseq.tasks.document.truncation import truncate
+from longseq.tasks.text.documents import Place
+from longseq.tasks.text.store import MANIFEST
+from tests.support.documents import make_rows, open_data, write_jsonl
+
+Rows = list[dict[str, Any]]
+
+
+def write_csv(path: Path, rows: Rows) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["label", "text"], *([row["label"], row["text"]] for row in rows)])
+    return path
+
+
+def write_parquet(path: Path, rows: Rows) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+def write_folder(path: Path, rows: Rows) -> Path:
+    for index, row in enumerate(rows):
+        (path / row["label"]).mkdir(parents=True, exist_ok=True)
+        (path / row["label"] / f"{index}.txt").write_text(row["text"])
+    return path
+
+
+def write_saved(path: Path, rows: Rows) -> Path:
+    """A saved set whose labels are numbers with names."""
+    datasets = pytest.importorskip("datasets")
+    names = sorted({row["label"] for row in rows})
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    columns = {"text": [row["text"] for row in rows], "label": [names.index(row["label"]) for row in rows]}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(path))
+    return path
+
+
+FORMATS: dict[str, Callable[[Path, Rows], Path]] = {
+    "a.jsonl": write_jsonl,
+    "a.csv": write_csv,
+    "a.parquet": write_parquet,
+    "folder": write_folder,
+    "saved": write_saved,
+}
+
+
+def contents(data: DocumentData, stage: str) -> set[tuple[str, str]]:
+    """The texts of a split, each with the name of its class."""
+    split, tokenizer = data.split(stage), data.info.make_tokenizer()
+    return {
+        (tokenizer.decode(split.read(number).tolist()), data.info.class_names[split.targets[number]])
+        for number in range(split.documents)
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_splits(tmp_path: Path, name: str) -> None:
+    rows = make_rows()
+    FORMATS[name](tmp_path / name, rows)
+    data = open_data(tmp_path, root=str(tmp_path / name))
+    assert data.info.class_names == ["bird", "fish", "tree"]
+    assert data.info.sizes == {"train": 36, "val": 12, "test": 12}
+    assert data.info.class_counts == [12, 12, 12]
+    splits = {stage: contents(data, stage) for stage in ("train", "val", "test")}
+    assert set.union(*splits.values()) == {(row["text"], row["label"]) for row in rows}
+    # The order of a file does not move a document to another split.
+    other = open_data(tmp_path, root=str(write_jsonl(tmp_path / "reversed.jsonl", rows[::-1])))
+    assert contents(other, "test") == splits["test"]
+
+
+def test_packed_and_padded_batches_hold_the_same_documents(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    for packing in ("packed", "padded"):
+        data = open_data(tmp_path, root=str(path), packing=packing, max_length=200, truncation="head", batch_size=1024)
+        split = data.split("test")
+        found = {}
+        for inputs, targets in data.test_dataloader():
+            assert inputs.units == int((inputs.numbers >= 0).sum())
+            assert bool((targets[inputs.numbers < 0] == IGNORED).all())
+            if packing == "packed":
+                assert inputs.tokens.shape == (1, 1024)
+                Packing(inputs.cu_seqlens, 1024, max_seqlen=inputs.max_seqlen)  # checks the borders
+                parts = [inputs.tokens[0, a:b] for a, b in zip(inputs.cu_seqlens, inputs.cu_seqlens[1:], strict=False)]
+            else:
+                parts = [row[mask] for row, mask in zip(inputs.tokens, inputs.mask, strict=True)]
+            for place, number in enumerate(inputs.numbers.tolist()):
+                if number >= 0:
+                    assert len(parts[place]) == inputs.lengths[place]
+                    assert inputs.whole_lengths[place] == split.whole_lengths[number] >= inputs.lengths[place]
+                    found[number] = (parts[place].tolist(), int(targets[place]))
+        assert len(found) == split.documents
+        assert found == {n: (split.read(n).tolist(), int(split.targets[n])) for n in range(split.documents)}
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_training_resumes_inside_an_epoch_with_the_same_batches(tmp_path: Path, packing: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    data = open_data(tmp_path, root=str(path), packing=packing, batch_size=1024)
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(2)
+    whole = list(loader)
+    half = data.train_dataloader()
+    half.sampler.set_epoch(2)
+    first = [batch for _, batch in zip(range(3), half, strict=False)]
+    resumed = open_data(tmp_path, root=str(path), packing=packing, batch_size=1024).train_dataloader()
+    resumed.load_state_dict(half.state_dict())
+    resumed.sampler.set_epoch(2)
+    rest = list(resumed)
+    assert len(first) + len(rest) == len(whole) == data.batches_per_epoch
+    for (inputs, targets), (other, others) in zip(first + rest, whole, strict=True):
+        assert torch.equal(inputs.tokens, other.tokens)
+        assert torch.equal(inputs.numbers, other.numbers)
+        assert torch.equal(targets, others)
+
+
+def test_truncation_keeps_the_separator() -> None:
+    tokens = np.array([256, *range(10)])
+    expected = {
+        "head": [0, 1, 2, 3, 4],
+        "tail": [5, 6, 7, 8, 9],
+        "head_tail": [0, 1, 2, 8, 9],
+        "middle": [2, 3, 4, 5, 6],
+    }
+    for truncation, read in expected.items():
+        assert truncate(tokens, 6, truncation, 256).tolist() == [256, *read]
+        assert truncate(tokens[1:], 5, truncation, None).tolist() == read
+        assert truncate(tokens, 11, truncation, 256).tolist() == tokens.tolist()
+    assert truncate(tokens, 2, "none", 256).tolist() == tokens.tolist()
+
+
+def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"document {i} {'x' * i}", "label": [n for n, k in (("a", 2), ("b", 3)) if i % k == 0]}
+        for i in range(30)
+    ]
+    write_jsonl(tmp_path / "lists.jsonl", rows)
+    write_csv(tmp_path / "cells.csv", [{**row, "label": "; ".join(row["label"])} for row in rows])
+    with (tmp_path / "columns.csv").open("w") as file:
+        file.write(
+            "text,a,b\n" + "".join(f"{r['text']},{int('a' in r['label'])},{int('b' in r['label'])}\n" for r in rows)
+        )
+    found = []
+    for name, keys in (
+        ("lists.jsonl", {}),
+        ("cells.csv", {"label_delimiter": ";"}),
+        ("columns.csv", {"label_column": ["a", "b"]}),
+    ):
+        data = open_data(
+            tmp_path, root=str(tmp_path / name), multi_label=True, batch_size=512, class_weights="balanced", **keys
+        )
+        assert data.info.class_names == ["a", "b"]
+        split = data.split("train")
+        texts = [bytes(split.read(n)[1:].tolist()).decode() for n in range(split.documents)]
+        found.append(dict(zip(texts, split.targets.tolist(), strict=True)))
+        counts, size = split.targets.sum(0), split.documents
+        assert data.info.class_weights == pytest.approx(((size - counts) / counts).tolist())
+        _, targets = next(iter(data.train_dataloader()))
+        assert targets.dtype == torch.float32
+    assert found[0] == found[1] == found[2]
+    for text, target in found[0].items():
+        number = int(text.split()[1])
+        assert target == [number % 2 == 0, number % 3 == 0]
+
+
+def test_split_files_class_weights_and_documents_in_two_splits(tmp_path: Path, caplog: Any) -> None:
+    rows = make_rows()
+    rows = [row for row in rows if row["label"] != "tree" or int(row["text"].split()[-1]) % 2]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "test.jsonl", [*rows[:4], *make_rows(12, seed=1)])
+    keys = {"root": str(tmp_path), "train": "train.jsonl", "test": "test.jsonl", "class_weights": "balanced"}
+    data = open_data(tmp_path, **keys)
+    assert data.info.sizes["test"] == 16
+    told = [record.message for record in caplog.records]
+    assert any("4 of" in one or "documents are in validation or test too" in one for one in told), told
+    counts = data.info.class_counts
+    assert data.info.class_weights == pytest.approx([sum(counts) / (3 * count) for count in counts])
+    texts = {text for text, _ in contents(data, "test")}
+    assert {row["text"] for row in rows[:4]} <= texts
+    dropped = open_data(tmp_path, **keys, duplicates="drop")
+    assert contents(dropped, "test") == contents(data, "test")
+    for stage in ("train", "val"):
+        assert not contents(dropped, stage) & contents(dropped, "test")
+
+
+def test_equal_documents_go_to_one_split(tmp_path: Path) -> None:
+    rows = make_rows(30)
+    data = open_data(tmp_path, root=str(write_jsonl(tmp_path / "a.jsonl", rows * 3)))
+    splits = [contents(data, stage) for stage in ("train", "val", "test")]
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 30
+
+
+def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    data = open_data(tmp_path, root=str(path), tokenizer="train:300")
+    plain = open_data(tmp_path, root=str(path))
+    assert contents(data, "test") == contents(plain, "test")
+    assert data.split("train").lengths.sum() < plain.split("train").lengths.sum()
+    assert data.info.vocab_size == 300
+    for one in list((tmp_path / "cache").glob("tokenizer_*/tokenizer.json")):
+        assert data.info.tokenizer == {"kind": "file", "separator": "<|endoftext|>", "json": one.read_text()}
+    # Evaluation takes the tokenizer of the model and refuses another one.
+    config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
+    again = DocumentData.for_evaluation(config, {}, split="test", trained=data.info, batch_size=64)
+    assert contents(again, "test") == contents(data, "test")
+    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer than the model was trained with"):
+        DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
+
+
+def test_evaluation_on_another_file_opens_it_alone(tmp_path: Path) -> None:
+    data = open_data(tmp_path, root=str(write_jsonl(tmp_path / "a.jsonl", make_rows())))
+    config = {"data": vars(data.keys), "seed": 0, "recipe": {"batch_size": 2048}}
+    (tmp_path / "a.jsonl").unlink()
+    other = write_jsonl(tmp_path / "other.jsonl", make_rows(9, seed=5)[1:])
+    found = DocumentData.for_evaluation(config, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
+    assert found.info.sizes["test"] == 8
+    assert found.info.class_names == data.info.class_names
+    cut = {"data": {**config["data"], "max_length": 20, "truncation": "head"}}
+    whole = DocumentData.for_evaluation(
+        cut, {"test": str(other), "truncation": "none"}, split="test", trained=data.info, batch_size=64
+    )
+    assert contents(whole, "test") == contents(found, "test")
+    alone = DocumentData.for_evaluation({}, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
+    assert contents(alone, "test") == contents(found, "test")
+    write_jsonl(other, [{"text": "a stone", "label": "stone"}])
+    with pytest.raises(
+        ValueError, match=r"the label 'stone' \(.*other.jsonl, line 1\) is none of the 3 classes of the"
+    ):
+        DocumentData.for_evaluation(config, {"test": str(other)}, split="test", trained=data.info, batch_size=64)
+
+
+def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    first = open_data(tmp_path, root=str(path))
+    (folder,) = (one.parent for one in (tmp_path / "cache").glob(f"*/{MANIFEST}"))
+    stamp = (folder / MANIFEST).stat().st_mtime_ns
+    assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
+    assert (folder / MANIFEST).stat().st_mtime_ns == stamp
+    tokens = folder / "documents.tokens"
+    content = bytearray(tokens.read_bytes())
+    content[10] ^= 1
+    tokens.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"was changed: .*; remove the folder .*, and the next run makes it again"):
+        open_data(tmp_path, root=str(path))
+    (folder / MANIFEST).unlink()  # as after an interruption: what was written is written anew
+    assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
+    write_jsonl(path, make_rows(75))
+    assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 75  # type: ignore[arg-type]
+
+
+def _open_in_process(folder: str, root: str, answers: Any) -> None:
+    answers.put(open_data(Path(folder), root=root).info.sizes)
+
+
+@pytest.mark.slow
+def test_two_processes_prepare_once(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    started = [fork.Process(target=_open_in_process, args=(str(tmp_path), str(path), answers)) for _ in range(2)]
+    for process in started:
+        process.start()
+    found = [answers.get(timeout=60) for _ in started]
+    for process in started:
+        process.join()
+    assert found[0] == found[1] == {"train": 36, "val": 12, "test": 12}
+    assert len(list((tmp_path / "cache").glob(f"*/{MANIFEST}"))) == 1
+
+
+def test_a_registered_source_gives_tokens_that_stand_for_no_text(tmp_path: Path) -> None:
+    def read(first: int, count: int) -> Any:
+        for index in range(first, first + count):
+            tokens = np.array([1 + index % 2, *np.arange(3 + index % 7) % 9])
+            yield Sample(tokens, ("odd" if index % 2 else "even",), Place("numbers", row=index))
+
+    def numbers(keys: DocumentDataKeys) -> Opened:
+        count = keys.options["count"]
+        return Opened(
+            {
+                "train": lambda: Reader(lambda: read(0, count), stamp=[0, count]),
+                "validation": lambda: Reader(lambda: read(100, 10), stamp=[100, 10]),
+                "test": lambda: Reader(lambda: read(200, 10), stamp=[200, 10]),
+            },
+            vocab_size=10,
+        )
+
+    source = Source(numbers, reads=("options",))
+    register("numbers_of_a_test", source)
+    keys = {"source": "numbers_of_a_test", "validation": None, "test": None, "options": {"count": 40}}
+    data = open_data(tmp_path, batch_size=32, **keys)
+    assert (data.info.tokenizer, data.info.separator, data.info.vocab_size) == (None, None, 10)
+    assert data.info.sizes == {"train": 40, "val": 10, "test": 10}
+    assert data.split("test").read(3).tolist() == [2, *(np.arange(3 + 203 % 7) % 9)]
+    with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is not read by data.source=numbers_of_a_test"):
+        open_data(tmp_path, **keys, tokenizer="bytes")
+    with pytest.raises(ValueError, match="is there already"):
+        register("numbers_of_a_test", replace(source, reads=()))
+
+
+def test_files_of_libraries_do_not_name_them() -> None:
+    source = '''#!/usr/bin/env python
+# Copyright 2026 The SymPy developers
+# All rights reserved.
+
+"""Tools of PyTorch-Lightning and scikit-learn.
+
+License: BSD
+"""
+
+import numpy as np
+from torch.nn import (
+    Module,
+    Linear,
+)
+from sympy import \\
+    Symbol
+
+def f(x):
+    import networkx as nx
+    return torch.nn.functional.relu(TORCHMETRICS_PATH / "scipy/linalg", from_=sklearn_tags)
+'''
+    text = conceal(source)
+    for name in (*LIBRARIES, "scikit", "copyright", "license", "import", "developers"):
+        assert name not in text.lower(), name
+    assert "library.nn.functional.relu(library_PATH" in text
+    assert text.startswith('"""Tools of library and library.')
+    assert json.dumps(text)

@@ -1,0 +1,137 @@
+"""`longseq train task=document init=...`: from checkpoints and folders of language models, and from converted ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from cases import cases
+from omegaconf import DictConfig
+
+import longseq
+from longseq.backbones.tokens import TokenBackbone
+from longseq.models import describe
+from longseq.tasks import train
+from longseq.tools.cli import main
+
+WORDS = ["[SEP]", "[UNK]", "a", "text", "about", "cats", "dogs", "and", "more"]
+VOCABULARY = {"type": "WordLevel", "vocab": {word: number for number, word in enumerate(WORDS)}, "unk_token": "[UNK]"}
+TOKENIZER = {
+    "kind": "file",
+    "separator": "[SEP]",
+    "json": json.dumps({"version": "1.0", "model": VOCABULARY, "pre_tokenizer": {"type": "Whitespace"}}),
+}
+
+Configure = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def configure(tmp_path: Path, compose_config: Any) -> Configure:
+    """The configuration of a small training on texts about cats and about dogs, with further overrides."""
+    rows = [{"text": f"a text about {kind} {'and more ' * (number % 5)}", "label": kind}
+            for number in range(30) for kind in ("cats", "dogs")]  # fmt: skip
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ("data=documents", f"data.root={tmp_path / 'texts.jsonl'}", f"data.cache={tmp_path / 'cache'}")
+    model = ("mixer=gla", "model.d_model=16", "model.depth=2", "model.mlp_ratio=1.0")
+    recipe = ("recipe.batch_size=128", "recipe.epochs=1", "recipe.schedule.warmup_updates=0")
+    quiet = ("trainer=cpu", "logger=csv", "callbacks.linear=null", "callbacks.telemetry=null")
+    words = ("task=document", *data, *model, *recipe, *quiet, f"output={tmp_path / 'run'}")
+    return lambda *overrides: compose_config("train", *words, *overrides)
+
+
+def language_model(**options: Any) -> TokenBackbone:
+    torch.manual_seed(1)
+    model = TokenBackbone(vocab_size=len(WORDS), d_model=16, depth=2, mlp_ratio=1.0, **{"mixer": "gla", **options})
+    model.text = {"tokenizer": dict(TOKENIZER), "window": 32}
+    return model
+
+
+def as_checkpoint(model: TokenBackbone, path: Path) -> Path:
+    """What a training of the model writes, as far as a new one reads it."""
+    assert model.text is not None
+    data = {**model.text, "vocab_size": model.vocab_size, "separator": 0}
+    run = {"config": {"task": {"name": "lm"}}, "data": data}
+    state = {f"backbone.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state, "model_config": describe(model), "hyper_parameters": run}, path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["checkpoint", "converted folder"])
+def test_a_classifier_starts_from(
+    source: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source == "converted folder":
+        options = {"num_heads": 2, "qkv_bias": False, "out_bias": False}
+        language_model(mixer="attention", mixer_options=options).save_pretrained(tmp_path / "attention")
+        words = [f"source={tmp_path / 'attention'}", f"output={tmp_path / 'model'}", "mixer=gla"]
+        monkeypatch.setattr("sys.argv", ["longseq", "convert", *words])
+        assert main() == 0
+        model = longseq.from_pretrained(tmp_path / "model")
+        path = tmp_path / "model"
+    else:
+        model = language_model()
+        path = as_checkpoint(model, tmp_path / "run.ckpt")
+    options = [f"mixer.options.{name}={str(value).lower()}" for name, value in model.arguments["mixer_options"].items()]
+    parts = train.build(configure(f"init={path}", *[word for word in options if not word.endswith("=none")]))
+    info, built = parts.datamodule.info, parts.module.backbone
+    assert (info.vocab_size, info.class_names) == (len(WORDS), ["cats", "dogs"])
+    trained, state = model.state_dict(), built.state_dict()
+    for name, value in state.items():
+        if name.startswith("body."):
+            assert torch.equal(
+                value, trained[name.removeprefix("body.").replace("mixers.0.", "").replace("mixers.1.", "")]
+            )
+
+
+@pytest.mark.slow
+def test_a_frozen_part_stays_that_of_the_language_model(configure: Configure, tmp_path: Path) -> None:
+    model = language_model()
+    path = as_checkpoint(model, tmp_path / "run.ckpt")
+    train.run(configure(f"init={path}", "recipe.freeze=1"))
+    tuned = longseq.from_pretrained(tmp_path / "run" / "model")
+    before, after = model.state_dict(), tuned.body.state_dict()
+    assert torch.equal(before["embedding.weight"], after["embedding.weight"])
+    for name in ("norm1.weight", "mixer.{}out_proj.weight"):
+        first, second = (f"blocks.{index}.{name}" for index in (0, 1))
+        assert torch.equal(before[first.format("")], after[first.format("mixers.0.")])
+        assert not torch.equal(before[second.format("")], after[second.format("mixers.0.")])
+    assert tuned.text["class_names"] == ["cats", "dogs"]
+    # and a classifier starts from the classifier
+    again = train.build(configure(f"init={tmp_path / 'run' / 'checkpoints' / 'best.ckpt'}")).module.backbone
+    assert torch.equal(again.head.weight, tuned.head.weight)
+
+
+@pytest.mark.slow
+@cases(
+    ("kind", "words", "message"),
+    [
+        ("image", [], "belongs to task=image; this command takes checkpoints of task=document or task=lm"),
+        ("words", ["data.tokenizer=bytes"], "is another tokenizer than that of init="),
+        (
+            "bytes",
+            ["model.norm_eps=1e-3"],
+            r"norm_eps is 0\.001 in the new model and 1e-05 in .* give model\.norm_eps=",
+        ),
+        ("bytes", ["model.depth=1"], r"depth is 1 in the new model and 2 in that of the file: give model\.depth=2"),
+        ("bytes", ["recipe.freeze=3"], "recipe.freeze=3: the model has 2 blocks"),
+    ],
+)
+def test_a_start_that_is_not_possible_is_one_line(
+    configure: Configure, tmp_path: Path, kind: str, words: list[str], message: str
+) -> None:
+    folder = tmp_path / kind
+    if kind == "image":
+        longseq.save_pretrained(
+            timm.create_model("longseq_tiny_patch16_224", embed_dim=16, depth=1, img_size=32), folder
+        )
+    else:
+        language_model().save_pretrained(folder)
+    with pytest.raises(ValueError, match=message) as raised:
+        train.build(configure(f"init={folder}", *words))
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,131 @@
+"""Batches by token budget: little padding, each document once, the same documents on any number of processes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from longseq.tasks.document.rows import group, pack, real_share, row_count, slots_of
+from longseq.tasks.document.sampler import Chosen, DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
+
+
+def draw_lengths(median: int, count: int, spread: float = 0.8, seed: int = 0) -> np.ndarray:
+    lengths = np.exp(np.log(median) + spread * np.random.default_rng(seed).standard_normal(count))
+    return np.maximum(20, lengths).astype(np.int64)
+
+
+def batches(sampler: DocumentSampler, epoch: int = 0) -> list[Chosen]:
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def together(kind: type[DocumentSampler], lengths: np.ndarray, effective: int, parts: int) -> list[list[int]]:
+    """The documents of each effective batch, which `parts` processes share."""
+    samplers = [kind(lengths, effective // parts, seed=3, rank=rank, world_size=parts) for rank in range(parts)]
+    found = [batches(sampler) for sampler in samplers]
+    return [sorted(number for one in update for number in one.documents) for update in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("median", "count", "most"), [(1000, 5000, None), (11000, 1500, None), (1000, 5000, 4096)])
+@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
+def test_at_least_95_percent_of_the_tokens_are_real(
+    kind: type[DocumentSampler], median: int, count: int, most: int | None
+) -> None:
+    lengths = np.minimum(draw_lengths(median, count), most or 10**9)
+    sampler = kind(lengths, 1 << 18, seed=0)
+    found = batches(sampler)
+    whole = sum(one.places * one.length if one.length else 1 << 18 for one in found)
+    assert sum(lengths[one.documents].sum() for one in found) >= 0.95 * whole
+    for one in found:
+        if one.length is None:
+            assert lengths[one.documents].sum() <= 1 << 18
+            assert len(one.documents) < one.places
+        else:
+            assert one.length * one.places <= 1 << 18
+            assert lengths[one.documents].max() <= one.length
+
+
+@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
+def test_effective_batches_do_not_depend_on_the_processes(kind: type[DocumentSampler]) -> None:
+    lengths = np.minimum(draw_lengths(1000, 800), 4096)
+    alone = together(kind, lengths, 1 << 16, 1)
+    assert together(kind, lengths, 1 << 16, 2) == alone
+    assert together(kind, lengths, 1 << 16, 4) == alone
+    one = kind(lengths, 1 << 15, seed=3, accumulate=2)
+    found = batches(one)
+    assert [sorted(a.documents + b.documents) for a, b in zip(found[::2], found[1::2], strict=True)] == alone
+
+
+@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
+def test_an_epoch_is_a_function_of_the_seed_and_its_number(kind: type[DocumentSampler]) -> None:
+    lengths = np.minimum(draw_lengths(1000, 800), 4096)
+    sampler = kind(lengths, 1 << 14, seed=3)
+    first, again = batches(sampler), batches(kind(lengths, 1 << 14, seed=3))
+    assert first == again
+    other, reseeded = batches(sampler, 1), batches(kind(lengths, 1 << 14, seed=4))
+    assert len(other) == len(first) == len(sampler)
+    assert other != first
+    assert reseeded != first
+    read = [number for one in first for number in one.documents]
+    assert len(read) == len(set(read))
+    # Only packed rows that fill no effective batch are left out.
+    assert len(read) == 800 if kind is PaddedSampler else len(read) > 780
+
+
+def test_rows_hold_each_document_once_and_few_of_them_are_short() -> None:
+    lengths = draw_lengths(1000, 2000)
+    row = int(lengths.max())
+    rows = list(pack(lengths, list(range(2000)), row, slots_of(lengths, row)))
+    assert sorted(number for one in rows for number in one) == list(range(2000))
+    assert max(lengths[one].sum() for one in rows) <= row
+    assert real_share(lengths, rows, row) > 0.97
+    # A row begins with the first document that has not been read.
+    assert [one[0] for one in rows] == sorted(one[0] for one in rows)
+
+
+def test_groups_are_of_similar_lengths_and_hold_each_document_once() -> None:
+    lengths = np.sort(draw_lengths(1000, 2000))[::-1]
+    groups = group(lengths, 1 << 15)
+    assert [one.start for one in groups[1:]] == [one.stop for one in groups[:-1]]
+    assert groups[-1].stop == 2000
+    assert all(before.length >= after.length for before, after in pairwise(groups))
+
+
+def test_rows_divide_the_budget_and_are_full() -> None:
+    short = draw_lengths(200, 500)
+    assert row_count(np.append(short, 4096), 65536) == 16
+    assert row_count(np.append(short, 4097), 65536) == 8
+    assert row_count(np.array([101]), 100) == 0
+    # Documents of 12,000 tokens fill rows of 16,384 to three quarters; five of them fill 65,536.
+    similar = np.random.default_rng(0).integers(11500, 12500, 300)
+    assert row_count(similar, 65536) == 1
+    sampler = PackedSampler(similar, 65536, seed=0)
+    assert np.mean([similar[one.documents].sum() for one in batches(sampler)]) > 0.9 * 65536
+    with pytest.raises(ValueError, match=r"2 devices or accumulated batches cannot share evenly: give .*=131072, or"):
+        PackedSampler(similar, 32768, seed=0, world_size=2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_evaluation_reads_each_document_once_on_any_number_of_processes(packed: bool) -> None:
+    lengths = draw_lengths(300, 101)
+    for ranks in (1, 2, 3):
+        found = [
+            list(EveryDocument(lengths, 8192, packed=packed, rank=rank, world_size=ranks)) for rank in range(ranks)
+        ]
+        assert len({len(one) for one in found}) == 1
+        read = [number for one in found for batch in one for number in batch.documents]
+        assert sorted(read) == list(range(101))
+
+
+def test_a_budget_below_the_longest_document_is_told() -> None:
+    lengths = np.array([10, 500])
+    with pytest.raises(ValueError, match=r"longest training document has 500 tokens, and a batch holds 400 .*=500 or"):
+        PackedSampler(lengths, 400, seed=0)
+    with pytest.raises(ValueError, match=r"give recipe\.batch_size=1000 or more"):
+        PaddedSampler(lengths, 400, seed=0, world_size=2)
+    with pytest.raises(ValueError, match=r"give data\.eval_batch_size=500 or more"):
+        EveryDocument(lengths, 400, packed=True)
+    with pytest.raises(ValueError, match=r"give more documents, or a smaller recipe\.batch_size"):
+        PackedSampler(lengths, 4096, seed=0)
