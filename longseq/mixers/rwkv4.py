@@ -127,7 +127,7 @@ class RWKV4(Mixer[RWKV4State]):
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v = (torch.cat(both) for both in zip(*tokens, strict=True))
         decay, bonus = (
-            torch.stack(both).repeat_interleave(rows, 0).unsqueeze(1)
+            torch.stack(both).unsqueeze(1).expand(-1, rows, -1).reshape(2 * rows, 1, -1)
             for both in ((self.decay, backward.decay), (self.bonus, backward.bonus))
         )
         o, _ = self._average(k, v, decay, bonus, None, None, repeat_rows(mask), "second_half")

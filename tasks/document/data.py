@@ -17,6 +17,7 @@ from longseq.plugins import plugin_of
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.place import find_place, follow
+from longseq.tasks.document import arena as _arena  # noqa: F401  registers its sources
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import sources
 from longseq.tasks.document.assemble import DocumentBatches, Split

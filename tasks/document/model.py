@@ -64,8 +64,13 @@ class DocumentModel(TaskModel):
 
         Of a classifier with the same classes the pooling and the head are copied, too.
         """
-        check_tokenizer(loaded, info.tokenizer)
         trained: Any = loaded.backbone
+        if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):
+            raise ValueError(
+                f"init={loaded.path}: a linear model is fitted to the training documents; it starts from no other "
+                "model, and no other from it: leave init out"
+            )
+        check_tokenizer(loaded, info.tokenizer)
         is_classifier = isinstance(trained, TextClassifier)
         body: TokenBackbone = trained.body if is_classifier else trained
         # `load_body` checks these itself; their messages need no other key than their names.

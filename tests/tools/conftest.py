@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from export_programs import share_program
 from hydra import compose, initialize_config_module
-from torch import nn
 
 from longseq.tasks import train
-from longseq.tools.export import onnx_file, pt2_file
-from longseq.tools.export.graph import capture
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +34,4 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the two formats that begin with the same program share it in a test of one model: it takes most time."""
-    programs: list[torch.export.ExportedProgram] = []
-
-    def capture_once(
-        module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
-    ) -> torch.export.ExportedProgram:
-        if not programs:
-            programs.append(capture(module, example, axes))
-        return programs[0]
-
-    for format in (onnx_file, pt2_file):
-        monkeypatch.setattr(format, "capture", capture_once)
+    share_program(monkeypatch)

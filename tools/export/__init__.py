@@ -1,8 +1,8 @@
-"""`longseq export`: an image classifier or a language model as one ONNX, TorchScript or pt2 file without longseq."""
+"""`longseq export`: a model as one ONNX, TorchScript or pt2 file that runs without longseq."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from longseq.tasks.training.command import CHECKPOINT_NEEDED, CommandKeys, read_command
 from longseq.tasks.training.options import Length, OneOf, Range
+from longseq.tools.export.document_classifier import export_document_classifier
 from longseq.tools.export.formats import FORMATS, SUFFIXES, register_format
 from longseq.tools.export.image_classifier import export_image_classifier
 from longseq.tools.export.language_model import export_language_model
@@ -21,6 +22,7 @@ __all__ = [
     "FORMATS",
     "ExportReport",
     "StateSpec",
+    "export_document_classifier",
     "export_image_classifier",
     "export_language_model",
     "register_format",
@@ -28,9 +30,13 @@ __all__ = [
     "state_spec",
 ]
 
-# The keys that only one task's models have, and their values where they are left out.
-IMAGE_KEYS = {"preprocess": False, "softmax": False, "dynamic_resolution": False}
-LANGUAGE_KEYS = {"dynamic_length": False, "max_length": 2048}
+# The tasks whose models can be exported: for each the function, and the keys that only its models have. These have the
+# values of keys that are left out.
+EXPORTS: Mapping[str, tuple[Callable[..., ExportReport], Mapping[str, Any]]] = {
+    "image": (export_image_classifier, {"preprocess": False, "softmax": False, "dynamic_resolution": False}),
+    "lm": (export_language_model, {"dynamic_length": False, "max_length": 2048}),
+    "document": (export_document_classifier, {}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +68,11 @@ def run(cfg: DictConfig) -> ExportReport:
     keys = read_command(ExportKeys, cfg)
     assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
-    image_tasks, language_tasks = registry.like("image"), registry.like("lm")
-    loaded = checkpoint.load(
-        keys.checkpoint,
-        weights=keys.weights,
-        any_resolution=keys.dynamic_resolution,
-        tasks=(*image_tasks, *language_tasks),
-    )
+    tasks = {name: base for base in EXPORTS for name in registry.like(base)}
+    loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
-    is_image = loaded.task_name in image_tasks
-    _check_keys(keys, LANGUAGE_KEYS if is_image else IMAGE_KEYS, loaded.task_name)
+    export, defaults = EXPORTS[tasks[loaded.task_name]]
+    _check_keys(keys, defaults, loaded.task_name)
     output = Path(keys.output or loaded.file.with_suffix(SUFFIXES.get(format, "")))
     prepare_file(output)
     options: dict[str, Any] = {
@@ -89,14 +90,14 @@ def run(cfg: DictConfig) -> ExportReport:
             "global_step": loaded.global_step,
         },
     }
-    own = {name: getattr(keys, name) for name in (IMAGE_KEYS if is_image else LANGUAGE_KEYS)}
-    export = export_image_classifier if is_image else export_language_model
-    report = export(model, output, **own, **options)
+    report = export(model, output, **{name: getattr(keys, name) for name in defaults}, **options)
     report.print()
     return report
 
 
-def _check_keys(keys: ExportKeys, others: Mapping[str, Any], task: str) -> None:
+def _check_keys(keys: ExportKeys, own: Mapping[str, Any], task: str) -> None:
+    """Raise ValueError for a key that models of other tasks have."""
+    others = {name: value for _, defaults in EXPORTS.values() for name, value in defaults.items() if name not in own}
     for name, default in others.items():
         if getattr(keys, name) != default:
             value = str(getattr(keys, name)).lower()

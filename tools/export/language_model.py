@@ -19,7 +19,7 @@ from longseq.tools.export import onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
 from longseq.tools.export.formats import find_target
 from longseq.tools.export.metadata import language_metadata
-from longseq.tools.export.parity import Comparison, Expected, compare, expect
+from longseq.tools.export.parity import Comparison, Expected, compare, expect, probe_tokens
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 from longseq.tools.export.states import StateSpec, state_spec
@@ -112,10 +112,10 @@ def export_language_model(
 
     probed = READ_TOKENS if dynamic_length else STEPPED_TOKENS
     probed = probed if limit is None else min(probed, limit)
-    expected = expect(_ParallelForm(copied), [_probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
+    expected = expect(_ParallelForm(copied), [probe_tokens(batch, probed, model.vocab_size) for batch in batch_sizes])
     if not all(batch.output.isfinite().all() for batch in expected):
         raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
-    tokens = _probe_tokens(TRACED_BATCH, probed, model.vocab_size)
+    tokens = probe_tokens(TRACED_BATCH, probed, model.vocab_size)
     # Where there is little room, half of it for the traced tokens, and half of the rest for those before them.
     earlier, tokens = tokens[:, : min(EARLIER_TOKENS, probed // 4)], tokens[:, -min(TRACED_TOKENS, (probed + 1) // 2) :]
     if earlier.shape[1]:
@@ -177,18 +177,6 @@ def _compare(
 
 def _widen(start: Tensor) -> Tensor:
     return start.double() if start.is_floating_point() else start
-
-
-def _probe_tokens(batch: int, length: int, vocab_size: int) -> Tensor:
-    """Tokens [B, T] for the comparison: random ones, a short pattern and one token alone, in turn.
-
-    Equal tokens have equal keys, for which a delta rule's triangular systems are hardest.
-    """
-    generator = torch.Generator().manual_seed(1000 * batch + length)
-    random = torch.randint(vocab_size, (batch, length), generator=generator)
-    place = torch.arange(length)
-    kinds = (random, random[:, place % 3], random[:, place * 0])
-    return torch.stack([kinds[row % 3][row] for row in range(batch)])
 
 
 def _read_one_by_one(call: Callable[..., Any], tokens: Tensor, states: list[Tensor]) -> Tensor:

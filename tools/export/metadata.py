@@ -15,13 +15,21 @@ from longseq.tasks.image.decoding import DECODING
 from longseq.timm_models import model_name
 from longseq.tools.export.states import StateSpec
 
-__all__ = ["EXTRA_FILE", "PREPROCESSING", "classifier_metadata", "encode", "language_metadata"]
+__all__ = [
+    "EXTRA_FILE",
+    "PREPROCESSING",
+    "classifier_metadata",
+    "document_metadata",
+    "encode",
+    "language_metadata",
+]
 
 # The name under which TorchScript and pt2 archives keep the JSON; ONNX files hold one metadata property per key.
 EXTRA_FILE = "longseq.json"
 
 PREPROCESSING = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")
 TEXT = ("separator", "window", "tokenizer")
+DOCUMENTS = ("class_names", "multi_label", "truncation", "max_length", *TEXT)
 
 
 def classifier_metadata(
@@ -66,8 +74,19 @@ def language_metadata(
     return {**metadata, **_origin(model), **extra}
 
 
+def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts about a document classifier's file: classes, tokenizer, truncation, input and output, and its origin."""
+    metadata: dict[str, Any] = {key: data[key] for key in DOCUMENTS if data.get(key) is not None}
+    metadata["vocab_size"] = model.body.vocab_size
+    if model.body.max_length is not None:
+        metadata["positions"] = model.body.max_length
+    metadata["input"] = "int64 tokens [batch, length], padded at the end by any token, and int64 lengths [batch]"
+    metadata["output"] = "probabilities [batch, classes]"
+    return {**metadata, **_origin(model), **extra}
+
+
 def _origin(model: nn.Module) -> dict[str, Any]:
-    mixer = getattr(model, "mixer_name", None)
+    mixer = getattr(getattr(model, "body", model), "mixer_name", None)
     return {
         "model": model_name(model),
         **({} if mixer is None else {"mixer": mixer}),

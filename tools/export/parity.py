@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Comparison", "Expected", "compare", "expect", "latency_ms", "probe_images"]
+__all__ = ["Comparison", "Expected", "compare", "expect", "latency_ms", "probe_images", "probe_tokens"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,18 @@ def probe_images(batch: int, channels: int, height: int, width: int, *, pixels: 
     plain = coarse[..., :1, :1].expand_as(noise)
     images = torch.stack([(noise, smooth, plain)[i % 3][i] for i in range(batch)])
     return (images * 64 + 128).round().clamp(0, 255).to(torch.uint8) if pixels else images.contiguous()
+
+
+def probe_tokens(batch: int, length: int, vocab_size: int) -> Tensor:
+    """Tokens [B, T] for the comparison: random ones, a short pattern and one token alone, in turn.
+
+    Equal tokens have equal keys, for which a delta rule's triangular systems are hardest.
+    """
+    generator = torch.Generator().manual_seed(1000 * batch + length)
+    random = torch.randint(vocab_size, (batch, length), generator=generator)
+    place = torch.arange(length)
+    kinds = (random, random[:, place % 3], random[:, place * 0])
+    return torch.stack([kinds[row % 3][row] for row in range(batch)])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training.command import CommandKeys, read_command
 from longseq.tasks.training.options import Length, Required
-from longseq.tasks.training.token_model import TokenModelKeys
+from longseq.tasks.training.token_model import BodyKeys, TokenModelKeys
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
 from longseq.tools.hugging_face.families import FAMILIES
 
@@ -74,12 +74,13 @@ def run(cfg: DictConfig) -> Path:
     count = sum(parameter.numel() for parameter in backbone.parameters())
     print(f"{output}: {count:,} parameters, {backbone.mixer_name}, format={keys.format}")
     if keys.format == OURS:
-        print(f"to train it further: {train_command(backbone, output)}")
+        print(f"to classify documents with it: {train_command(backbone, output, 'document')}")
+        print(f"to train it further: {train_command(backbone, output, 'lm')}")
     return output
 
 
-def train_command(backbone: TokenBackbone, folder: Path) -> str:
-    """The command that trains a saved model further: its options where they are not the defaults."""
+def train_command(backbone: TokenBackbone, folder: Path, task: str) -> str:
+    """The command of a task that starts from a saved model: its options where they are not the defaults."""
     arguments = describe(backbone)["model_args"]
     pattern = arguments["mixer"]
     chosen = options_by_name(pattern, arguments["mixer_options"])
@@ -90,10 +91,10 @@ def train_command(backbone: TokenBackbone, folder: Path) -> str:
         place = f"+mixer.options.{name}" if hybrid else "mixer.options"
         words += [f"{place}.{key}={_write(value)}" for key, value in options.items() if value != usual[key]]
     usual = {name: one.default for name, one in inspect.signature(TokenBackbone).parameters.items()}
-    for key in (entry.name for entry in fields(TokenModelKeys)):
+    for key in (entry.name for entry in fields(TokenModelKeys if task == "lm" else BodyKeys)):
         if key in arguments and (key in ("d_model", "depth", "mlp_ratio") or arguments[key] != usual[key]):
             words.append(f"model.{key}={_write(arguments[key])}")
-    return " ".join(["longseq train task=lm", *words])
+    return " ".join([f"longseq train task={task}", *words])
 
 
 def _write(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,21 +65,26 @@ def as_checkpoint(model: TokenBackbone, path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["checkpoint", "converted folder"])
 def test_a_classifier_starts_from(
-    source: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    configure: Configure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if source == "converted folder":
         options = {"num_heads": 2, "qkv_bias": False, "out_bias": False}
         language_model(mixer="attention", mixer_options=options).save_pretrained(tmp_path / "attention")
-        words = [f"source={tmp_path / 'attention'}", f"output={tmp_path / 'model'}", "mixer=gla"]
-        monkeypatch.setattr("sys.argv", ["longseq", "convert", *words])
+        given = [f"source={tmp_path / 'attention'}", f"output={tmp_path / 'model'}", "mixer=gla"]
+        monkeypatch.setattr("sys.argv", ["longseq", "convert", *given])
         assert main() == 0
         model = longseq.from_pretrained(tmp_path / "model")
-        path = tmp_path / "model"
+        command = capsys.readouterr().out.splitlines()[-2].partition(": longseq train task=document ")[2]
+        words = shlex.split(command)
+        assert words[0] == f"init={tmp_path / 'model'}"
     else:
         model = language_model()
-        path = as_checkpoint(model, tmp_path / "run.ckpt")
-    options = [f"mixer.options.{name}={str(value).lower()}" for name, value in model.arguments["mixer_options"].items()]
-    parts = train.build(configure(f"init={path}", *[word for word in options if not word.endswith("=none")]))
+        words = [f"init={as_checkpoint(model, tmp_path / 'run.ckpt')}"]
+    parts = train.build(configure(*words))
     info, built = parts.datamodule.info, parts.module.backbone
     assert (info.vocab_size, info.class_names) == (len(WORDS), ["cats", "dogs"])
     trained, state = model.state_dict(), built.state_dict()

@@ -11,6 +11,7 @@ import torch
 from cases import cases
 
 from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.model import DocumentModel
@@ -128,6 +129,13 @@ def test_a_model_that_does_not_fit_is_one_line(
             DocumentModel().build(config, INFO), as_loaded(text_model(config, **options), **data), INFO
         )
     assert "\n" not in str(raised.value)
+
+
+def test_the_linear_model_starts_from_no_other_and_no_other_from_it(configure: Any) -> None:
+    model, linear = DocumentModel().build(configure(), INFO), LinearTextClassifier(num_classes=3)
+    for new, trained in ((model, linear), (linear, model)):
+        with pytest.raises(ValueError, match=r"^init=run\.ckpt: a linear model is fitted to the training documents"):
+            DocumentModel().start_from(new, as_loaded(trained, "document"), INFO)
 
 
 def test_documents_of_another_tokenizer_are_not_read() -> None:

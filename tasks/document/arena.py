@@ -1,0 +1,230 @@
+"""The tasks of Long Range Arena as sources of documents: ListOps, images as sequences of pixels, and pairs of texts.
+
+The arena's task on text is data=imdb, cut after 4,000 bytes.
+
+Source: Long Range Arena (Tay et al., 2020), section 2.2, and the reading of the files in its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from longseq.tasks.data.seeds import derive_seed
+from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
+from longseq.tasks.text.documents import Place
+from longseq.tasks.text.prepare import stamp
+from longseq.tasks.text.sources import Malformed
+
+if TYPE_CHECKING:
+    from longseq.tasks.document.config import DocumentDataKeys
+
+SPLITS = ("train", "validation", "test")
+
+# The numbers of ListOps' expressions in the arena.
+EXPRESSIONS = {"train": 96_000, "validation": 2_000, "test": 2_000}
+
+# The token with which each text of a pair begins, behind the 256 bytes.
+BEGIN = 256
+TEXT_BYTES = 4000
+
+LEVELS = 256
+HARDEST = "curv_contour_length_14"  # the folder of pathfinder's longest paths, which the arena takes
+SHARES = (0.8, 0.9)  # where the training images end, and those of validation
+
+
+def _listops(keys: DocumentDataKeys) -> Opened:
+    """Expressions of the probe's generator; `options` are those of the generator, the numbers of samples, and seed."""
+    from longseq.tasks.probe.generators import check_options
+    from longseq.tasks.probe.generators.listops import CLOSE
+
+    options = dict(keys.options)
+    counts = {split: options.pop(split, count) for split, count in EXPRESSIONS.items()}
+    seed = options.pop("seed", 0)
+    for name, value in (*counts.items(), ("seed", seed)):
+        least = 0 if name == "seed" else 1
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"data.options.{name}={value} must be a whole number of at least {least}")
+    check_options("listops", options)
+    return Opened(
+        {
+            split: partial(
+                Reader,
+                partial(_generate, counts[split], derive_seed(seed, number), options, split),
+                stamp=[counts[split], seed, number, sorted(options.items())],
+            )
+            for number, split in enumerate(SPLITS)
+        },
+        vocab_size=CLOSE + 1,
+    )
+
+
+def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Iterator[Sample]:
+    from longseq.tasks.probe.generators import IGNORED, draw
+    from longseq.tasks.probe.generators.listops import CLOSE, listops
+
+    random, seen = np.random.default_rng(seed), np.zeros(0, np.uint64)
+    block = 2048  # a block of expressions, padded to the longest, takes 64 MB
+    for start in range(0, count, block):
+        samples, seen = draw(partial(listops, **options), random, min(block, count - start), seen)
+        for row, (tokens, labels) in enumerate(zip(samples.tokens, samples.labels, strict=True), start):
+            result = labels[labels != IGNORED].item()
+            yield Sample(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", row=row))
+
+
+def _image(keys: DocumentDataKeys) -> Opened:
+    """CIFAR-10 in grey, 1,024 tokens an image; its files are those of data=cifar10, and so are its splits."""
+    if keys.root is None:
+        raise ValueError(f"data={keys.name} reads CIFAR-10: give data.root=FOLDER, as data=cifar10 takes it")
+    root = keys.root
+
+    @cache
+    def splits() -> Any:
+        from longseq.tasks.image.sources import cifar10
+
+        return cifar10(root, download=False, val_fraction=0.1, split_seed=0)
+
+    def read(split: str) -> Iterator[Sample | Malformed]:
+        from longseq.tasks.image.decoding import UNREADABLE
+
+        source, indices = getattr(splits(), split).source, getattr(splits(), split).indices
+        for index in indices.tolist():
+            place = Place(source.path(index))
+            try:
+                image, target = source.read(index)
+            except UNREADABLE as error:
+                yield Malformed(place, f"no image ({error})")
+            else:
+                yield Sample(_levels(image), (source.class_names[target],), place)
+
+    return Opened(
+        {split: partial(Reader, partial(read, split), stamp=["grey", split, stamp(root)]) for split in SPLITS},
+        vocab_size=LEVELS,
+    )
+
+
+def _levels(image: Image.Image) -> np.ndarray:
+    """The grey levels of an image, row by row: `[H W]` uint8."""
+    return np.asarray(image.convert("L")).reshape(-1)
+
+
+def _retrieval(keys: DocumentDataKeys) -> Opened:
+    """Pairs of papers of the ACL Anthology Network, and whether one cites the other, from the arena's tsv files.
+
+    A document is both texts, each behind the token `BEGIN` and cut after `options.text_bytes` bytes.
+    """
+    if keys.root is None:
+        raise ValueError(f"data={keys.name} reads pairs of texts: give data.root=FOLDER, with *.train.tsv, *.eval.tsv "
+                         "and *.test.tsv")  # fmt: skip
+    options = dict(keys.options)
+    size = options.pop("text_bytes", TEXT_BYTES)
+    if options or not isinstance(size, int) or size < 1:
+        raise ValueError(
+            f"data.options={dict(keys.options)}: source=lra_retrieval takes text_bytes, a whole number of at least 1"
+        )
+    endings = {"train": "train", "validation": "eval", "test": "test"}
+    return Opened(
+        {split: partial(_find_pairs, Path(keys.root), ending, size) for split, ending in endings.items()},
+        vocab_size=BEGIN + 1,
+    )
+
+
+def _find_pairs(root: Path, ending: str, size: int) -> Reader:
+    found = sorted(root.glob(f"*{ending}.tsv"))
+    if len(found) != 1:
+        raise ValueError(f"data.root={root} holds {len(found)} files *{ending}.tsv: give the folder with one")
+    return Reader(partial(_read_pairs, found[0], size), stamp=[size, str(found[0].resolve()), *stamp(str(found[0]))])
+
+
+def _read_pairs(path: Path, size: int) -> Iterator[Sample | Malformed]:
+    """The lines of label, id1, id2, text1 and text2, with tabs between them and without quotation."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place, cells = Place(str(path), line=number), line.rstrip(b"\r\n").split(b"\t")
+            if len(cells) != 5:
+                yield Malformed(place, f"{len(cells)} cells, not label, id1, id2, text1 and text2")
+            elif cells[0] not in (b"0", b"1", b"0.0", b"1.0"):
+                yield Malformed(place, f"the label {cells[0][:20]!r}, which is not 0 or 1")
+            elif not all(text.strip() for text in cells[3:]):
+                yield Malformed(place, "an empty text")
+            else:
+                texts = (np.frombuffer(text[:size], np.uint8).astype(np.int64) for text in cells[3:])
+                tokens = np.concatenate([part for text in texts for part in ([BEGIN], text)])
+                yield Sample(tokens, (chr(cells[0][0]),), place)
+
+
+def _pathfinder(keys: DocumentDataKeys) -> Opened:
+    """Images with two marks, and whether a dashed path joins them; a token a pixel.
+
+    `root` is a folder of one difficulty, which holds metadata/ and imgs/, or the folder of one resolution, whose
+    hardest images are then read. A fixed permutation gives 80 % of the images to training, and 10 % each to validation
+    and test.
+    """
+    if keys.root is None:
+        raise ValueError(f"data={keys.name} reads the arena's images: give data.root=FOLDER, such as pathfinder32")
+    root = Path(keys.root)
+    if not (root / "metadata").is_dir():
+        root = root / HARDEST
+    listing = sorted((root / "metadata").glob("*.npy"))
+    if not listing:
+        raise ValueError(f"{root}/metadata holds no *.npy: give data.root=FOLDER, such as pathfinder32, of the arena")
+    return Opened({split: partial(_find_paths, root, listing, split) for split in SPLITS}, vocab_size=LEVELS)
+
+
+def _find_paths(root: Path, listing: Sequence[Path], split: str) -> Reader:
+    stamps = [[path.name, *stamp(str(path))] for path in listing]
+    return Reader(partial(_read_paths, root, listing, split), stamp=[str(root.resolve()), split, stamps])
+
+
+def _read_paths(root: Path, listing: Sequence[Path], split: str) -> Iterator[Sample | Malformed]:
+    """The images that the text files `listing` name: in each line the folder, the file, a number, and the label."""
+    lines = [
+        (path, number, line)
+        for path in listing
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1)
+    ]
+    order = np.random.default_rng(0).permutation(len(lines))
+    first, second = (int(share * len(lines)) for share in SHARES)
+    chosen = {"train": order[:first], "validation": order[first:second], "test": order[second:]}[split]
+    size: int | None = None
+    for index in chosen.tolist():
+        path, number, line = lines[index]
+        words = line.split()
+        if len(words) < 4 or words[3] not in ("0", "1"):
+            yield Malformed(Place(str(path), line=number), "not a folder, a file, a number and a label of 0 or 1")
+            continue
+        image = root / words[0] / words[1]
+        tokens = _read_image(image)
+        if isinstance(tokens, str):
+            yield Malformed(Place(str(image)), tokens)
+            continue
+        size = size or len(tokens)
+        if len(tokens) != size:
+            raise ValueError(
+                f"{image} has {len(tokens)} pixels, and the images before it {size}: give images of one size"
+            )
+        yield Sample(tokens, (words[3],), Place(str(image)))
+
+
+def _read_image(path: Path) -> np.ndarray | str:
+    """The grey levels of an image file, or why there are none: the published set holds an empty file."""
+    try:
+        with Image.open(path) as image:
+            return _levels(image)
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"no image ({error})"
+
+
+_OPENERS: dict[str, tuple[Callable[[DocumentDataKeys], Opened], tuple[str, ...]]] = {
+    "lra_listops": (_listops, ("options",)),
+    "lra_image": (_image, ("root",)),
+    "lra_retrieval": (_retrieval, ("root", "options")),
+    "lra_pathfinder": (_pathfinder, ("root",)),
+}
+for _name, (_open, _reads) in _OPENERS.items():
+    register(_name, Source(_open, reads=_reads))

@@ -1,0 +1,28 @@
+"""One program of torch.export for the two formats that begin with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from longseq.tools.export import onnx_file, pt2_file
+from longseq.tools.export.graph import capture
+
+
+def share_program(patch: pytest.MonkeyPatch) -> None:
+    """Let the formats onnx and pt2 of one model share the program, whose capture takes most of the time."""
+    programs: list[torch.export.ExportedProgram] = []
+
+    def capture_once(
+        module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
+    ) -> torch.export.ExportedProgram:
+        if not programs:
+            programs.append(capture(module, example, axes))
+        return programs[0]
+
+    for format in (onnx_file, pt2_file):
+        patch.setattr(format, "capture", capture_once)

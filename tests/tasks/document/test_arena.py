@@ -1,0 +1,158 @@
+"""Long Range Arena: its sources read the published formats, and its commands train on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from longseq.tasks.document.config import DocumentDataKeys
+from longseq.tasks.document.data import DocumentData
+from longseq.tasks.probe.generators.listops import CLOSE, MAX, MED, MIN, SM
+
+
+def open_data(source: str, tmp_path: Path, **keys: Any) -> DocumentData:
+    data = DocumentData(
+        DocumentDataKeys(name=source, source=source, cache=str(tmp_path / "cache"), **keys), batch_size=4096
+    )
+    data.setup()
+    return data
+
+
+def evaluate(tokens: list[int]) -> int:
+    """The result of an expression, by reading it from its end."""
+    stack: list[int] = []
+    for token in reversed(tokens):
+        if token in (MIN, MAX, MED, SM):
+            values = []
+            while stack[-1] != CLOSE:
+                values.append(stack.pop())
+            stack.pop()
+            middle = sorted(values)
+            half = (middle[(len(values) - 1) // 2] + middle[len(values) // 2]) // 2
+            stack.append({MIN: min(values), MAX: max(values), MED: half, SM: sum(values) % 10}[token])
+        else:
+            stack.append(token)
+    assert len(stack) == 1
+    return stack[0]
+
+
+def test_listops_has_the_results_of_its_expressions(tmp_path: Path) -> None:
+    options = {"train": 60, "validation": 10, "test": 10, "shortest": 20, "longest": 60}
+    data = open_data("lra_listops", tmp_path, options=options)
+    assert data.info.class_names == [str(digit) for digit in range(10)]
+    assert (data.info.vocab_size, data.info.separator, data.info.tokenizer) == (CLOSE + 1, None, None)
+    assert data.info.sizes == {"train": 60, "val": 10, "test": 10}
+    split = data.split("test")
+    documents = [split.read(index).tolist() for index in range(10)]
+    assert all(20 < len(tokens) < 60 for tokens in documents)
+    assert [evaluate(tokens) for tokens in documents] == np.asarray(split.targets).tolist()
+
+
+def write_cifar10(root: Path) -> np.ndarray:
+    """Ten classes of 6 training images and one test image each, as folders; the test images, in grey."""
+    random, kept = np.random.default_rng(0), []
+    for split, count in (("train", 6), ("test", 1)):
+        for label in range(10):
+            folder = root / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+                if split == "test":
+                    kept.append(pixels @ np.array([0.299, 0.587, 0.114]))
+    return np.stack(kept)
+
+
+def test_images_are_grey_levels_row_by_row(tmp_path: Path) -> None:
+    grey = write_cifar10(tmp_path / "cifar")
+    data = open_data("lra_image", tmp_path, root=str(tmp_path / "cifar"))
+    split = data.split("test")
+    assert data.info.vocab_size == 256
+    assert data.info.class_names == [f"class{label}" for label in range(10)]
+    for index in range(10):
+        found = split.read(index).astype(int)
+        assert len(found) == 1024
+        assert np.abs(found - grey[int(split.targets[index])].reshape(-1)).max() <= 1
+    assert data.info.sizes["train"] + data.info.sizes["val"] == 60
+
+
+def write_pairs(root: Path, count: int = 12) -> None:
+    root.mkdir()
+    for split in ("train", "eval", "test"):
+        lines = [
+            f'{index % 2}.0\tP{index}\tQ{index}\ta "text" {split} {index}\tété {split} {index}'
+            for index in range(count)
+        ]
+        (root / f"new_aan_pairs.{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def test_pairs_are_two_texts_that_each_begin_with_a_separator(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "aan")
+    data = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"))
+    split = data.split("test")
+    found = {(bytes_of(split.read(index)), data.info.class_names[int(split.targets[index])]) for index in range(12)}
+    assert ((b'a "text" test 3', "été test 3".encode()), "1") in found
+    assert len(found) == 12
+    short = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"), options={"text_bytes": 5})
+    assert {bytes_of(short.split("val").read(index)) for index in range(12)} == {(b'a "te', "été".encode())}
+
+
+def bytes_of(tokens: np.ndarray) -> tuple[bytes, bytes]:
+    first, second = np.flatnonzero(tokens == 256).tolist()
+    assert first == 0
+    return tokens[1:second].astype(np.uint8).tobytes(), tokens[second + 1 :].astype(np.uint8).tobytes()
+
+
+def write_paths(root: Path, count: int = 30, size: int = 8) -> None:
+    """A folder of one resolution, with one difficulty of `count` images, of which one is an empty file."""
+    random = np.random.default_rng(0)
+    folder = root / "curv_contour_length_14"
+    (folder / "metadata").mkdir(parents=True)
+    (folder / "imgs" / "0").mkdir(parents=True)
+    lines = []
+    for index in range(count):
+        path = folder / "imgs" / "0" / f"sample_{index}.png"
+        if index == 3:
+            path.touch()
+        else:
+            level = 10 + index if index % 2 else 110 + index
+            Image.fromarray(np.full((size, size), level, np.uint8)).save(path)
+        lines.append(f"imgs/0 sample_{index}.png {index} {index % 2} {random.random():.3f}")
+    (folder / "metadata" / "0.npy").write_text("\n".join(lines) + "\n")
+
+
+def test_pathfinder_reads_the_published_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_paths(tmp_path / "pathfinder32")
+    data = open_data("lra_pathfinder", tmp_path, root=str(tmp_path / "pathfinder32"))
+    assert sum(data.info.sizes.values()) == 29
+    assert "sample_3.png: no image" in caplog.text
+    levels = set()
+    for stage in ("train", "val", "test"):
+        split = data.split(stage)
+        for index in range(data.info.sizes[stage]):
+            tokens = split.read(index)
+            assert len(tokens) == 64
+            assert data.info.class_names[int(split.targets[index])] == ("1" if tokens[0] < 100 else "0")
+            levels.add(int(tokens[0]))
+    assert len(levels) == 29, "each image is in one split"
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "message"),
+    [
+        ("lra_listops", {"options": {"train": 0}}, "data.options.train=0 must be a whole number of at least 1"),
+        ("lra_listops", {"options": {"deep": 3}}, "has no option deep"),
+        ("lra_listops", {"root": "x"}, "data.root=x is not read by data.source=lra_listops"),
+        ("lra_image", {}, "give data.root=FOLDER, as data=cifar10 takes it"),
+        ("lra_retrieval", {"root": "."}, r"holds 0 files \*train.tsv"),
+        ("lra_pathfinder", {"root": "absent"}, r"metadata holds no \*.npy"),
+    ],
+)
+def test_what_is_missing_is_told(source: str, keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        open_data(source, tmp_path, **keys)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,146 @@
+"""Export of document classifiers: one file that gives the probabilities of documents of any number and length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longseq.backbones.classifier import TextClassifier
+from longseq.timm_models import model_name
+from longseq.tools.export import onnx_file
+from longseq.tools.export.checked_file import TRACED_BATCH, check_batch_sizes, float_copy, write_checked
+from longseq.tools.export.formats import find_target
+from longseq.tools.export.metadata import document_metadata
+from longseq.tools.export.parity import compare, expect, probe_tokens
+from longseq.tools.export.report import ExportReport
+from longseq.tools.export.spec import FileSpec
+
+__all__ = ["DocumentClassifierFile", "export_document_classifier"]
+
+# Tokens of the batch that is traced, and of the compared ones: one token, less than a chunk of 64 tokens, in which
+# recurrences are computed, a whole chunk, and more than what was traced.
+TRACED_TOKENS = 70
+COMPARED_TOKENS = (1, 40, 64, 150)
+
+
+class DocumentClassifierFile(nn.Module):
+    """The function that an exported file computes: tokens and the lengths of documents give probabilities.
+
+    Documents `[batch, length]` are padded at their end by any tokens; `lengths [batch]` counts the real ones. The
+    probabilities `[batch, classes]` of a row add up to 1; with `multi_label` each class has its own.
+    """
+
+    def __init__(self, model: nn.Module, *, multi_label: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.multi_label = multi_label
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
+        logits = self.model(tokens, mask=mask)
+        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
+
+
+class _OneByOne(nn.Module):
+    """The probabilities of the documents of a batch, which the model reads one by one and without padding."""
+
+    def __init__(self, model: nn.Module, *, multi_label: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.multi_label = multi_label
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = _compared_lengths(tokens)
+        rows = [self.model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths.tolist(), strict=True)]
+        logits = torch.cat(rows)
+        return logits.sigmoid() if self.multi_label else logits.softmax(-1)
+
+
+def export_document_classifier(
+    model: nn.Module,
+    output: str | Path,
+    *,
+    format: str = "onnx",
+    data: Mapping[str, Any] = MappingProxyType({}),
+    opset: int = 20,
+    batch_sizes: Sequence[int] = (1, 3, 8),
+    tolerance: float = 1e-4,
+    measure_latency: bool = False,
+    extra_metadata: Mapping[str, Any] = MappingProxyType({}),
+) -> ExportReport:
+    """Write `model` as one file, and compare the file with what the model gives for single documents.
+
+    The file takes `tokens` int64 [batch, length] and `lengths` int64 [batch], and gives probabilities [batch, classes].
+    Batch and length are open; a model with learned positions reads at most as many tokens as it has positions. What
+    stands behind a document's length does not matter.
+
+    The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
+    of its documents (see `longseq.tasks.document.info.DocumentInfo`); class names, tokenizer and truncation become
+    metadata, with which a program without longseq classifies text.
+
+    `longseq.tools.export.parity.compare` defines how far the file may be from the model. Raises ValueError if the
+    format cannot represent the model, or the file differs too much; an existing file of that name then remains as it
+    is.
+    """
+    target = find_target(output, format)
+    _check_data(model, data)
+    check_batch_sizes(batch_sizes)
+    if format == "onnx":
+        onnx_file.check(model, opset)
+    copied: Any = float_copy(model)
+    multi_label = bool(data.get("multi_label"))
+    limit, vocab_size = copied.body.max_length, copied.body.vocab_size
+    shapes = sorted({(batch, min(tokens, limit or tokens)) for batch in batch_sizes for tokens in COMPARED_TOKENS})
+    expected = expect(
+        _OneByOne(copied, multi_label=multi_label), [probe_tokens(*shape, vocab_size) for shape in shapes]
+    )
+    if not all(batch.output.isfinite().all() for batch in expected):
+        raise ValueError(f"{model_name(model)} gives values that are not finite: its weights are not worth exporting")
+    traced = probe_tokens(TRACED_BATCH, min(TRACED_TOKENS, limit or TRACED_TOKENS), vocab_size)
+    spec = FileSpec(
+        inputs={"tokens": {0: "batch", 1: "length"}, "lengths": {0: "batch"}},
+        outputs=("probabilities",),
+        metadata=document_metadata(copied, data, extra=extra_metadata),
+        opset=opset,
+    )
+    whole = traced[:1], torch.tensor([traced.shape[1]])
+    return write_checked(
+        DocumentClassifierFile(copied, multi_label=multi_label).eval(),
+        (traced, _compared_lengths(traced)),
+        target,
+        spec,
+        format=format,
+        compare=lambda call: [
+            compare(lambda tokens: call(tokens, _compared_lengths(tokens)), batch, tolerance) for batch in expected
+        ],
+        model=model,
+        unit="document",
+        tolerance=tolerance,
+        timed=whole if measure_latency else None,
+    )
+
+
+def _check_data(model: Any, data: Mapping[str, Any]) -> None:
+    if not isinstance(model, TextClassifier):
+        raise ValueError(
+            f"a {model_name(model)} counts the words of a text, which no graph of tensors does: save_pretrained writes "
+            "its vocabulary and its coefficients, which other programs read"
+        )
+    names = data.get("class_names")
+    if names is not None and len(names) != model.num_classes:
+        raise ValueError(
+            f"the model has {model.num_classes} classes and class_names {len(names)}: pass the names of this model"
+        )
+    if data.get("vocab_size", 0) > model.body.vocab_size:
+        raise ValueError(f"the documents have {data['vocab_size']} tokens, and the model knows {model.body.vocab_size}")
+
+
+def _compared_lengths(tokens: Tensor) -> Tensor:
+    """The lengths [B] of compared documents [B, T]: the first fills its row, the others are shorter and shorter."""
+    batch, length = tokens.shape
+    return torch.tensor([max(1, length - row * length // batch) for row in range(batch)])
