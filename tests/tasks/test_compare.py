@@ -284,6 +284,11 @@ def test_slices_are_columns(tmp_path):
     assert table.splitlines()[0] == "| model | depth=1, 64x4 | depth=1, 512x64 |"
     assert table.splitlines()[3] == "| b | 0.900 | 0.300 |"
     assert table.splitlines()[4] == "| c | failed | failed |"
+    with_whole = comparison.table({**results, "shows_whole": True})
+    assert with_whole[:2] == [
+        ["model", "depth=1", "depth=1, 64x4", "depth=1, 512x64"],
+        ["a", "0.500", "0.750", "0.250"],
+    ]
     comparison.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from documents import make_rows, write_jsonl
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 
@@ -128,7 +129,7 @@ def test_every_experiment_states_its_claim_and_runs(
     assert f"longseq train experiment={name}" in header
     assert "Expected:" in header
     assert "Hardware:" in header
-    batch = 2
+    batch = evaluated = 2
     if name.startswith("lm/"):
         batch = 4  # tokens: two windows
         files = [str(path) for path in Path(json.__file__).parent.glob("*.py")]
@@ -141,6 +142,13 @@ def test_every_experiment_states_its_claim_and_runs(
             "model.d_model=16",
         ]
         data = ["data.source=standard_library", "data.window=2", "callbacks.text_samples=null", *small]
+    elif name.startswith("document/"):
+        batch = 1024  # tokens
+        rows = write_jsonl(tmp_path / "rows.jsonl", make_rows())
+        data = [f"data.root={rows}", "data.source=files", "data.train=null", "data.validation=0.2", "data.test=0.2"]
+        data += ["data.text_column=text", "data.label_column=label", f"data.cache={tmp_path / 'cache'}"]
+        data += ["data.duplicates=report", "data.num_workers=0", "model.d_model=16", "callbacks.linear=null"]
+        evaluated = 1024
     elif name.startswith("probe/"):
         data = [f"data.{split}=[{{samples: 4}}]" for split in ("train", "validation", "test")]
     else:
@@ -149,7 +157,7 @@ def test_every_experiment_states_its_claim_and_runs(
         "train",
         f"experiment={name}",
         *data,
-        "data.eval_batch_size=2",
+        f"data.eval_batch_size={evaluated}",
         "trainer=cpu",
         "trainer.fast_dev_run=true",
         f"recipe.batch_size={batch}",
