@@ -65,7 +65,7 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def read(files: str) -> dict[str, Any]:
     """The results of one command, or of several as if they were one."""
-    first, *others = (json.loads(Path(file).read_text()) for file in files.split(","))
+    first, *others = (json.loads(Path(file).read_text(encoding="utf-8")) for file in files.split(","))
     for other in others:
         if other["measured"]["commit"] != first["measured"]["commit"]:
             sys.exit(f"{files} are of several commits: keep each as its own table")

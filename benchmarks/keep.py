@@ -37,7 +37,7 @@ def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     source, name, *words = sys.argv[1:]
-    file, result = HERE / f"{name}.json", json.loads(Path(source).read_text())
+    file, result = HERE / f"{name}.json", json.loads(Path(source).read_text(encoding="utf-8"))
     kept = json.loads(file.read_text()) if file.is_file() else {**result, "rows": []}
     merged = merge(kept, result, dict(word.split("=", 1) for word in words))
     file.write_text(json.dumps(merged, indent=2, ensure_ascii=False) + "\n")

@@ -161,7 +161,11 @@ def main() -> None:
 
 def kept_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of an earlier call that have curves."""
-    return [row for row in json.loads(file.read_text())["rows"] if "curves" in row] if file.is_file() else []
+    return (
+        [row for row in json.loads(file.read_text(encoding="utf-8"))["rows"] if "curves" in row]
+        if file.is_file()
+        else []
+    )
 
 
 def below_noise(row: Mapping[str, Any]) -> bool:
@@ -186,7 +190,7 @@ def write(rows: Sequence[Mapping[str, Any]], updates: int, jobs: int, files: int
             "The curves: loss_curves.png.",
         ],
     }
-    output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def with_tables(page: Path) -> str:
     """The text of a page, with every table between its markers written anew."""
     made = MARKER.sub(
         lambda found: f"<!-- table {found[1]} -->\n\n{TABLES[found[1]]()}\n\n<!-- end of {found[1]} -->\n",
-        page.read_text(),
+        page.read_text(encoding="utf-8"),
     )
     if made.count("<!-- table ") != len(MARKER.findall(made)):
         raise ValueError(f"{page} has a table without its end: each needs <!-- table NAME --> and <!-- end of NAME -->")

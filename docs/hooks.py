@@ -61,7 +61,7 @@ def _with_links(text: str, source: str) -> str:
 def notebook_page(path: Path) -> str:
     """A notebook as Markdown: its text, its code and what the code put out."""
     parts = []
-    for cell in json.loads(path.read_text())["cells"]:
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(source)

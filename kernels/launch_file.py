@@ -39,7 +39,7 @@ def named_file(file: Path) -> tuple[str, str]:
 def read_launches(file: Path, name: str, remedy: str) -> dict[str, Any]:
     """The contents of a file of launches. Raises ValueError with `name` and `remedy` for a file of another format."""
     try:
-        held = json.loads(file.read_text())
+        held = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read ({error}): {remedy}") from None
     for part in ("launches", "rows", "runs"):

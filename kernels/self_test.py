@@ -474,7 +474,7 @@ def _read(file: Path | None, record: Mapping[str, Any]) -> dict[str, Any] | None
     if file is None:
         return None
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     error = found.get("error", 0) if isinstance(found, dict) else 0
@@ -491,7 +491,7 @@ def _write(file: Path | None, found: Mapping[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with open(handle, "w") as stream:
+        with open(handle, "w", encoding="utf-8") as stream:
             json.dump(found, stream, indent=2)
         os.replace(part, file)
     except OSError:

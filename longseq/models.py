@@ -101,6 +101,7 @@ _KINDS: dict[str, type[PretrainedModel]] = {}
 OWN_KINDS = {
     "image": "longseq.backbones.image",
     "document": "longseq.backbones.classifier",
+    "document_pair": "longseq.backbones.document_pairs",
     "linear": "longseq.backbones.linear_text",
     "sequence_autoencoder": "longseq.backbones.autoencoder",
     "token": "longseq.backbones.tokens",

@@ -53,7 +53,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def name_processor() -> str:
     """The processor's model, if the system reports it."""
     file = Path("/proc/cpuinfo")
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         if line.startswith("model name"):
             return " ".join(line.split(":", 1)[1].split())
     return platform.processor() or platform.machine()

@@ -28,9 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks import comparison, registry
 from longseq.tasks.circumstances import find_circumstances
+from longseq.tasks.experiment import check_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import processes, runs
-from longseq.tasks.training.configuration import spell_value
+from longseq.tasks.training.configuration import resolve, spell_value
 from longseq.tasks.training.files import write_text
 from longseq.tasks.training.options import Length, Range, read
 from longseq.tasks.training.recipe import device_count
@@ -115,11 +116,16 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     own = _own_keys(cfg)
     if own.plot:
         comparison.require_matplotlib()
+    if not own.output:
+        raise ValueError("output is empty: give output=FOLDER, or leave it out")
     folder = Path(own.output)
     trials = plan(own, [override for override in words if _key(override).split(".")[0] not in OWN_KEYS])
-    trained = _compose(trials[0])
+    composed = [_compose(trial) for trial in trials if trial.seed == own.seeds[0]]
+    trained = composed[0]
     metric, report = trained["task"]["metric"], own.report or trained["task"]["metric"].replace("val/", "test/")
     places = _places(trained)
+    for config in composed:
+        check_experiment(config)  # a mistake is told before any run begins
     jobs = own.jobs or max(1, len(places))
     done = sum(runs.finished(trial.folder) is not None for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
@@ -202,9 +208,8 @@ def _own_keys(cfg: DictConfig) -> CompareKeys:
 
 
 def _compose(trial: Trial) -> dict[str, Any]:
-    """The configuration of a run, for its task and trainer."""
-    config = compose("train", trial.overrides)
-    return {key: OmegaConf.to_container(config[key], resolve=True) for key in ("task", "trainer")}
+    """The configuration of a run."""
+    return resolve(compose("train", trial.overrides))
 
 
 def _check_overrides(words: Sequence[str]) -> None:
@@ -306,7 +311,7 @@ def _run_one(trial: Trial, device: str | None, threads: int, started: set[subpro
     }
     metrics = runs.finished(trial.folder)
     with suppress(OSError, ValueError):
-        row["measured"] = json.loads((trial.folder / MEASURED_FILE).read_text())
+        row["measured"] = json.loads((trial.folder / MEASURED_FILE).read_text(encoding="utf-8"))
     if metrics is None:
         return row | {"status": "failed", "error": _last_error(log_path, told_before, code)}
     return row | {"status": "finished", "metrics": metrics}

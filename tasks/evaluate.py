@@ -95,7 +95,7 @@ def _evaluate_documents(keys: EvaluateKeys, config: Mapping[str, Any], changes: 
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
     output = Path(keys.output or _beside(Path(keys.checkpoint)) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
-    prepare_file(output)
+    prepare_file(output, reads=inputs)
     trainer = build_trainer(config)
     if trainer.world_size > 1:
         raise ValueError("input is read by one process: give trainer.devices=1")

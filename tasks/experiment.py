@@ -239,6 +239,8 @@ def _check_optimizer(node: Mapping[str, Any]) -> None:
 
 
 def _check_mixer(mixer: MixerKeys, scale: ScaleKeys) -> None:
+    for name in options_by_name(mixer.name, None):
+        mixers.get(name)  # a name that is misspelt, before the options that stand below it
     chosen = options_by_name(mixer.name, mixer.options)
     for name, options in chosen.items():
         place = f"mixer.options.{name}" if len(chosen) > 1 else "mixer.options"

@@ -91,9 +91,11 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return what is new."""
     keys = read_command(GenerateKeys, cfg)
     assert keys.checkpoint is not None
+    if keys.output is not None and Path(keys.output).suffix != ".jsonl":
+        raise ValueError(f"output={keys.output} must end in .jsonl")
     for key in ("output", "save_state"):
         if (file := getattr(keys, key)) is not None:
-            prepare_file(Path(file), key)
+            prepare_file(Path(file), key, reads=(keys.input, keys.state if key == "output" else None))
     device = choose_device(keys.device)
     prompts = [keys.prompt] if keys.prompt is not None else [] if keys.input is None else read_prompts(Path(keys.input))
     for number, prompt in enumerate(prompts, 1):

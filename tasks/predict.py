@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert keys.checkpoint is not None
     assert keys.input is not None
     output = Path(keys.output)
-    prepare_file(output)
+    prepare_file(output, reads=[keys.input])
     device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
@@ -51,12 +52,14 @@ def run(cfg: DictConfig) -> dict[str, int]:
     assert data.inputs is not None
     inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
     found = inputs.predict(loaded.backbone.to(device).eval(), keys)
-    write = write_csv if output.suffix == ".csv" else write_json
+    write = _write_csv if output.suffix == ".csv" else _write_json
     with torch.inference_mode(), replacing(output) as partial:
         classified, unreadable = write(partial, found, inputs)
+        if not classified:
+            raise ValueError(f"input={keys.input}: not one of its {unreadable} files can be read")
     passed_over = inputs.passed_over
     more = f" ({describe_passed_over(passed_over, keys.input)})" if passed_over else ""
-    unit = loaded.config.get("task", {}).get("unit", "files")  # a model without a run has no unit
+    unit = loaded.config.get("task", {}).get("unit", inputs.unit)
     for line in inputs.notes():
         print(line)
     print(
@@ -66,11 +69,11 @@ def run(cfg: DictConfig) -> dict[str, int]:
     return {"classified": classified, "unreadable": unreadable, "passed_over": len(passed_over)}
 
 
-def write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
+def _write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
     """Write predictions as they come, then the inputs that cannot be read, then what was passed over; count them."""
     failed: list[Unreadable] = []
     classified, width = 0, 1
-    with path.open("w", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         for one in found:
             if isinstance(one, Unreadable):
@@ -81,12 +84,12 @@ def write_csv(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inpu
                 _write_header(writer, inputs.details, width)
             classified += 1
             cells = [cell for name, value in one.classes for cell in (name, f"{value:.6f}")]
-            writer.writerow([one.path, *_cells(one, inputs.details), *cells, ""])
+            writer.writerow([_in_utf8(one.path), *_cells(one, inputs.details), *cells, ""])
         if not classified:
             _write_header(writer, inputs.details, width)
         others = [Unreadable(path, f"passed over: {reason}") for path, reason in inputs.passed_over]
         for other in (*failed, *others):
-            writer.writerow([other.path, *_cells(other, inputs.details), *[""] * (2 * width), other.reason])
+            writer.writerow([_in_utf8(other.path), *_cells(other, inputs.details), *[""] * (2 * width), other.reason])
     return classified, len(failed)
 
 
@@ -99,19 +102,24 @@ def _cells(one: Prediction | Unreadable, details: Sequence[str]) -> list[Any]:
     return [one.details.get(name, "") for name in details]
 
 
-def write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
+def _write_json(path: Path, found: Iterator[Prediction | Unreadable], inputs: Inputs) -> tuple[int, int]:
     """Write one object: the predictions, the inputs that cannot be read, and what was passed over; count them."""
     predictions: list[dict[str, Any]] = []
     failed: list[Any] = []
     for one in found:
         if isinstance(one, Prediction):
             classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
-            predictions.append({"path": one.path, **one.details, "classes": classes})
+            predictions.append({"path": _in_utf8(one.path), **one.details, "classes": classes})
         else:
             # Without details there is no reason to tell: the file is no image, say.
-            told = {"path": one.path, **one.details, "reason": one.reason}
-            failed.append(told if inputs.details else one.path)
-    passed_over = [one._asdict() for one in inputs.passed_over]
+            told = {"path": _in_utf8(one.path), **one.details, "reason": one.reason}
+            failed.append(told if inputs.details else told["path"])
+    passed_over = [one._asdict() | {"path": _in_utf8(one.path)} for one in inputs.passed_over]
     written = {"predictions": predictions, "unreadable": failed, "passed_over": passed_over}
-    path.write_text(json.dumps(written, indent=2) + "\n")
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     return len(predictions), len(failed)
+
+
+def _in_utf8(path: str) -> str:
+    """A path as its name in UTF-8: Python has decoded its bytes by the locale, which may be another."""
+    return os.fsencode(path).decode("utf-8", "replace")

@@ -58,8 +58,10 @@ def run(cfg: DictConfig) -> float | None:
     """
     processes.follow_parent()
     config = resolve(cfg)
-    folder = Path(config["output"])
     check_experiment(config)
+    if not config["output"]:
+        raise ValueError("output is empty: give output=FOLDER, or leave it out")
+    folder = Path(config["output"])
     build_trainer({**config, "logger": None})  # refuses devices that are not there before the data is opened
     _refuse_distributed_sweep(config)
     done = runs.finished(folder)

@@ -18,12 +18,15 @@ os.environ.setdefault("LONGSEQ_SELF_TEST", "0")
 import emulation
 import pytest
 import torch
+import tracing
 
 torch.set_num_threads(1)
 gc.disable()  # until the collection is over: nearly all that it makes stays to the end
 
 if not torch.cuda.is_available():
     emulation.import_triton()  # before another conftest.py imports it
+tracing.leave_out_stack_traces()
+tracing.register_onnx_functions_once()
 
 # In a run of only the fast tests, a test that takes more CPU seconds than this fails, so that it gets marked as slow. A
 # test that takes a tenth of it may have to import torch's compiler first.

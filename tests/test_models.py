@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -478,3 +479,13 @@ def test_a_sharded_model_is_of_its_own_kind() -> None:
     expected = models.describe(model)
     model.__class__ = type("FSDPImageBackbone", (FSDPModule, ImageBackbone), {})
     assert models.describe(model) == expected
+
+
+def test_a_file_of_any_kind_finds_its_module():
+    folder = Path(models.__file__).parent / "backbones"
+    named = {
+        name: f"longseq.backbones.{file.stem}"
+        for file in folder.glob("*.py")
+        for name in re.findall(r'^@register_kind\("(\w+)"\)', file.read_text(encoding="utf-8"), re.M)
+    }
+    assert named == models.OWN_KINDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -91,6 +92,16 @@ NAME_A_MIXER = ("convert",)
 # Former verbs, and the commands that replace them.
 FORMER = {"probe": "longseq compare task=probe"}
 
+# What other programs call a verb.
+OTHER_NAMES = {
+    **dict.fromkeys(("fit", "finetune", "fine-tune", "resume"), "train"),
+    **dict.fromkeys(("test", "eval", "validate", "val"), "evaluate"),
+    **dict.fromkeys(("infer", "inference", "classify"), "predict"),
+    **dict.fromkeys(("sample", "complete", "chat"), "generate"),
+    **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
+    **dict.fromkeys(("summary", "info", "list"), "describe"),
+}
+
 TRACEBACK_VARIABLE = "LONGSEQ_TRACEBACK"
 
 
@@ -126,6 +137,8 @@ def _overview_of(first: str, members: list[str]) -> str:
 
 def main() -> int:
     """Run `longseq VERB overrides...`; returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal does not have are escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
@@ -145,7 +158,7 @@ def main() -> int:
     if name not in VERBS:
         import difflib
 
-        near = difflib.get_close_matches(name, VERBS, n=1)
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name.lower(), VERBS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return _fail(f"unknown verb {name!r}: {hint}the verbs are {', '.join(VERBS)}; `longseq` alone explains them")
     # Imported here, so that `longseq` alone and `longseq --version` answer without Hydra.
@@ -154,7 +167,7 @@ def main() -> int:
 
     overrides = arguments[words:]
     try:
-        check_arguments(name, overrides)
+        overrides = check_arguments(name, overrides)
         overrides = overrides_for_hydra(name, load_plugins(_take_task(name, overrides)))
         _run_verb(name, overrides)
     except KeyboardInterrupt:

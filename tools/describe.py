@@ -78,6 +78,8 @@ class DescribeKeys(TrainKeys):
 def run(cfg: DictConfig) -> Any:
     """Print and return what `describe.yaml` selects: facts about a model, or a list."""
     keys = read_command(DescribeKeys, cfg)
+    if keys.output is not None:
+        raise ValueError(f"longseq describe writes no file: leave output={keys.output} out, and add > FILE at the end")
     if keys.list is None:
         model, data = _model_and_data(cfg)
         facts: Any = _describe(model, data, _device(keys.device))

@@ -4,60 +4,153 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    InstantiationException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from longseq.tasks.training.configuration import MARKS, marks_at_top
+import longseq.conf
+from longseq.tasks.training.configuration import MARKS, marks_at_top, resolve
 from longseq.tasks.training.options import nearest, unknown_key
+from longseq.tools import cli
 
 CONF = "longseq.conf"
 
 # Hydra's flags; argparse also accepts beginnings of the long ones.
-FLAGS = ("-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun")
-FLAGS_WITH_VALUES = (
-    *("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name"),
-    *("-cd", "--config-dir", "-sc", "--shell-completion", "--experimental-rerun"),
+FLAGS = (
+    *("-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun"),
+    *("-sc", "--shell-completion"),
 )
+# Flags with a value, and the values that they take; None: any.
+FLAGS_WITH_VALUES: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("-c", "--cfg"), ("job", "hydra", "all")),
+    **dict.fromkeys(("-i", "--info"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
+    **dict.fromkeys(("-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir")),
+    "--experimental-rerun": None,
+}
+
+# Names of other programs, and the last part of our keys for the same thing.
+SYNONYMS = {
+    **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
+    **dict.fromkeys(("bs", "batch", "train_batch_size", "per_device_train_batch_size"), "batch_size"),
+    **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "steps", "num_steps", "iterations"), "updates"),
+    **dict.fromkeys(("wd",), "weight_decay"),
+    **dict.fromkeys(("gpus", "num_gpus"), "devices"),
+    **dict.fromkeys(("workers", "n_workers"), "num_workers"),
+    **dict.fromkeys(("image_size", "input_size", "resolution"), "img_size"),
+    **dict.fromkeys(("smoothing",), "label_smoothing"),
+    **dict.fromkeys(("dim", "width", "hidden_size", "d_model"), "embed_dim"),
+    **dict.fromkeys(("layers", "num_layers", "num_hidden_layers"), "depth"),
+    **dict.fromkeys(("clip_grad", "grad_clip", "max_grad_norm", "gradient_clip_val"), "gradient_clip"),
+    **dict.fromkeys(("ckpt", "ckpt_path", "model_path", "weights_path"), "checkpoint"),
+    **dict.fromkeys(("data_dir", "data_path", "folder", "path"), "root"),
+    **dict.fromkeys(("output_dir", "out", "save_dir", "outdir"), "output"),
+    **dict.fromkeys(("random_seed",), "seed"),
+    **dict.fromkeys(("optimizer", "optim"), "opt"),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "sched"),
+}
 
 _NOT_THERE = re.compile(r"Could not override '(?P<key>[^']+)'")
+_THERE = re.compile(r"Could not append to config\. An item is already at '(?P<key>[^']+)'")
+_NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '(?P<key>[^']+)'")
+_NO_OPTION = re.compile(r"Could not find '(?P<path>[^']+)'")
+_NO_REFERENCE = re.compile(r"Interpolation key '(?P<key>[^']+)' not found\s+full_key: (?P<place>\S+)")
+_OTHER_TYPE = re.compile(r"Error merging override (?P<override>.+)")
+_SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '(?P<override>.+?)'\s", re.DOTALL)
 
 
-def check_arguments(verb: str, arguments: Sequence[str]) -> None:
-    """Raise ValueError for an argument of `longseq VERB` that is neither key=value nor a flag of Hydra."""
-    value_of: str | None = None
-    for argument in arguments:
-        if argument.startswith("-"):
-            flag = argument.split("=", 1)[0]
-            begins = [name for name in (*FLAGS, *FLAGS_WITH_VALUES) if name.startswith(flag) and flag.startswith("--")]
-            if not begins and flag not in (*FLAGS, *FLAGS_WITH_VALUES):
-                raise ValueError(
-                    f"{argument} is no flag: keys are written key=value, such as recipe.epochs=5; "
-                    f"`longseq {verb} --help` lists them"
-                )
-            value_of = flag if "=" not in argument and flag not in FLAGS else None
-        elif "=" not in argument and not argument.startswith("~") and value_of is None:
-            raise ValueError(f"{argument!r} is no override: write key=value; `longseq {verb} --help` lists the keys")
-        else:
-            value_of = None
+def check_arguments(verb: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments of `longseq VERB`, Hydra's flags before the overrides, as argparse needs them.
+
+    Raises:
+        ValueError: an argument is neither key=value nor a flag, or a flag has no value or a wrong one.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            overrides.append(_check_override(argument, verb))
+            continue
+        begin, has_value, value = argument.partition("=")
+        flag = _full_flag(begin)
+        if flag is None:
+            raise ValueError(_no_flag(argument, rest, verb))
+        flags.append(argument)
+        if flag in FLAGS:
+            if has_value:
+                raise ValueError(f"{argument}: {flag} takes no value")
+            continue
+        choices = FLAGS_WITH_VALUES[flag]
+        if not has_value:
+            value = rest.pop(0) if rest else ""
+            flags.append(value)
+        if not value or (choices and value not in choices):
+            needed = f"one of {', '.join(choices)}" if choices else "a value"
+            raise ValueError(f"{flag} needs {needed}" + (f", and {value} is none" if value else ""))
+    return [*flags, *overrides]
+
+
+def _full_flag(begin: str) -> str | None:
+    """The flag that `begin` is, or of which it is the beginning."""
+    known = (*FLAGS, *FLAGS_WITH_VALUES)
+    if begin in known:
+        return begin
+    found = [flag for flag in known if begin.startswith("--") and flag.startswith(begin) and begin != "--"]
+    return found[0] if len(found) == 1 else None
+
+
+def _check_override(argument: str, verb: str) -> str:
+    key, has_value, _ = argument.partition("=")
+    if not has_value and not argument.startswith("~"):
+        hint = "write key=value"
+        if Path(argument).exists() and "checkpoint=" in cli.VERBS[verb].example:
+            hint = f"did you mean checkpoint={argument}?"
+        raise ValueError(f"{argument!r} is no override: {hint}; `longseq {verb} --help` lists the keys")
+    if not key or re.search(r"\s|\.\.|^\.|\.$", key):
+        raise ValueError(f"{argument}: {key!r} is no key; write key=value without blanks around the =")
+    return argument
+
+
+def _no_flag(argument: str, rest: Sequence[str], verb: str) -> str:
+    flag, has_value, value = argument.partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    if not has_value and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+        value = rest[0]
+    node = _compose_without("", verb, [])
+    place = None if node is None else _place_of(name, node)
+    told = f"write {place}={value or 'VALUE'}" if place else "keys are written key=value"
+    return f"{argument} is no flag: {told}; `longseq {verb} --help` lists the keys"
+
+
+def _place_of(name: str, node: Mapping[str, Any]) -> str | None:
+    """The dotted key whose last part is `name`, or what other programs call so, nearest to the top."""
+    places = sorted(_places(node), key=lambda place: place.count("."))
+    wanted = (name, SYNONYMS.get(name))
+    return next((place for one in wanted for place in places if place.rpartition(".")[2] == one), None)
+
+
+def _places(node: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        inner = f"{place}.{key}" if place else str(key)
+        if key not in MARKS:
+            yield inner
+            if isinstance(value, Mapping):
+                yield from _places(value, inner)
 
 
 def is_users(error: BaseException) -> bool:
     """True for a mistake in the command or data, which one line explains; False for a bug, which needs a traceback."""
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # of a file of the command, a full disk
-        return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, (ValueError, HydraException, OmegaConfBaseException, YAMLError))
+    return isinstance(error, (OSError, ValueError, HydraException, OmegaConfBaseException, YAMLError))
 
 
 def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
@@ -66,25 +159,100 @@ def explain(error: BaseException, verb: str, arguments: Sequence[str]) -> str:
         error = error.__cause__
     if isinstance(error, InterpolationResolutionError):
         error = _raised_by_resolver(error) or error
-    if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"no such file or folder: {error.filename}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        return _unknown_option(error.missing_cfg_file, error.options)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_option(error.missing_cfg_file, error.options or _files_of(error.missing_cfg_file))
     if isinstance(error, OSError) and not isinstance(error, HydraException):
-        place = "" if error.filename is None else f"{error.filename}: "
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return place + ("the disk is full: make room first" if full else (error.strerror or str(error)).lower())
-    if isinstance(error, ConfigCompositionException) and (match := _NOT_THERE.match(str(error))):
-        return _unknown_key(match["key"], verb, arguments) or " ".join(str(error).split())
+        return _explain_system(error)
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        return f"""{error.override} cannot be read: put the value in quotes, "{key}='{value}'\""""
-    return " ".join(str(error).split())
+        return _unreadable(error.override)
+    text = " ".join(str(error).split())
+    if text.startswith("Config group override must be a string"):
+        odd = next((one for one in arguments if re.fullmatch(r"[\w/]+=([\d.]+|null|true|false|\{.*\})", one)), "")
+        return f"{odd} names no file of the group {odd.partition('=')[0]}; `longseq {verb} --help` lists them"
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        told = _explain_hydra(text, verb, arguments)
+        return told or re.sub(r" (full_key: \S+|object_type=\S+|reference_type=\S+|Config search path:.*)", "", text)
+    return text
+
+
+def _explain_system(error: OSError) -> str:
+    """One line about an error of the system: what it says of the file, and what helps."""
+    path = error.filename
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        told = "the disk is full: make room first"
+    elif path is None:
+        told = error.strerror or " ".join(str(error).split()) or type(error).__name__
+    elif error.errno == errno.ENOENT:
+        return f"no such file or folder: {path}"
+    elif error.errno == errno.EISDIR:
+        told = "is a folder, and a file is needed: name a file"
+    elif error.errno in (errno.ENOTDIR, errno.EEXIST):
+        file = next((place for place in (Path(path), *Path(path).parents) if place.is_file()), None)
+        if file is not None:
+            return f"{file} is a file, and a folder is needed there: give another name"
+        told = (error.strerror or str(error)).lower()
+    else:
+        told = (error.strerror or str(error)).lower()
+    return told if path is None else f"{path}: {told}"
+
+
+def _explain_hydra(text: str, verb: str, arguments: Sequence[str]) -> str | None:
+    """Our words for a message of Hydra or OmegaConf; None if the message says it well."""
+    if match := _NOT_THERE.match(text):
+        return _unknown_key(match["key"], verb, arguments)
+    if match := _THERE.match(text):
+        return f"{match['key']} is there already: write {_override_of(match['key'], arguments).lstrip('+')}, without +"
+    if match := _NOTHING_TO_DELETE.match(text):
+        return f"~{match['key']} removes nothing: there is no key {match['key']}"
+    if match := _NO_OPTION.search(text):
+        return _unknown_option(match["path"], _files_of(match["path"]))
+    if match := _NO_REFERENCE.search(text):
+        removed = next(
+            (one for one in arguments if one[:1] == "~" and f"{match['key']}.".startswith(f"{one[1:]}.")), None
+        )
+        told = f"{match['place']} reads ${{{match['key']}}}"
+        return f"{removed}: {told}, so the key must stay" if removed else f"{told}, and there is no such key"
+    if match := _OTHER_TYPE.match(text):
+        return f"{match['override']} has another type than the key takes: `longseq {verb} --help` explains it"
+    if match := _SEVERAL_VALUES.match(text):
+        key, _, value = match["override"].partition("=")
+        return (
+            f"{key}={value} has several values: write {key}=[{value}] for a list, \"{key}='{value}'\" for text, or add "
+            "-m, which runs the command with each"
+        )
+    return None
+
+
+def _unreadable(override: str) -> str:
+    key, _, value = override.partition("=")
+    told = f"{override} cannot be read"
+    if value.startswith("="):
+        return f"{told}: write {key}{value}, with one ="
+    if any(value.count(one) != value.count(other) for one, other in ("[]", "{}", "()")):
+        return f"{told}: a bracket is not closed; a value with brackets of its own stands in quotes, \"{key}='...'\""
+    if value.count("'") % 2 or value.count('"') % 2:
+        return f"{told}: a quote is not closed, or needs a \\ before it"
+    quoted = f"'{value}'" if "'" not in value else value.replace("'", "\\'").join("''")
+    return f'{told}: put the value in quotes, "{key}={quoted}"'
+
+
+def _override_of(key: str, arguments: Sequence[str]) -> str:
+    return next((one for one in arguments if _key_of(one) == key), f"{key}=VALUE")
+
+
+def _files_of(path: str) -> list[str]:
+    """The options of the group of a file that is missing; those in folders of the group are FOLDER/NAME."""
+    folder = Path(longseq.conf.__path__[0]) / path.partition("/")[0]
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
 
 
 def _unknown_option(path: str, options: Sequence[str]) -> str:
     group, _, option = path.rpartition("/")
-    near = nearest(option, options)
+    if "/" in "".join(options):  # a group with folders
+        group, _, option = path.partition("/")
+    if not group:
+        return f"there is no configuration {option}: leave --config-name out"
+    near = nearest(option, options) or next((one for one in options if one.rpartition("/")[2] == option), None)
     hint = f"did you mean {group}={near}? " if near else ""
     return f"{group}={option} is unknown: {hint}the options of {group} are {', '.join(options)}"
 
@@ -92,18 +260,17 @@ def _unknown_option(path: str, options: Sequence[str]) -> str:
 def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
     """What is unknown in a dotted key, found by composing the configuration without that override."""
     overrides = [argument for argument in arguments if "=" in argument or argument.startswith("~")]
-    node: Any = _compose_without(key, verb, overrides)
-    if node is None:
+    whole: Any = _compose_without(key, verb, overrides)
+    if whole is None:
         return None
-    place = ""
+    node, place = whole, ""
     for part in key.split("."):
         if node is None:
             return f"{place} is null: give the whole of it, such as {place}={{{part}: VALUE}}"
         if not isinstance(node, Mapping):
             return f"{place} is one value and has no key {part}: give {place}=VALUE"
         if part not in node:
-            marks = MARKS if place else marks_at_top(node)
-            return unknown_key(part, [str(name) for name in node if name not in marks], place)
+            return _unknown_part(key, part, place, node, whole, verb, overrides)
         node, place = node[part], f"{place}.{part}" if place else part
     if isinstance(node, Mapping):
         names = ", ".join(str(name) for name in node if name not in MARKS)
@@ -111,15 +278,59 @@ def _unknown_key(key: str, verb: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
+def _unknown_part(
+    key: str, part: str, place: str, node: Mapping[str, Any], whole: Mapping[str, Any], verb: str, overrides: list[str]
+) -> str:
+    """That `part` of a dotted key does not exist in `node`, with the key that may have been meant."""
+    override = _override_of(key, overrides).lstrip("+")
+    if told := _check_addition(key, verb, overrides):
+        return told
+    marks = MARKS if place else marks_at_top(whole)
+    known = [str(name) for name in node if name not in marks]
+    name = part.replace("-", "_")
+    same = next((one for one in (name, SYNONYMS.get(name)) if one in known), None)
+    meant = f"{place}.{same}".lstrip(".") if same else None if nearest(name, known) else _place_of(name, whole)
+    if meant is None or part != key.rpartition(".")[2]:
+        return unknown_key(part, known, place)
+    names = ", ".join(known)
+    value = override.partition("=")[2]
+    return f"{key} is unknown: did you mean {meant}={value}? the keys{' of ' * bool(place)}{place} are {names}"
+
+
+def _check_addition(key: str, verb: str, overrides: list[str]) -> str | None:
+    """What helps if training reads a key that the chosen files do not state; None if it does not read the key."""
+    others = [one for one in overrides if _key_of(one) != key]
+    given = next((one.lstrip("+") for one in overrides if _key_of(one) == key), "")
+    known = "." in key and given and not key.startswith("hydra.")
+    node = _compose_without("", verb, [*others, f"++{given}", "output=FOLDER"]) if known else None
+    if node is None or "task" not in node:
+        return None
+    from longseq.tasks.experiment import TrainKeys, check_experiment
+
+    own = {entry.name for entry in fields(TrainKeys)}
+    try:
+        check_experiment({name: value for name, value in resolve(OmegaConf.create(node)).items() if name in own})
+    except (ValueError, OmegaConfBaseException) as error:
+        if str(error).startswith(f"{key} is unknown"):
+            return None
+        if str(error).startswith(f"{key}="):
+            return str(error)
+    return f"no chosen file states {key}: add it with a +, +{given}"
+
+
 def _compose_without(key: str, verb: str, overrides: Sequence[str]) -> Any:
     """The configuration without the overrides of a key, and of other unknown keys; None if that fails, too."""
     kept = [override for override in overrides if _key_of(override) != key]
+    running = GlobalHydra.instance().hydra  # of a command that composes its runs
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONF, version_base="1.3"):
             return OmegaConf.to_container(compose(verb.replace(" ", "_"), kept), resolve=False)
     except HydraException as error:
         match = _NOT_THERE.match(str(error))
         return _compose_without(match["key"], verb, kept) if match and len(kept) < len(overrides) else None
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _key_of(override: str) -> str:

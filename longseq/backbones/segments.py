@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.pooling import Pooling
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import checkpoint_if
 from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.mixers.attention import SoftmaxAttention
+from longseq.mixers.base import required
 from longseq.mixers.directions import Directions
 from longseq.mixers.registry import name_of
 from longseq.mixers.window_attention import WindowAttention
@@ -33,6 +35,8 @@ from longseq.state import fill_state, map_state, state_tensors
 
 # What pooling has gathered of the tokens of a document so far.
 Gathered = tuple[Tensor, ...]
+# The numbers of documents, and their pooled features `[P, D]`.
+Pooled = tuple[tuple[int, ...], Tensor]
 
 
 def read_in_segments(
@@ -81,14 +85,12 @@ def read_in_segments(
     steps = _choose_gradients(_cut(bounds, segment), gradient_segments)
     pooling = _RunningPooling(model.pooling)
     reader = _Stream(body, pooling) if body.direction == "forward" else _Sweep(body, pooling)
-    found = [(number, vector) for step in reader.read(row, steps) for number, vector in step]
+    found = list(reader.read(row, steps))
     if not found:
-        pooled = body.embedding.weight.new_zeros(len(bounds) - 1, body.d_model)
-    else:
-        vectors = torch.stack([vector for _, vector in found])
-        places = torch.tensor([number for number, _ in found], device=vectors.device)
-        pooled = vectors.new_zeros(len(bounds) - 1, body.d_model).index_copy(0, places, vectors)
-    return model.classify(pooled)
+        return model.classify(body.embedding.weight.new_zeros(len(bounds) - 1, body.d_model))
+    vectors = torch.cat([vectors for _, vectors in found])
+    places = torch.tensor([number for numbers, _ in found for number in numbers], device=vectors.device)
+    return model.classify(vectors.new_zeros(len(bounds) - 1, body.d_model).index_copy(0, places, vectors))
 
 
 def find_obstacle(model: nn.Module) -> str | None:
@@ -104,14 +106,11 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
     if (obstacle := find_obstacle(model)) is not None:
         raise ValueError(
             f"{obstacle} cannot be read in segments: take window_attention or a mixer with a state of constant size, "
-            "in a hybrid for these layers, or read whole documents (segment=null)"
+            "in a hybrid for these layers, or read whole documents (data.segment=null)"
         )
     body: TokenBackbone = model.body  # type: ignore[assignment]
-    if body.direction != "forward" and has_shards(body):
-        raise ValueError(
-            f"direction={body.direction} and sharded weights: documents are not read in segments; use trainer=ddp, or "
-            "whole documents (segment=null)"
-        )
+    if has_shards(model):
+        raise ValueError("a model with sharded weights reads whole documents (data.segment=null); take trainer=ddp")
     if gradient_segments is None:
         return
     if gradient_segments < 1:
@@ -119,7 +118,7 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None) -> No
     if body.direction != "forward":
         raise ValueError(
             f"gradient_segments={gradient_segments}: a model with direction={body.direction} reads the document from "
-            "its end too, and its gradients go through all segments: leave gradient_segments=null"
+            "its end too, and its gradients go through all segments: leave data.gradient_segments=null"
         )
 
 
@@ -134,7 +133,9 @@ def memory_per_token(model: TextClassifier) -> int:
     weight = body.embedding.weight
     residual = max(4, weight.element_size()) if body.residual_in_float32 else weight.element_size()
     readings = [block.mixer for block in body.blocks if isinstance(block.mixer, Directions)]
-    widths = [body.d_model if one.share == "none" else one.readers[0].out_proj.in_features for one in readings]
+    widths = [
+        body.d_model if one.share == "none" else required(one.readers[0].out_proj).in_features for one in readings
+    ]
     return body.d_model * residual + max(widths, default=0) * weight.element_size()
 
 
@@ -181,15 +182,14 @@ class _Step:
         return self.left > 0
 
     @property
-    def lengths(self) -> list[int]:
-        return [end - start for start, end in pairwise(self.borders)]
+    def ending(self) -> tuple[int, ...]:
+        """The numbers of the documents that end in this step."""
+        return () if self.goes_on else self.documents
 
     def packing(self, device: torch.device, before: int = 0, after: int = 0) -> Packing | None:
         """The borders of the pieces, with more tokens around the first and the last; None for a single one."""
-        if len(self.documents) == 1:
-            return None
         inner = [border + before for border in self.borders[1:-1]]
-        return Packing(torch.tensor([0, *inner, before + self.borders[-1] + after]), device=device)
+        return _pack([0, *inner, before + self.borders[-1] + after], device)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with the step's gradients: none, recorded, or recorded and recomputed."""
@@ -206,8 +206,7 @@ def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | 
             raise ValueError("mask and cu_seqlens are both given; packed documents have no padding, leave the mask out")
         if mask.shape != tokens.shape:
             raise ValueError(f"mask has the shape {list(mask.shape)}, and tokens {list(tokens.shape)}")
-        lengths = mask.sum(1).tolist()
-        return tokens[mask], [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+        return tokens[mask], [0, *accumulate(mask.sum(1).tolist())]
     if cu_seqlens is None:
         batch, length = tokens.shape
         return tokens.reshape(-1), [number * length for number in range(batch + 1)]
@@ -243,38 +242,43 @@ def _choose_gradients(steps: list[_Step], gradient_segments: int | None) -> list
     ]
 
 
+def _pack(borders: Sequence[int], device: torch.device) -> Packing | None:
+    """The packing of several documents, None for a single one."""
+    return None if len(borders) == 2 else Packing(torch.tensor(borders), device=device)
+
+
 class _RunningPooling:
     """Pools documents whose features come in pieces; the vectors are those of `longseq.blocks.pooling.Pooling`.
 
     Attention keeps the largest score so far, and the sums of weights and of weighted features relative to it.
     """
 
-    def __init__(self, pooling: Any) -> None:
+    def __init__(self, pooling: Pooling) -> None:
         self.pooling = pooling
-        self.kind: str = pooling.kind
+        self.kind = pooling.kind
 
-    def read(
-        self, features: Tensor, step: _Step, gathered: Gathered | None
-    ) -> tuple[list[tuple[int, Tensor]], Gathered | None]:
-        """The number and the vector `[D]` of each document that ends in a step, and what the one that goes on has.
+    def read(self, features: Tensor, step: _Step, gathered: Gathered | None) -> tuple[Tensor, Gathered | None]:
+        """The vectors `[P, D]` of the documents that end in a step, and what the one that goes on has gathered.
 
         `features` are `[1, T, D]`; `gathered` is what the document that the step continues has so far.
         """
-        wide = at_least_float32(features[0])
-        scores = self.pooling.scores(features)[0] if self.kind == "attention" else wide[:, 0]
-        pieces = zip(wide.split(step.lengths), scores.split(step.lengths), strict=True)
-        found = []
-        for index, (x, score) in enumerate(pieces):
-            own = self._gather(x, score)
-            if index == 0 and gathered is not None:
-                own = self._merge(gathered, own)
-            if step.goes_on:
-                return [], own
-            found.append((step.documents[index], self._finish(own).to(features.dtype)))
-        return found, None
+        if not (step.continues or step.goes_on):
+            return self.pooling(features, packing=step.packing(features.device)), None
+        size = step.borders[1]
+        own = self._gather(features[:, :size])
+        if gathered is not None:
+            own = self._merge(gathered, own)
+        if step.goes_on:
+            return features.new_zeros(0, features.shape[2]), own
+        vector = self._finish(own).to(features.dtype)[None]
+        if len(step.documents) == 1:
+            return vector, None
+        rest = _pack([border - size for border in step.borders[1:]], features.device)
+        return torch.cat([vector, self.pooling(features[:, size:], packing=rest)]), None
 
-    def _gather(self, x: Tensor, score: Tensor) -> Gathered:
-        """Gather the tokens `x [T, D]` of a piece, of which attention has the scores `[T]`."""
+    def _gather(self, features: Tensor) -> Gathered:
+        """Gather the tokens `[1, T, D]` of a piece."""
+        x = at_least_float32(features[0])
         if self.kind == "mean":
             return x.sum(0), x.new_tensor(float(len(x)))
         if self.kind == "max":
@@ -283,6 +287,7 @@ class _RunningPooling:
             return (x[-1],)
         if self.kind == "first":
             return (x[0],)
+        score = self.pooling.scores(features)[0]
         most = score.detach().amax()
         weight = (score - most).exp()
         return most, weight.sum(), (weight[:, None] * x).sum(0)
@@ -313,21 +318,21 @@ class _Stream:
         self.body, self.pooling = body, pooling
         self.device = body.embedding.weight.device
 
-    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[list[tuple[int, Tensor]]]:
+    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
         """The documents that end in each step, with their pooled features."""
         carried: tuple[Any, Any] = (None, None)
         for step in steps:
             tokens = row[None, step.start : step.stop].to(self.device, torch.long)
-            found, *carried = step.run(partial(self._read, step), tokens, *carried)
-            yield found
+            vectors, *carried = step.run(partial(self._read, step), tokens, *carried)
+            yield step.ending, vectors
 
     def _read(self, step: _Step, tokens: Tensor, state: Any, gathered: Gathered | None) -> tuple[Any, Any, Any]:
         start = _place(state, len(step.documents), 0, self.body.initial_state, self.body.embedding.weight)
         features, last = self.body.forward_features(
             tokens, start, cu_seqlens=step.packing(self.device), output_final_state=step.goes_on
         )
-        found, gathered = self.pooling.read(features, step, gathered)
-        return found, last, gathered
+        vectors, gathered = self.pooling.read(features, step, gathered)
+        return vectors, last, gathered
 
 
 class _Sweep:
@@ -339,7 +344,7 @@ class _Sweep:
         self.body, self.pooling = body, pooling
         self.device = body.embedding.weight.device
 
-    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[list[tuple[int, Tensor]]]:
+    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
         """The documents that end in each step, with their pooled features."""
         residual = [
             step.run(partial(self._embed, step), row[None, step.start : step.stop].to(self.device, torch.long))
@@ -354,15 +359,15 @@ class _Sweep:
                 self._read_windows(block, residual, steps)
         gathered = None
         for index, step in enumerate(steps):
-            found, gathered = step.run(partial(self._pool, step), residual[index], gathered)
+            vectors, gathered = step.run(partial(self._pool, step), residual[index], gathered)
             residual[index] = None
-            yield found
+            yield step.ending, vectors
 
     def _embed(self, step: _Step, tokens: Tensor) -> Tensor:
         if self.body.positions is None:
             return self.body.embed(tokens, None)
-        starts = [step.offset, *[0] * (len(step.documents) - 1)]
-        places = [torch.arange(start, start + size) for start, size in zip(starts, step.lengths, strict=True)]
+        places = [torch.arange(end - start) for start, end in pairwise(step.borders)]
+        places[0] += step.offset
         return self.body.embed(tokens, torch.cat(places)[None].to(self.device))
 
     def _pool(self, step: _Step, x: Tensor, gathered: Gathered | None) -> tuple[Any, Any]:

@@ -73,8 +73,9 @@ class Pooling(nn.Module):
             spoilt = None if packing is None else ~features.isfinite().all(-1)
             if spoilt is not None:  # zero times inf is NaN, and would reach all sequences of the row
                 features = features.masked_fill(spoilt.unsqueeze(-1), 0)
+            weights = self._weights(x, own).to(features.dtype)
             with without_autocast(x):
-                pooled = self._weights(x, own).to(features.dtype) @ features
+                pooled = weights @ features
             if spoilt is not None:
                 pooled = pooled.masked_fill((own & spoilt.unsqueeze(1)).any(-1, keepdim=True), torch.nan)
         return pooled.masked_fill(~own.any(-1, keepdim=True), 0).flatten(0, 1).to(x.dtype)

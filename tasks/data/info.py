@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 InfoT = TypeVar("InfoT", bound="Info")
@@ -26,7 +26,10 @@ class Info(ABC):
 
     @classmethod
     def from_dict(cls: type[InfoT], values: Mapping[str, Any]) -> InfoT:
-        """The inverse of `to_dict`; other keys are ignored."""
+        """The inverse of `to_dict`; other keys are ignored. ValueError if one is missing."""
+        needed = [entry.name for entry in fields(cls) if MISSING is entry.default is entry.default_factory]
+        if missing := [name for name in needed if name not in values]:
+            raise ValueError(f"the checkpoint does not tell {', '.join(missing)} of its data: it is of another task")
         return cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
 
     @abstractmethod

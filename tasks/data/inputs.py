@@ -8,18 +8,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import Self
 
 from longseq.tasks.training.options import Range
 
 _NAMED = 5
 _TOP_K = 5  # classes that are written of a file if the user does not say
 _NONE: Mapping[str, Any] = MappingProxyType({})
-
-Self = TypeVar("Self", bound="Inputs")
 
 
 class PassedOver(NamedTuple):
@@ -61,15 +60,16 @@ class Inputs(ABC):
     """What a model classifies below a path.
 
     `passed_over` lists the files there that are not inputs of the task. `details` names what is written of each input
-    beside its classes.
+    beside its classes. `unit` is what inputs are called where the run of the model is not known.
     """
 
     passed_over: list[PassedOver]
     details: tuple[str, ...] = ()
+    unit: str = "files"
 
     @classmethod
     @abstractmethod
-    def open(cls: type[Self], path: str, info: Any, keys: InputKeys) -> Self:
+    def open(cls, path: str, info: Any, keys: InputKeys) -> Self:
         """The inputs at a path, for a model whose data has this info.
 
         ValueError, in one line, if there are none, or if a key is for inputs of another kind.
@@ -97,7 +97,7 @@ class InputFiles(Inputs, Dataset[Any]):
     def __init__(self, path: str, info: Any) -> None: ...
 
     @classmethod
-    def open(cls: type[Self], path: str, info: Any, keys: InputKeys) -> Self:
+    def open(cls, path: str, info: Any, keys: InputKeys) -> Self:
         for name in ("column", "truncation", "segment"):
             if (value := getattr(keys, name)) is not None:
                 raise ValueError(

@@ -422,8 +422,8 @@ def _count(targets: Any, classes: int) -> list[int]:
 
 
 def _weights(counts: list[int], documents: int, keys: DocumentDataKeys) -> list[float]:
-    if keys.multi_label:
-        return [(documents - count) / count for count in counts]
+    if keys.multi_label:  # a label that all documents have keeps a little weight
+        return [max(1, documents - count) / count for count in counts]
     return [documents / (len(counts) * count) for count in counts]
 
 

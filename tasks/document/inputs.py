@@ -20,12 +20,14 @@ from longseq.tasks.data.inputs import InputKeys, Inputs, PassedOver, Prediction,
 from longseq.tasks.document.info import DocumentInfo
 from longseq.tasks.document.truncation import truncate
 from longseq.tasks.report import progress_bar
-from longseq.tasks.text.documents import Place
+from longseq.tasks.text.documents import Document, Place
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import token_type
 
 # Tokens in memory at once, unless the user or the training says otherwise.
 SEGMENT = 8192
+
+_NAMED = 3  # documents that cannot be read, in what the command prints
 
 
 class _Document(NamedTuple):
@@ -49,6 +51,7 @@ class DocumentFiles(Inputs):
     """
 
     details = ("document", "tokens", "cut")
+    unit = "documents"
 
     def __init__(
         self, parts: list[Part | Malformed], passed_over: list[PassedOver], columns: Columns, info: DocumentInfo
@@ -56,6 +59,7 @@ class DocumentFiles(Inputs):
         self.parts, self.passed_over, self.columns, self.info = parts, passed_over, columns, info
         self.tokenizer = info.make_tokenizer()
         self._notes: list[str] = []
+        self._left_out: list[str] = []
 
     @classmethod
     def open(cls, path: str, info: DocumentInfo, keys: InputKeys) -> DocumentFiles:
@@ -85,6 +89,8 @@ class DocumentFiles(Inputs):
         group: list[_Document] = []
         for one in self._documents(truncation, _most_tokens(model)):
             if isinstance(one, Unreadable):
+                if len(self._left_out) < _NAMED:
+                    self._left_out.append(f"not classified: {one.path}: {one.reason}")
                 yield one
                 continue
             tokens = sum(len(document.tokens) for document in (*group, one))
@@ -97,23 +103,23 @@ class DocumentFiles(Inputs):
         self._notes.append(_measure_memory(device))
 
     def notes(self) -> list[str]:
-        return self._notes
+        return [*self._notes, *self._left_out]
 
     def _documents(self, truncation: str, most: int | None) -> Iterator[_Document | Unreadable]:
         """The documents in their order, cut as `truncation` says; `most` is the length that the model can read."""
         info, number = self.info, 0
         dtype = token_type(info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
-        for path, text in self._texts():
-            details = {"document": number}
+        for one in self._texts():
+            assert one.place is not None, "documents that are read from files have a place"
+            path, details = one.place.path, {"document": number}
             number += 1
-            if isinstance(text, Malformed):
-                yield Unreadable(path, text.describe().removeprefix(path).lstrip(",: "), details)
+            if isinstance(one, Document) and not one.text.strip():
+                one = Malformed(one.place, "empty")
+            if isinstance(one, Malformed):
+                yield Unreadable(path, one.describe().removeprefix(path).lstrip(",: "), details)
                 continue
-            if not text.strip():
-                yield Unreadable(path, "empty", details)
-                continue
-            tokens = np.concatenate([begin, self.tokenizer.encode(text).astype(dtype)])
+            tokens = np.concatenate([begin, self.tokenizer.encode(one.text).astype(dtype)])
             kept = truncate(tokens, info.max_length, truncation, info.separator)
             details |= {"tokens": len(tokens), "cut": len(tokens) - len(kept)}
             if most is not None and len(kept) > most:
@@ -121,12 +127,10 @@ class DocumentFiles(Inputs):
             else:
                 yield _Document(path, kept, details)
 
-    def _texts(self) -> Iterator[tuple[str, str | Malformed]]:
+    def _texts(self) -> Iterator[Document | Malformed]:
         with progress_bar("predicting", len(self.parts)) as advance:
             for part in self.parts:
-                for one in [part] if isinstance(part, Malformed) else read_part(part, self.columns):
-                    assert one.place is not None, "documents that are read from files have a place"
-                    yield one.place.path, one if isinstance(one, Malformed) else one.text
+                yield from [part] if isinstance(part, Malformed) else read_part(part, self.columns)
                 advance(1)
 
     def _classify(

@@ -31,7 +31,7 @@ _CALIBRATION_BINS = 15
 Scores = dict[str, float]
 
 
-def make_scores(num_classes: int, multi_label: bool) -> nn.ModuleDict:
+def make_scores(num_classes: int, multi_label: bool, *, sync_on_compute: bool = True) -> nn.ModuleDict:
     """The metrics of probabilities `[N, C]` against targets: `[N]` classes, or for several labels `[N, C]` of 0 and 1.
 
     accuracy: the share of documents whose class is right; of several labels, whose labels are all right.
@@ -41,9 +41,12 @@ def make_scores(num_classes: int, multi_label: bool) -> nn.ModuleDict:
         bins of equal width, weighted by their documents (Guo et al., 2017, equation 3). Of several labels, the
         distance between the probability of a label and its frequency.
     average_precision: of several labels, the mean over the labels of the area under precision and recall.
+
+    Without `sync_on_compute` the metrics are those of the documents of this process alone.
     """
+    own: dict[str, Any] = {"validate_args": False, "sync_on_compute": sync_on_compute}
     if not multi_label:
-        common: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
+        common: dict[str, Any] = {"num_classes": num_classes, **own}
         return nn.ModuleDict(
             {
                 "accuracy": MulticlassAccuracy(average="micro", **common),
@@ -52,13 +55,13 @@ def make_scores(num_classes: int, multi_label: bool) -> nn.ModuleDict:
                 "calibration_error": MulticlassCalibrationError(n_bins=_CALIBRATION_BINS, **common),
             }
         )
-    common = {"num_labels": num_classes, "validate_args": False}
+    common = {"num_labels": num_classes, **own}
     return nn.ModuleDict(
         {
             "accuracy": MultilabelExactMatch(**common),
             "f1_micro": MultilabelF1Score(average="micro", **common),
             "f1_macro": MultilabelF1Score(average="macro", **common),
-            "calibration_error": LabelCalibrationError(n_bins=_CALIBRATION_BINS, validate_args=False),
+            "calibration_error": LabelCalibrationError(n_bins=_CALIBRATION_BINS, **own),
             "average_precision": MultilabelAveragePrecision(average="macro", **common),
         }
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.backbones.segments import check_segments
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document import linear
 from longseq.tasks.document.info import DocumentInfo
@@ -57,7 +58,14 @@ class DocumentModel(TaskModel):
         if config["model"]["name"] == MODEL:
             read(DocumentModelKeys, config["model"], "model")
         with without_weights():
-            build_classifier(config, num_classes=2, vocab_size=2, longest=2)
+            model = build_classifier(config, num_classes=2, vocab_size=2, longest=2)
+        if config["data"].get("segment") is not None:
+            check_segments(model, config["data"].get("gradient_segments"))
+            if config.get("compile") is not None:
+                raise ValueError(
+                    f"compile={config['compile']}: segments of documents have no fixed shapes; leave compile out, or "
+                    "read whole documents with data.segment=null"
+                )
 
     def start_from(self, model: Any, loaded: Loaded, info: DocumentInfo) -> None:
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).

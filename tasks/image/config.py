@@ -10,7 +10,7 @@ from longseq.backbones.image import ImageBackbone
 from longseq.tasks.image.model import check_model_name, model_options
 from longseq.tasks.image.transforms import Augmentation
 from longseq.tasks.training.keys import TaskKeys
-from longseq.tasks.training.options import Range, read, read_beside, refuse_unknown
+from longseq.tasks.training.options import Length, Range, read, read_beside, refuse_unknown
 
 Size = Annotated[int, Range(1)] | tuple[Annotated[int, Range(1)], Annotated[int, Range(1)]]
 Share = Annotated[float, Range(0, below=1)]
@@ -37,9 +37,9 @@ class ImageDataKeys:
     val_fraction: Annotated[float, Range(above=0, below=1)] = 0.1
     split_seed: int = 0
     train_samples: Annotated[int | None, Range(1)] = None
-    mean: Sequence[float] = (0.5,)
-    std: Sequence[float] = (0.5,)
-    interpolation: str = "bicubic"
+    mean: Annotated[Sequence[float], Length(1)] = (0.5,)
+    std: Annotated[Sequence[float], Range(above=0), Length(1)] = (0.5,)
+    interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = "bicubic"
     crop_pct: Annotated[float, Range(above=0)] = 1.0
     eval_batch_size: Annotated[int | None, Range(1)] = None
     num_workers: Annotated[int | None, Range(0)] = None

@@ -258,6 +258,8 @@ def digits(root: str | None = None, **_: Any) -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the test set is the same fifth for every seed."""
     from sklearn.datasets import load_digits
 
+    if root is not None:
+        raise ValueError(f"data.source=digits reads no folder: leave data.root={root} out, or give data.source=folder")
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # [N, 8, 8], levels 0 to 16
     source = ArraySource(images, bunch.target, [str(digit) for digit in range(10)], "digits")

@@ -50,7 +50,7 @@ def encode_part(
         np.savez(file, **encoded._asdict())
     told = told_path(partial, index)
     unfinished = told.with_suffix(".partial")
-    unfinished.write_text(json.dumps({"counts": counts, "malformed": malformed}))
+    unfinished.write_text(json.dumps({"counts": counts, "malformed": malformed}), encoding="utf-8")
     os.replace(unfinished, told)
 
 
@@ -61,12 +61,14 @@ def encode_side_by_side(waiting: Sequence[int], job: Mapping[str, Any], partial:
     ValueError if one is killed.
     """
     path = partial / "job.json"
-    path.write_text(json.dumps(job))
+    path.write_text(json.dumps(job), encoding="utf-8")
     # There are as many processes as cores: each process's libraries use one thread.
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"from {__name__} import work; work({str(path)!r})"]
     started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | single)
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", env=os.environ | single
+        )
         for _ in range(processes)
     ]
     rest = iter(waiting)
@@ -117,7 +119,7 @@ def _ended(process: subprocess.Popen[str], processes: int) -> Exception:
 def work(path: str) -> None:
     """Encode the parts whose numbers come on standard input; write each number to standard output when done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one ends this one
-    job = json.loads(Path(path).read_text())
+    job = json.loads(Path(path).read_text(encoding="utf-8"))
     parts, columns = [Part(*part) for part in job["parts"]], Columns(*job["columns"])
     _answer(ready=True)
     for line in sys.stdin:

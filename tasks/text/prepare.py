@@ -210,7 +210,7 @@ def _continue_plan(partial: Path, plan: str) -> None:
     path = partial / "plan.json"
     if not path.exists():
         write_text(path, plan)
-    elif path.read_text() != plan:
+    elif path.read_text(encoding="utf-8") != plan:
         raise ValueError(
             f"{partial} holds an unfinished preparation of other input or with other keys: remove it, or choose "
             "another output"
@@ -274,7 +274,7 @@ def _encode_parts(
     counts: Counter[str] = Counter()
     malformed: list[Malformed] = []
     for index in range(len(parts)):
-        found = json.loads(told_path(partial, index).read_text())
+        found = json.loads(told_path(partial, index).read_text(encoding="utf-8"))
         counts.update(found["counts"])
         malformed += [Malformed(Place(*place), reason) for place, reason in found["malformed"]]
     return counts, [one.describe() for one in malformed[:NAMED]]
@@ -355,4 +355,6 @@ def told_in_one_line(output: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"{output}: the disk is full; make room, and the same command goes on") from error
+        if error.errno == errno.ENOTDIR:
+            raise ValueError(f"output={output} is or lies below a file: give a folder") from error
         raise ValueError(f"{error.filename or output}: {error.strerror or error}") from error

@@ -1,6 +1,7 @@
 """The files of a run, each written whole."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,27 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from longseq.files import replacing
+from longseq.models import CONFIG_FILE, INDEX_FILE
+from longseq.tokenizer_files import SETTINGS_FILE, TOKENIZER_FILE
+
+# Files of a folder of save_pretrained that no command overwrites, beside checkpoints and weights.
+_OF_MODELS = (CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, SETTINGS_FILE)
 
 
-def prepare_file(path: Path, key: str = "output") -> None:
+def prepare_file(path: Path, key: str = "output", *, reads: Iterable[str | Path | None] = ()) -> None:
     """Make the folder of a file that is to be written, and that `key` names.
 
-    ValueError, in one line, where no file can come to stand.
+    ValueError, in one line, where no file can come to stand, or where a model or one of the files that the command
+    `reads` stands.
     """
     if path.is_dir():
         raise ValueError(f"{key}={path} is a folder: name a file")
+    if path.is_file():
+        of_model = path.name in _OF_MODELS and (path.parent / CONFIG_FILE).is_file()
+        if of_model or path.suffix in (".ckpt", ".safetensors"):
+            raise ValueError(f"{key}={path} is a file of a model, which it would replace: give another name")
+        if any(read is not None and Path(read).exists() and path.samefile(read) for read in reads):
+            raise ValueError(f"{key}={path} is what the command reads, and would be replaced: give another name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -89,7 +89,7 @@ def _create(path: Path, own: Holder) -> bool:
 def _read(path: Path) -> Holder | None:
     """The holder that a lock file names; None if there is no file."""
     try:
-        return Holder(**json.loads(path.read_text()))
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError):
@@ -98,7 +98,7 @@ def _read(path: Path) -> Holder | None:
 
 def _remove(path: Path, dead: Holder) -> None:
     """Remove the lock of a dead process, unless another process has replaced it in the meantime."""
-    with suppress(FileNotFoundError), path.open() as file:
+    with suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
         # Processes that take over a lock wait for each other here. All are on this host, as the dead process was.
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_ino == path.stat().st_ino and _read(path) == dead:
@@ -113,7 +113,7 @@ def _start_of(pid: int) -> str:
     """The start time of a process as the kernel writes it; empty if there is no such process."""
     try:
         # The name of the program may contain blanks; it ends at the last parenthesis.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return "" if Path("/proc/self/stat").exists() else _alive(pid)
     return "" if fields[0] in "ZX" else fields[19]

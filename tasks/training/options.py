@@ -84,7 +84,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Required:
-    """A key that is null in the YAML file and that the user must give; `remedy` says how."""
+    """A key that is null in the YAML file and that the user must give, not as empty text; `remedy` says how."""
 
     remedy: str
 
@@ -281,7 +281,7 @@ def _fits(kind: type, value: Any) -> bool:
 
 def _convert_annotated(hint: Any, value: Any, place: str) -> Any:
     kind, *narrowings = get_args(hint)
-    if value is None and (required := next((one for one in narrowings if isinstance(one, Required)), None)):
+    if value in (None, "") and (required := next((one for one in narrowings if isinstance(one, Required)), None)):
         raise ValueError(required.remedy)
     try:
         found = _convert(kind, value, place)

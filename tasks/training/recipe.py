@@ -56,7 +56,10 @@ class Training:
 
 
 def device_count(config: Mapping[str, Any]) -> int:
-    """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine."""
+    """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine.
+
+    ValueError, in one line, if there are none.
+    """
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
     if devices in ("auto", -1, "-1"):
@@ -67,6 +70,8 @@ def device_count(config: Mapping[str, Any]) -> int:
         devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
     elif not isinstance(devices, int):
         devices = len(devices)
+    if devices < 1:
+        raise ValueError(f"trainer.devices={trainer['devices']} is no device: give at least 1, or auto for all")
     return int(devices) * int(trainer.get("num_nodes", 1))
 
 

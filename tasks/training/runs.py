@@ -125,7 +125,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
     """The metrics of a finished run; None for an unfinished one."""
     path = folder / METRICS_FILE
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

@@ -163,6 +163,18 @@ def test_pooling_is_a_plain_loop(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(pooling(x[:, :0]), torch.zeros(1, 4, dtype=dtype))
 
 
+@cases("kind", ["mean", "attention"])
+def test_autocast_rounds_no_sum(kind: str) -> None:
+    torch.manual_seed(0)
+    pooling, x = Pooling(kind, 4), torch.randn(1, 9, 4).bfloat16().float()
+    if pooling.projection is not None:
+        torch.nn.init.zeros_(pooling.projection.weight)  # equal weights, which bfloat16 does not hold
+    wanted = torch.stack([one.mean(0) if len(one) else torch.zeros(4) for one in x[0].split(LENGTHS)])
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(pooling(x, packing=Packing(BORDERS)), wanted)
+        assert pooling(x.bfloat16(), packing=Packing(BORDERS)).dtype == torch.bfloat16
+
+
 def test_a_classifier_is_saved_with_every_argument(tmp_path: Path) -> None:
     model = make("gla", direction="bidirectional", pooling="attention", head_dropout=0.3).float()
     model.save_pretrained(tmp_path)

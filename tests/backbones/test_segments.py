@@ -148,7 +148,11 @@ def test_a_document_has_the_gradients_that_it_has_alone() -> None:
         ({"mixer": "attention", "direction": "bidirectional"}, None, "attention without a window"),
         ({"mixer": "hyena"}, None, "hyena, whose state keeps every token, cannot be read in segments"),
         ({"mixer": "baseconv", "direction": "bidirectional"}, None, "baseconv, whose state keeps every token,"),
-        ({"direction": "bidirectional"}, 2, "direction=bidirectional reads .* from its end .* gradient_segments=null"),
+        (
+            {"direction": "bidirectional"},
+            2,
+            "direction=bidirectional reads .* from its end .* data.gradient_segments=null",
+        ),
         ({}, 0, "gradient_segments=0: give at least 1"),
     ],
 )

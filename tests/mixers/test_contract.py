@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import cases
-from representatives import choose_mixers
+from representatives import cover_operations
 from torch import Tensor
 from torch.nn.utils import prune
 
@@ -464,7 +464,7 @@ def test_the_backend_that_is_named_runs(name: str, options: dict[str, Any], aske
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", choose_mixers(1))
+@pytest.mark.parametrize("name", cover_operations())
 def test_compiled_training_in_autocast_equals_eager(name: str) -> None:
     """Compiled code is traced before autocast is set for the backward pass, which must not affect the recurrences."""
     torch._dynamo.reset()

@@ -10,6 +10,8 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
+import triton_types
+
 
 def import_triton() -> None:
     """Import Triton and our kernels so that they are emulated, which Triton decides when a kernel is imported.
@@ -25,6 +27,7 @@ def import_triton() -> None:
     _patch_language_once(interpreter, language)
     _leave_out_overflow(interpreter)
     _look_up_types_once(interpreter, language)
+    triton_types.build_types_once()
 
 
 def list_kernel_modules() -> list[ModuleType]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from longseq import mixers
 
 
-def choose_mixers(count: int = 2) -> list[str]:
-    """The first `count` mixers of those with the same operations, and all that have none."""
-    met: Counter[tuple[str, ...]] = Counter()
+def cover_operations() -> list[str]:
+    """Mixers that have every operation between them, and all that have none."""
+    covered: set[str] = set()
     chosen = []
     for name in mixers.mixer_names():
-        operations = tuple(sorted(mixers.get(name).operations))
-        met[operations] += 1
-        if not operations or met[operations] <= count:
+        operations = set(mixers.get(name).operations)
+        if not operations or operations - covered:
             chosen.append(name)
+            covered |= operations
     return chosen

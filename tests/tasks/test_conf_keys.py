@@ -72,7 +72,7 @@ def files(group: str, task: str) -> list[dict[str, Any]]:
     return [keys_of(path) for path in whole if task in yaml.safe_load(path.read_text()).get("tasks", [task])]
 
 
-@pytest.mark.parametrize("task", ["image", "lm", "probe"])
+@pytest.mark.parametrize("task", ["document", "image", "lm", "probe"])
 def test_the_keys_of_a_task_are_those_of_its_files(task):
     keys = registry.get(task).config
     data, recipes = files("data", task), files("recipe", task)

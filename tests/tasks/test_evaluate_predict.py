@@ -155,7 +155,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     folder, file = tmp_path / "folder.json", tmp_path / "file"
     folder.mkdir()
     file.write_text("kept")
-    given = [f"checkpoint={checkpoint}", *([f"input={pictures}"] if verb == "predict" else [])]
+    more = {"predict": [f"input={pictures}"], "export": ["format=onnx"]}
+    given = [f"checkpoint={checkpoint}", *more.get(verb, [])]
     for output, told in ((folder, "is a folder: name a file"), (file / "a.json", "the folder cannot be made: ")):
         monkeypatch.setattr(sys, "argv", ["longseq", verb, *given, f"output={output}"])
         with pytest.raises(SystemExit) as left:
@@ -234,11 +235,11 @@ def test_a_gpu_that_is_not_there_is_named(name, count, checkpoint, pictures, com
 
 def test_a_checkpoint_of_another_task_is_refused(checkpoint, compose_config, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
-    content["hyper_parameters"]["config"] = {"task": {"name": "document"}}
+    content["hyper_parameters"]["config"] = {"task": {"name": "sound"}}
     other = tmp_path / "other.ckpt"
     torch.save(content, other)
     for command, more in ((evaluate, "trainer=cpu"), (predict, f"input={tmp_path}")):
-        with pytest.raises(ValueError, match=r"belongs to task=document.*task=image"):
+        with pytest.raises(ValueError, match=r"belongs to task=sound.*task=image"):
             command.run(compose_config(command.__name__.split(".")[-1], f"checkpoint={other}", more))
 
 

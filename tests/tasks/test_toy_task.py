@@ -107,7 +107,7 @@ def test_a_task_from_outside_is_compared(folder, command_here):
         ("task.metric=val/top1", "task.metric=val/top1 is never measured: choose one of val/loss, val/accuracy"),
         ("callbacks.best.monitor=test/loss", "callbacks.best.monitor=test/loss is never measured: choose one of val/l"),
         ("+callbacks.best.mode=max", "callbacks.best.mode=max: the metric tells its direction; leave the key out"),
-        ("task.name=minority", "task.name=minority is unknown: choose one of image, lm, probe, majority"),
+        ("task.name=minority", "task.name=minority is unknown: choose one of document, image, lm, probe, majority"),
     ],
 )
 def test_what_a_run_monitors_is_checked_before_it_writes(override, message, folder, command_here):

@@ -85,53 +85,14 @@ def test_every_verb_has_its_command(verb):
     assert callable(importlib.import_module(verb.module).run)
 
 
+# A few; test_mistakes.py has hundreds.
 MISTAKES = [
     ("learn", "unknown verb 'learn': the verbs are train, evaluate"),
-    ("trian", "unknown verb 'trian': did you mean 'train'?"),
     ("benchmark ops=[delta_rule]", "`longseq benchmark` is followed by one of kernels, models, tune, compile"),
-    ("benchmark tune op=sum", ""),
     ("train mixer=longhron", "mixer=longhron is unknown: did you mean mixer=longhorn? the options of mixer are abc, "),
-    ("train data=cifar11", "data=cifar11 is unknown: did you mean data=cifar10?"),
-    (
-        "train recipe=zoology",
-        "recipe=zoology belongs to task=probe: add task=probe; for task=image, give recipe=cifar10, ",
-    ),
-    ("train data=mqar", "data=mqar belongs to task=probe: add task=probe; for task=image, give data=cifar10, "),
-    (
-        "train task=probe recipe=vim",
-        "recipe=vim belongs to task=image: add task=image; for task=probe, give recipe=mad",
-    ),
-    (
-        "train model=token task=image",
-        "model=token belongs to task=probe or task=lm: add task=probe or task=lm; for task=image, give model=timm, ",
-    ),
-    ("describe data=mqar", "data=mqar belongs to task=probe: add task=probe"),
-    ("train data=image_folder data.root=nowhere trainer.accelerator=xla", "the trainer cannot be built: "),
-    ("train output=Läufe", "output=Läufe cannot be read: put the value in quotes, \"output='Läufe'\""),
-    ("train modle=vim", "modle is unknown: did you mean model? the keys are "),
-    ("train colour=red", "colour is unknown: the keys are "),
-    ("train +colour=red", "colour is unknown: the keys are "),
-    ("train data.img_sise=3 recipe.epoch=3", "data.img_sise is unknown: did you mean data.img_size? the keys of data"),
-    (
-        "train recipe.ema.decay.first=1",
-        "recipe.ema.decay is one value and has no key first: give recipe.ema.decay=VALUE",
-    ),
-    ("train ~recipe.augment", "recipe.augment=null must be a dictionary of its keys: crop, "),
-    ("evaluate checkpoint=x.ckpt splitt=val", "splitt is unknown: did you mean split?"),
-    ("predict +colour=red", "colour is unknown"),
-    ("evaluate checkpoint=x.ckpt data=FOLDER", "data has no options here: give data.KEY=VALUE, a KEY of name, "),
-    ("prepare task=image input=x output=y", "task=image: longseq prepare works for task=lm"),
-    ("prepare task=lm input=nowhere output=y", "input=nowhere does not exist"),
-    ("harness taks=[piqa]", "taks is unknown: did you mean tasks?"),
-    ("train --lr 0.1", "--lr is no flag: keys are written key=value"),
+    ("train --epochs 5", "--epochs is no flag: write recipe.epochs=5"),
     ("train digits", "'digits' is no override: write key=value"),
-    ("train recipe.learning_rate=inf", "recipe.learning_rate=inf must be a number of at least 0"),
-    ("train data=cifar10 data.root=/nowhere", "/nowhere"),
     ("predict checkpoint=x.ckpt input=y top_k=0", "top_k=0 must be a whole number of at least 1"),
-    ("evaluate checkpoint=x.ckpt split=train", "split=train must be one of test, val"),
-    ("export checkpoint=x.ckpt opset=3", "opset=3 must be a whole number from 18 to 26"),
-    ("benchmark models text.depth=-1", "text.depth=-1 must be a whole number of at least 1"),
-    ("benchmark compile capabilities=[7.0]", "each entry one of"),
 ]
 
 
@@ -159,7 +120,7 @@ def test_a_verb_helps(monkeypatch, capsys):
     [
         ("train", ["seed=0", "init=null"]),
         ("evaluate", ["checkpoint=null", "split=test", "data.img_size=null", "data.validation=null"]),
-        ("predict", ["checkpoint=null", "top_k=5", "device=auto"]),
+        ("predict", ["checkpoint=null", "top_k=null", "device=auto"]),
         ("prepare", ["input=null", "validation=0.01", "test=0.01"]),
         ("generate", ["checkpoint=null", "temperature=1.0", "save_state=null"]),
         ("harness", ["checkpoint=null", "tasks=null", "data.root=null", "limit=null"]),
@@ -184,7 +145,15 @@ def test_a_verb_whose_help_lists_its_keys_has_them():
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs"), "runs: is a directory"),
+        (
+            IsADirectoryError(errno.EISDIR, "Is a directory", "runs"),
+            "runs: is a folder, and a file is needed: name a file",
+        ),
+        (
+            NotADirectoryError(errno.ENOTDIR, "Not a directory", f"{__file__}/run"),
+            f"{__file__} is a file, and a folder is",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
         (PermissionError(errno.EACCES, "Permission denied", "runs/a"), "runs/a: permission denied"),
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: make room first"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/a"), "runs/a: the disk is full: make room first"),
@@ -196,13 +165,14 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys, error, 
 
     monkeypatch.setattr(cli, "_run_verb", refuse)
     assert run(monkeypatch, "train") == 2
-    assert capsys.readouterr().err == f"longseq: error: {told}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"longseq: error: {told}")
 
 
 def test_the_help_names_what_a_key_takes():
     told = key_help.describe_keys("predict").splitlines()
-    (top_k,) = (line for line in told if line.startswith("top_k=5 "))
-    assert top_k.endswith("classes that are written for each image; a whole number of at least 1")
+    (top_k,) = (line for line in told if line.startswith("top_k=null "))
+    assert top_k.endswith("5 of an image, all of a document; a whole number of at least 1 or null")
     (checkpoint,) = (line for line in told if line.startswith("checkpoint=null "))
     assert checkpoint.endswith("; text, needed")
 

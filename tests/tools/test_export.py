@@ -17,7 +17,7 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from representatives import choose_mixers
+from representatives import cover_operations
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
@@ -68,7 +68,7 @@ class Elsewhere:
 
     def __init__(self, absent: tuple[str, ...], imports: str, check: str) -> None:
         code = f"""
-import json, sys, traceback
+import json, os, sys, traceback
 for name in {absent}:
     sys.modules[name] = None
 import numpy, {imports}
@@ -108,11 +108,13 @@ def with_torch() -> Iterator[Elsewhere]:
         script = torch.jit.load(f"{folder}/{stem}.pt", _extra_files=extra)
         assert json.loads(extra["longseq.json"])["class_names"][1] == "bee"
         extra = {"longseq.json": ""}
-        program = torch.export.load(f"{folder}/{stem}.pt2", extra_files=extra).module()
-        assert json.loads(extra["longseq.json"])["class_names"][1] == "bee"
+        calls = [script]
+        if os.path.exists(f"{folder}/{stem}.pt2"):
+            calls.append(torch.export.load(f"{folder}/{stem}.pt2", extra_files=extra).module())
+            assert json.loads(extra["longseq.json"])["class_names"][1] == "bee"
         for batch in (1, 5):
             images = torch.from_numpy(cases[f"images{batch}"])
-            for call in (script, program):
+            for call in calls:
                 with torch.no_grad():
                     difference = numpy.abs(call(images).numpy() - cases[f"logits{batch}"]).max()
                 assert difference < 1e-4, (batch, difference)
@@ -140,13 +142,16 @@ def with_onnxruntime() -> Iterator[Elsewhere]:
     elsewhere.close()
 
 
-# Every operation, where tokens are read forward; both ways and around a class token, mixers that need one pass for it
-# and two that need a scan for each. Every mixer is exported as a language model (test_export_language.py).
+# Every mixer, where tokens are read forward; both ways and around a class token, those that need one pass for it and
+# two that need a scan for each.
 EXPORTED = sorted(
-    {(VIT, mixer) for mixer in choose_mixers(1)}
+    {(VIT, mixer) for mixer in mixers.mixer_names()}
     | {(VIM, mixer) for mixer in mixers.mixer_names() if mixers.get(mixer).supports_noncausal}
     | {(VIM, "longhorn"), (VIM, "deltanet")}
 )
+# ONNX and pt2 take up to ten seconds, TorchScript a fifth of one. These mixers have between them every operation but
+# three with long graphs, which tests/kernels/test_export.py exports; test_export_language.py has steps of all.
+IN_ALL_FORMATS = sorted({*cover_operations(), "mamba2"} - {"abc", "based", "vla"})
 
 
 @pytest.mark.slow
@@ -154,9 +159,10 @@ EXPORTED = sorted(
 def test_files_run_in_other_processes(
     chassis: str, mixer: str, tmp_path: Path, with_torch: Elsewhere, with_onnxruntime: Elsewhere, captured_once: None
 ) -> None:
+    suffixes = SUFFIXES if mixer in IN_ALL_FORMATS else {"torchscript": ".pt"}
     # Lattice's recurrence is not linear: with the weights of seed 0, rounding alone changes an image's logits by 1e-3.
     model = build(chassis, mixer, seed=2 if mixer == "lattice" else 0, **CHASSIS[chassis])
-    for format, suffix in SUFFIXES.items():
+    for format, suffix in suffixes.items():
         report = export_image_classifier(
             model, tmp_path / f"model{suffix}", format=format, data=DATA, batch_sizes=(1, 3)
         )
@@ -168,14 +174,15 @@ def test_files_run_in_other_processes(
     assert logits["logits5"].std(0).max() > 0.05, "the model must tell images apart"
     np.savez(tmp_path / "model.npz", **{name: value.numpy() for name, value in (images | logits).items()})
     assert with_torch(tmp_path, "model") == "passed"
-    assert with_onnxruntime(tmp_path, "model") == "passed"
+    if "onnx" in suffixes:
+        assert with_onnxruntime(tmp_path, "model") == "passed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mixer", "direction"), [("longhorn", "cross"), ("mamba2", "bidirectional")])
 def test_one_mixer_for_all_orders(mixer: str, direction: str, tmp_path: Path) -> None:
-    model = build(mixer=mixer, direction=direction, share_directions="all")
-    report = export_image_classifier(model, tmp_path / "model.onnx", data=DATA, batch_sizes=(1, 3))
+    model = build(mixer=mixer, direction=direction, share_directions="all", img_size=20)
+    report = export_image_classifier(model, tmp_path / "model.onnx", data={**DATA, "img_size": 20}, batch_sizes=(1, 3))
     assert all(row.passed for row in report.comparisons)
 
 
@@ -197,7 +204,6 @@ def test_preprocessing_and_softmax_in_the_file(format: str, tmp_path: Path) -> N
     [
         *(("attention", "bidirectional", format) for format in FORMATS),
         *(("longhorn", "forward", format) for format in FORMATS),
-        ("deltanet", "forward", "onnx"),
         ("deltanet", "cross", "torchscript"),
     ],
 )
@@ -236,7 +242,9 @@ def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> None:
+def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # tests/conftest.py leaves them out
+    monkeypatch.setattr("torch.fx.config.do_not_emit_stack_traces", False, raising=False)
     report = export_image_classifier(
         build(mixer="attention"), tmp_path / "model.onnx", data=DATA, opset=21, extra_metadata={"epoch": 3}
     )
@@ -335,7 +343,8 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_export_prints_nothing_of_the_exporters(format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("model" + SUFFIXES[format])
-    export_image_classifier(build(mixer="mamba"), path, format=format, data=DATA, batch_sizes=[1])
+    model, data = build(mixer="mamba", img_size=12), {**DATA, "img_size": 12}
+    export_image_classifier(model, path, format=format, data=data, batch_sizes=[1])
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
 

@@ -369,7 +369,7 @@ def hash_sources() -> dict[str, str]:
 def _hash_files(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        digest.update(strip(file.read_text()).encode())
+        digest.update(strip(file.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:16]
 
 
@@ -409,7 +409,7 @@ def _result(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {"rows": [], "sources": {}}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "sources": {}}
 
 
 def _write(file: Path, result: dict[str, Any]) -> None:
@@ -421,5 +421,5 @@ def _write(file: Path, result: dict[str, Any]) -> None:
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
-    part.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    part.write_text(f'{head[:-2]},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
     part.replace(file)

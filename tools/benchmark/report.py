@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from longseq.files import replacing
 from longseq.tasks.circumstances import describe, find_circumstances
 from longseq.tasks.training.options import Length
 
@@ -78,10 +79,13 @@ def add_circumstances(rows: Sequence[Mapping[str, Any]], device: torch.device) -
 
 
 def check_output(output: str) -> Path:
-    """The file for the rows."""
+    """The file for the rows. ValueError, in one line, where it cannot come to stand."""
     file = Path(output)
     if file.suffix != ".json":
         raise ValueError(f"output={output} is no name for JSON rows: give one that ends in .json")
+    above = next(place for place in file.parents if place.exists())
+    if not above.is_dir():
+        raise ValueError(f"output={output}: {above} is a file, and a folder is needed there")
     return file
 
 
@@ -89,8 +93,9 @@ def write_result(result: Mapping[str, Any], output: str) -> Path:
     """Write the rows as JSON and their table beside it, in Markdown."""
     file = check_output(output)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=2) + "\n")
-    file.with_suffix(".md").write_text(to_markdown(result) + "\n")
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    file.with_suffix(".md").write_text(to_markdown(result) + "\n", encoding="utf-8")
     return file
 
 

@@ -169,7 +169,7 @@ class File:
     def _write(self) -> None:
         trying = {} if self.trying is None else {"trying": self.trying}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**self.held, **trying}, indent=2) + "\n")
+        self.path.write_text(json.dumps({**self.held, **trying}, indent=2) + "\n", encoding="utf-8")
 
     def _without(self, place: Place, part: str) -> list[dict[str, Any]]:
         """The rows of other places or other GPUs, and the rows of crashes."""

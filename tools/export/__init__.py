@@ -105,6 +105,12 @@ def _check_keys(keys: ExportKeys, own: Mapping[str, Any], task: str) -> None:
 
 
 def _format_of(output: str | None) -> str:
-    """The format of the output's ending; ONNX without a known one."""
-    suffix = Path(output or "").suffix
-    return next((name for name, own in SUFFIXES.items() if own == suffix), "onnx")
+    """The format of the output's ending; ONNX without an output. ValueError for another ending."""
+    if output is None:
+        return "onnx"
+    suffix = Path(output).suffix
+    format = next((name for name, own in SUFFIXES.items() if own == suffix), None)
+    if format is None:
+        endings = ", ".join(SUFFIXES.values())
+        raise ValueError(f"output={output} tells no format: give a name that ends in one of {endings}, or format=NAME")
+    return format

@@ -133,7 +133,9 @@ def load_tasks(
 
 def _stands_alone(name: str) -> bool:
     """True for the YAML file of a task; a group names tasks that must be found in the list, which takes seconds."""
-    return name.endswith(_YAML) and not any(line.startswith("group:") for line in Path(name).read_text().splitlines())
+    return name.endswith(_YAML) and not any(
+        line.startswith("group:") for line in Path(name).read_text(encoding="utf-8").splitlines()
+    )
 
 
 def _prepare(name: str, task: Any, num_fewshot: int | None) -> None:

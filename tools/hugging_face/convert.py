@@ -17,7 +17,7 @@ from longseq.mixers.pattern import options_by_name
 from longseq.models import describe
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training.command import CommandKeys, read_command
-from longseq.tasks.training.options import Length, Required
+from longseq.tasks.training.options import Length, Range, Required
 from longseq.tasks.training.token_model import BodyKeys, TokenModelKeys
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
 from longseq.tools.hugging_face.families import FAMILIES
@@ -45,7 +45,7 @@ class ConvertKeys(CommandKeys):
     output: Annotated[str | None, Required("give output=FOLDER: where the converted model is written")]
     mixer: MixerKeys
     format: str
-    seed: int
+    seed: Annotated[int, Range(0)]
 
     def __post_init__(self) -> None:
         if self.format != OURS and self.format not in FAMILIES:

@@ -34,7 +34,7 @@ class UnreadableSamples(Callback):
         """Write and return the paths of all processes, and those of the run before an interruption."""
         paths = set(_of_all_processes(trainer, list(trainer.datamodule.unreadable)))  # type: ignore[attr-defined]
         if self.path is not None and self.path.is_file():
-            paths.update(self.path.read_text().splitlines())
+            paths.update(self.path.read_text(encoding="utf-8").splitlines())
         listed = sorted(paths)
         if listed and self.path is not None and trainer.is_global_zero:
             write_text(self.path, "".join(f"{path}\n" for path in listed))

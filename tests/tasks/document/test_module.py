@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -139,6 +141,8 @@ def test_an_update_is_of_the_mean_over_its_documents(multi_label):
     wanted = expected(info, 0.1)
     assert_same(fit([[0, 1, 2], [3, 4, 5]], info, smoothing=0.1, accumulate=2), wanted)
     assert_same(fit([[0, 1, 2, 3, 4], [5]], info, smoothing=0.1, accumulate=2, packed=False), wanted)
+    in_segments = replace(info, segment=2)
+    assert_same(fit([[0, 1, 2], [3, 4, 5]], in_segments, smoothing=0.1, accumulate=2), wanted)
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_what_cannot_be_read_in_a_folder_is_named_and_the_rest_is_classified(tmp
         ("b.txt", "bytes that are no UTF-8", 1),
         ("c.jsonl", "line 2: no JSON", 3),
         ("c.jsonl", "line 3: no text in column 'text'", 4),
-        ("c.jsonl", "empty", 5),
+        ("c.jsonl", "line 4: empty", 5),
         ("d.json", "has no column 'text': give column=NAME, one of name", 7),
         ("e.csv", "is empty", 8),
         ("g.md", "is empty", 10),
@@ -185,22 +185,32 @@ def test_wrong_input_is_one_line_with_the_remedy(
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_predictions_hold_the_details_and_the_reasons(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_command_writes_classes_details_and_reasons_and_tells_how_it_has_read(
+    compose_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "dear reader"}\n{"text": ""}\n')
-    keys, model = make_keys(), make_model()
-    files = DocumentFiles.open(str(tmp_path / "a.jsonl"), make_info(), keys)
-    with torch.inference_mode():
-        assert predict.write_csv(tmp_path / "p.csv", files.predict(model, keys), files) == (1, 1)
-        assert predict.write_json(tmp_path / "p.json", files.predict(model, keys), files) == (1, 1)
+    model = make_model()
+    known = ("class_names", "multi_label", "vocab_size", "separator", "max_length", "truncation", "tokenizer", "window")
+    model.text = {key: getattr(make_info(), key) for key in known}
+    folder = model.save_pretrained(tmp_path / "model")
+    given = (f"checkpoint={folder}", f"input={tmp_path / 'a.jsonl'}", "device=cpu")
+    for name in ("p.csv", "p.json"):
+        config = compose_config("predict", *given, f"output={tmp_path / name}")
+        assert predict.run(config) == {"classified": 1, "unreadable": 1, "passed_over": 0}
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("direction=forward: read in segments of 8,192 tokens with carried state: the memory does")
+    assert told[1].startswith("peak memory of this process: ")
+    assert told[2] == f"not classified: {tmp_path / 'a.jsonl'}: line 2: empty"
+    assert told[3].startswith("1 documents classified, 1 unreadable, 0 passed over; written to ")
     first, second = csv.DictReader((tmp_path / "p.csv").open())
     written = json.loads((tmp_path / "p.json").read_text())
     (prediction,), (failed,) = written["predictions"], written["unreadable"]
     ranked = sorted(expect("dear reader").items(), key=lambda item: -item[1])
     assert [first[f"class_{rank}"] for rank in (1, 2, 3)] == [name for name, _ in ranked]
-    assert [float(first[f"probability_{rank}"]) for rank in (1, 2, 3)] == pytest.approx(
-        [p for _, p in ranked], abs=1e-5
-    )
+    shares = [float(first[f"probability_{rank}"]) for rank in (1, 2, 3)]
+    assert shares == pytest.approx([value for _, value in ranked], abs=1e-5)
     assert (first["document"], first["tokens"], first["cut"], first["error"]) == ("0", "12", "0", "")
-    assert (second["document"], second["class_1"], second["error"]) == ("1", "", "empty")
+    assert (second["document"], second["class_1"], second["error"]) == ("1", "", "line 2: empty")
     assert (prediction["document"], prediction["tokens"], len(prediction["classes"])) == (0, 12, 3)
-    assert failed == {"path": str(tmp_path / "a.jsonl"), "document": 1, "reason": "empty"}
+    assert failed == {"path": str(tmp_path / "a.jsonl"), "document": 1, "reason": "line 2: empty"}

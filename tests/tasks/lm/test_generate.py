@@ -225,7 +225,7 @@ def test_too_little_memory_is_one_line(trained, command_here, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("prompt=abc", "output=."), "output=. is a folder: name a file"),
+        (("prompt=abc", "output=."), "output=. must end in .jsonl"),
         (("prompt=abc", "save_state=."), "save_state=. is a folder: name a file"),
         (("prompt=''",), "prompt is empty: give the text to continue"),
         (("prompt='ab\udcff'",), "prompt is no UTF-8: surrogates not allowed at character 3"),
